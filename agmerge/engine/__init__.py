@@ -1,17 +1,17 @@
-"""Decide when something is exchanged: hooks, accumulation, loss scales, join, guards, local steps.
+"""Schedule of exchanges: hooks, accumulation, loss scales, join, guards, local steps.
 
-``synchronizer``: keeps an optimizer among its group of workers; ``reducers``: which kind of it is wanted. ``reducer``:
-of gradients, which counts backward passes and drives rounds. ``grad_hooks``: on parameters. ``grad_scaler``: AMP.
-``gathered``: sparse gradients, for an optimizer that takes no others.
-``join``: uneven inputs. ``optimizer_wrapper``: what stays the inner optimizer's; ``optimizer_group``: several that step
-as one; ``optimizer_states``: their states; ``outermost_step``: of nested calls. ``replicas``: compared, levelled.
-``bucket_reducer``: of gradients that somebody else gathers, as DistributedDataParallel does.
-``dear``, ``dear_modules`` and ``dear_times``: ``merging="dear"``, whose updates come in the next forward.
+``synchronizer``: connects an optimizer with its group of workers; ``reducers``: chooses its kind. ``reducer``: for
+gradients; it counts backward passes and drives rounds. ``grad_hooks``: on parameters. ``grad_scaler``: AMP.
+``gathered``: sparse gradients, for an optimizer that accepts only these. ``join``: uneven inputs.
+``optimizer_wrapper``: attributes of the inner optimizer; ``optimizer_group``: several that step as one;
+``optimizer_states``: their states; ``outermost_step``: of nested calls. ``replicas``: compared, levelled.
+``bucket_reducer``: for gradients that DistributedDataParallel collects in buckets. ``dear``, ``dear_modules`` and
+``dear_times``: ``merging="dear"``, with updates in the next forward.
 
-``update_reducer``: of what the optimizer did (``sync="updates"``). ``own_step``: a worker steps by itself;
-``step_hooks``: somebody else steps it. ``carry``: what all have in common, and what one has done beyond it;
-``sent_pieces``: its functions of flat tensors. ``strayed``: who ends while ranks differ. ``way_table``: which tensors
-travel. ``outer``: optimizers of what is shared.
+``update_reducer``: for parameter updates (``sync="updates"``). ``own_step``: a worker's local step; ``step_hooks``: the
+same where a framework steps the optimizer. ``carry``: the common parameters, and a worker's pseudo-gradients beyond
+them; ``sent_pieces``: its functions of flat tensors. ``strayed``: reports a run that ends while ranks differ.
+``way_table``: which tensors are exchanged. ``outer``: optimizers of the common parameters.
 
 May import planning/ and below.
 """

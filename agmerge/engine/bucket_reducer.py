@@ -1,7 +1,7 @@
-"""Exchange gradients that somebody else gathers bucket by bucket, and write the updates where the gradients were.
+"""Reducer of gradients that are collected in buckets, with the updates written where the gradients were.
 
-The buckets are only where gradients lie. Merge buffers, messages and residuals are by parameter, as ever, so that they
-stay what they are when the owner of the buckets arranges these anew.
+The buckets are only where gradients lie. Merge buffers, messages and residuals are by parameter, so that they do not
+change when the owner of the buckets rearranges these.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
 
 class BucketReducer(Synchronizer):
-    """Combine the gradients of one backward pass after the other: there is no ``step()`` to wait for.
+    """Combine the gradients of each backward pass: there is no ``step()`` to wait for.
 
     :meth:`hand_over` for each parameter, in the same order on every rank, then :meth:`combine`. From then on the update
-    is the script's, which may clip it, add to it or drop it. ``members``: whose gradients lie in the buckets.
-    ``optimizer``: the one that steps; None: it is not known. Raises ``ValueError`` where a DistributedOptimizer has a
-    parameter, or the momentum of ``optimizer``, which shall be applied here, is of other parameters.
+    is the script's, which may clip it, add to it or drop it. ``members``: the parameters with gradients in the buckets.
+    ``optimizer``: the one that steps; None: it is not known. Raises ``ValueError`` where another DistributedOptimizer
+    has a parameter, or the momentum of ``optimizer``, to be applied here, is of other parameters.
     """
 
     combines_gradients = True
@@ -35,13 +35,13 @@ class BucketReducer(Synchronizer):
         refuse_owned(members.name_all(), members)
         self._optimizer = optimizer
         self._check_momentum(config)
-        self._gradients: dict[str, torch.Tensor] = {}  # that were handed over in this pass: views of buckets
+        self._gradients: dict[str, torch.Tensor] = {}  # handed over in this pass: views of buckets
         self._clipping = ClippingWatch(self.exchange)
         # Several optimizers step one by one: it looks when the first of them does.
         self._looks = [] if optimizer is None else [self._clipping.follow(each) for each in optimizers_of(optimizer)]
 
     def _averaged_too(self) -> str:
-        return ""  # whoever owns the buckets leaves the average to this
+        return ""  # the owner of the buckets leaves the average to this reducer
 
     def _check_momentum(self, config: Config) -> None:
         """Raise ``ValueError`` where a momentum to be applied here is not that of exactly these parameters."""
@@ -62,10 +62,10 @@ class BucketReducer(Synchronizer):
 
     @torch.no_grad()
     def hand_over(self, parameter: torch.Tensor, gradient: torch.Tensor, *, used: bool = True) -> None:
-        """Collective. Take the gradient of a parameter, and send the merge buffers that are complete now.
+        """Collective. Hand over the gradient of a parameter, and send the merge buffers that are complete now.
 
         ``gradient``: of the shape of ``parameter``, not to be changed before :meth:`combine`, which writes the update
-        there. ``used``: whether this rank has one; without it, and in :meth:`joined`, ``gradient`` is zero.
+        there. ``used``: whether this rank has one; if not, and in :meth:`joined`, ``gradient`` is zero.
         """
         if not self._gradients:
             status.current().enter("is in a backward pass", self.exchange.step)
@@ -76,10 +76,10 @@ class BucketReducer(Synchronizer):
 
     @torch.no_grad()
     def combine(self) -> None:
-        """Collective. Send what is left, receive, and write the updates where gradients were; the pass has ended.
+        """Collective. Send the remaining messages, receive, and write the updates over the gradients; the pass ends.
 
-        Connects first, if need be. A tensor that no rank has used gets no update, and what is kept of it stays as it
-        was. Raises :class:`agmerge.NonFiniteError` on every rank, as ``nonfinite=`` has it.
+        Connects first, if need be. A tensor that no rank has used gets no update, and its residual and momentum stay.
+        Raises :class:`agmerge.NonFiniteError` on every rank, according to ``nonfinite=``.
         """
         self.connect()
         if self._optimizer is not None:
@@ -109,7 +109,7 @@ class BucketReducer(Synchronizer):
             super()._compare_replicas()
 
     def discard(self) -> None:
-        """Forget the pass that has begun: nothing of it is kept."""
+        """Discard the pass that has begun."""
         super().discard()
         self._end_pass()
 
@@ -123,7 +123,7 @@ class BucketReducer(Synchronizer):
             raise AGMergeError(f"{what} was called in a backward pass; call it after backward()")
 
     def close(self) -> None:
-        """Give the communicators back, and look at no step any more."""
+        """Close the communicators, and stop watching the optimizer's steps."""
         for handle in self._looks:
             handle.remove()
         super().close()

@@ -1,8 +1,8 @@
-"""Keep what all workers have in common of the parameters, and what this one has done beyond it.
+"""Parameters that all workers have in common, and what this one has done beyond them.
 
-``base`` is the same on every rank, to the bit. After the optimizer has stepped, a worker's parameters lie elsewhere:
-the way from there back to ``base`` is what is exchanged. What is not sent of it stays in the parameters
-(:class:`Applied`), or beside them (:class:`Kept`).
+``base`` is the same on every rank, to the bit. After the optimizer has stepped, a worker's parameters differ from it:
+the pseudo-gradient ``base - parameter`` is exchanged. What is not sent of it stays in the parameters
+(:class:`Applied`), or beside them in the exchange's residual (:class:`Kept`).
 """
 
 from __future__ import annotations
@@ -35,26 +35,27 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def place(base: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``base`` less what is kept beside a parameter, as one of ``dtype`` shows it, in the dtype of ``base``."""
+    """Return ``base - residual``, rounded to ``dtype`` as a parameter of it would be, in the dtype of ``base``."""
     return (base if residual is None else base - residual).to(dtype).to(base.dtype)
 
 
 class Carry(ABC):
-    """Hold ``base``, and move it and this worker's parameters by what was combined.
+    """Common parameters ``base``, moved with this worker's parameters by the combined updates.
 
-    ``exchange``: of the ways. ``outer``: makes the optimizer that moves ``base`` by what was combined; None: ``base``
-    moves by exactly that. ``overlap``: the optimizer steps between the sending and the receiving of a way.
+    ``exchange``: of the pseudo-gradients. ``outer``: makes the optimizer that moves ``base`` by the combined ones;
+    None: ``base`` moves by exactly these. ``overlap``: the optimizer steps between sending and receiving a
+    pseudo-gradient.
     """
 
     def __init__(self, exchange: GradientExchange, outer: Outer | None, *, overlap: bool) -> None:
         self.base: Tensors = {}
-        self.parameters: Tensors = {}  # the script's own, or what this rank holds of them
+        self.parameters: Tensors = {}  # the script's own, or this rank's shards of them
         self._exchange, self._make_outer, self._overlap = exchange, outer, overlap
         self._outer: torch.optim.Optimizer | None = None  # of the tensors of `base`
-        self._whole: Tensors = {}  # sent whole and not received, as of then; the parameters have moved on since
+        self._whole: Tensors = {}  # sent dense and not received; the parameters have moved on since
 
     def admit(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Follow these parameters from now on, by name; those that are new are what all have in common."""
+        """Use these parameters from now on, by name; the values of new ones become part of ``base``."""
         self.parameters = dict(parameters)
         new = [name for name in self.parameters if name not in self.base]
         for name in new:
@@ -62,7 +63,7 @@ class Carry(ABC):
             self.base[name] = parameter.to(wide(parameter.dtype), copy=True)
         if new and self._make_outer is not None:
             state = self._outer.state if self._outer is not None else {}
-            bind = getattr(self._make_outer, "bind", None)  # the script's own one knows its parameters, not `base`
+            bind = getattr(self._make_outer, "bind", None)  # the script's own one knows its parameters, no `base`
             values = list(self.base.values())
             self._outer = self._make_outer(values) if bind is None else bind(self.base, self.parameters)
             if not isinstance(self._outer, torch.optim.Optimizer):
@@ -72,38 +73,38 @@ class Carry(ABC):
             self._outer.state.update(state)
 
     def take_over(self, before: Carry) -> None:
-        """Go on with all that another carry has, in its place."""
+        """Adopt ``base``, parameters and outer optimizer of another carry, which this one replaces."""
         self.base, self.parameters, self._outer = before.base, before.parameters, before._outer
 
     def forget_sent(self) -> None:
-        """Forget what was sent and not received: it counts as not sent."""
+        """Forget pseudo-gradients that were sent and not received: they count as not sent."""
         self._whole = {}
 
     @abstractmethod
     def expected(self, name: str) -> torch.Tensor:
-        """Return where the parameter would be if the optimizer had not moved it since the last exchange."""
+        """Return the parameter as it would be if the optimizer had not moved it since the last exchange."""
 
     def displacement(self, name: str) -> torch.Tensor:
-        """Return how far the parameter is from where :meth:`expected` says, in the dtype and strides of ``base``."""
+        """Return ``expected - parameter``, in the dtype and strides of ``base``."""
         return self.expected(name) - self.parameters[name].detach()
 
     def way(self, name: str) -> Difference:
-        """Return :meth:`displacement` for the exchange, which writes it where it needs it."""
+        """Return :meth:`displacement` for the exchange, which computes it where it needs it."""
         return Difference(self.expected(name), self.parameters[name].detach())
 
     @abstractmethod
     def take_in(self, combined: Combined) -> None:
-        """Move ``base`` and the parameters by what was combined. The exchange has been committed."""
+        """Move ``base`` and the parameters by the combined updates. The exchange has been committed."""
 
     @abstractmethod
     def unsent(self, name: str) -> torch.Tensor:
-        """Return all that this worker has done and not sent of a parameter."""
+        """Return the sum of this worker's updates of a parameter that were not sent."""
 
     def restore(self, base: Mapping[str, torch.Tensor], own: Tensors, displacements: Tensors) -> None:
-        """Go on from what was saved: put the parameters where they were.
+        """Restore a saved state: move the parameters to where they were.
 
-        ``own``: this worker's parameters, as they were. ``displacements``: how far from :meth:`expected` those are that
-        nobody had so, among another number of workers. Parameters that are in neither are where they are expected.
+        ``own``: this worker's saved parameters. ``displacements``: by name, ``expected - parameter`` for other
+        parameters, where no worker of the present group had them so. Parameters in neither are set to :meth:`expected`.
         """
         for name in self.parameters.keys() & base.keys():
             self.base[name].copy_(base[name])
@@ -115,21 +116,21 @@ class Carry(ABC):
             self.parameters[name].detach().copy_(expected if moved is None else expected - moved.to(expected.device))
 
     def put(self, displacements: Tensors) -> None:
-        """Put parameters at these distances from where they are expected."""
+        """Set parameters to :meth:`expected` less these displacements."""
         for name, moved in displacements.items():
             self.parameters[name].detach().copy_(self.expected(name) - moved)
 
     def outer_state(self) -> dict[str, torch.Tensor] | None:
-        """Return what the outer optimizer remembers, as its ``state_dict()``; None without one."""
+        """Return the ``state_dict()`` of the outer optimizer; None without one."""
         return None if self._outer is None else self._outer.state_dict()
 
     def load_outer_state(self, state: dict[str, torch.Tensor] | None) -> None:
-        """Take back what :meth:`outer_state` has returned."""
+        """Load the result of :meth:`outer_state`."""
         if self._outer is not None and state is not None:
             self._outer.load_state_dict(state)
 
     def _move_base(self, updates: Tensors) -> None:
-        """Move ``base`` by the combined ways, or as the outer optimizer does with them as gradients."""
+        """Move ``base`` by the combined pseudo-gradients, or by an outer step with them as gradients."""
         if not updates:
             return
         if self._outer is None:
@@ -143,9 +144,9 @@ class Carry(ABC):
 
 
 class Applied(Carry):
-    """Leave what is not sent in the parameters: a worker computes with all that it has done (step-ahead).
+    """Keep unsent updates in the parameters: a worker computes with all that it has done (step-ahead).
 
-    The exchange keeps nothing: its memory is :class:`sparsifiers.memories.HandBack`.
+    The exchange has no residual: its memory is :class:`sparsifiers.memories.HandBack`.
     """
 
     def expected(self, name: str) -> torch.Tensor:
@@ -165,7 +166,7 @@ class Applied(Carry):
         updates = {name: update for name, update in combined.updates.items() if update is not None}
         lists = lists_by_name(combined.buffers.received)
         sent = self._sent(combined, [*updates, *lists])
-        for name, of_name in lists.items():  # of these there is no update
+        for name, of_name in lists.items():  # they have no update
             if self._goes_along(name):
                 take_in_lists(*self._flat(name), of_name, sent[name])
             else:
@@ -182,37 +183,37 @@ class Applied(Carry):
             torch._foreach_copy_([self.parameters[n].detach() for n in whole], [self.base[n] for n in whole])
 
     def _goes_along(self, name: str) -> bool:
-        """Return whether a parameter moves by the same as ``base``, and both can be read as flat."""
+        """Return whether a parameter moves by the same update as ``base``, and both are flat in memory."""
         return self._outer is None and self.parameters[name].is_contiguous()
 
     def _flat(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         return self.base[name].view(-1), self.parameters[name].detach().view(-1)
 
     def _rest(self, name: str, sent: list[Piece]) -> torch.Tensor:
-        """Return what this worker carries of a parameter, less what was sent, in the strides of ``base``."""
+        """Return this worker's pseudo-gradient of a parameter, less the sent pieces, in the strides of ``base``."""
         rest = self.displacement(name)
         flat = rest.reshape(-1)  # in C order: a view, or a copy
         take_off(flat, sent)
         return rest.copy_(flat.view(rest.shape))
 
     def _sent(self, combined: Combined, names: Iterable[str]) -> dict[str, list[Piece]]:
-        """Return what this rank has sent of ``names``, by name of the parameter."""
+        """Return the pieces that this rank has sent of ``names``, by name of the parameter."""
         buffers, whole = combined.buffers, self._whole
         self._whole = {}
         sent = pieces_by_name(buffers.sent)
         for name in names:
             slot, pieces = buffers.slot_of[name], sent.setdefault(name, [])
             if buffers.goes_whole(slot) and all(piece.values is None for piece in pieces):
-                # It is `base` then; unless the optimizer has moved it since it was sent.
+                # The parameter is `base` then, unless the optimizer has moved it since it was sent.
                 sent[name] = [Piece(0, slot.numel, 0, None, whole[name])] if name in whole else [WHOLE]
         return sent
 
 
 class Kept(Carry):
-    """Leave what is not sent to the exchange's residual.
+    """Keep unsent updates in the exchange's residual.
 
-    ``applied``: parameters show it all the same, rounded: 16 bits could not hold it. Else all workers compute with
-    ``base``.
+    ``applied``: parameters contain it all the same, rounded: 16 bits could not hold it exactly. Else all workers
+    compute with ``base``.
     """
 
     def __init__(self, exchange: GradientExchange, outer: Outer | None, *, applied: bool) -> None:
@@ -227,7 +228,7 @@ class Kept(Carry):
         residual = self._exchange.residual_of(name)
         if residual is None:
             return self.displacement(name)
-        # A node's residual lies in shards on its ranks: what is its own part is not to be told from the others'.
+        # A node's residual lies in shards on its ranks: this rank's own share of it cannot be separated.
         return residual if self._exchange.shard is not None else self.displacement(name) + residual
 
     def take_in(self, combined: Combined) -> None:

@@ -1,9 +1,9 @@
-"""Notice a script that clips what was combined where the norm of that is not the norm of a gradient.
+"""Detection of a script that clips combined gradients where their norm is not the norm of a gradient.
 
-With a memory that applies the momentum before selection ``p.grad`` is a velocity, and that is an error. Where few
-elements are sent, each with several steps' worth, it is worth a warning. All ranks see the same, so that nothing is
-sent: :meth:`ClippingWatch.note` remembers some elements when updates are there, and :meth:`ClippingWatch.look` compares
-them when the optimizer is about to step.
+With a memory that applies the momentum before selection ``p.grad`` is a velocity, and clipping it is an error. Where
+few elements are sent, each the sum of several steps, it is worth a warning. All ranks see the same, so that nothing is
+sent: :meth:`ClippingWatch.note` samples the updates when they are there, and :meth:`ClippingWatch.look` compares the
+sample when the optimizer is about to step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agmerge.options.config import Config
 from agmerge.step.gradient_exchange import Combined, GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
 
-WHOLE = 0.9  # a dense gradient's norm, relative to the one seen, from which on nothing is worth a warning
+WHOLE = 0.9  # a dense gradient's norm, relative to the one seen, from which on no warning is given
 VELOCITY = (
     "step {step}: between the exchange of gradients and the optimizer's step the script has clipped them to a norm of "
     "{bound:.4g}, and memory {memory!r} applies the momentum before that: what was clipped is a velocity, with a "
@@ -47,29 +47,29 @@ SELECTED = (
 
 
 class ClippingWatch:
-    """Watch what becomes of the updates of one ``exchange`` until the optimizer steps with them.
+    """Watch over the updates of one ``exchange`` until the optimizer steps with them.
 
-    Not looked at are DTensors, of which a rank knows a part of the norm alone, and steps in which a rank has joined.
+    Not checked are DTensors, as a rank knows the norm of its shard alone, and steps in which a rank has joined.
     """
 
     def __init__(self, exchange: GradientExchange) -> None:
         self._exchange = exchange
-        self._config: Config | None = None  # that `_matters` is about
+        self._config: Config | None = None  # for which `_matters` holds
         self._matters = False  # clipping would be an error, or is worth a warning
         self._bound = NormBound()
-        self._refusal = ""  # what every step raises from now on
+        self._refusal = ""  # the error text of every step from now on
         self._warned = False
-        self._buffers: MergeBuffers | None = None  # that `_places` are of
+        self._buffers: MergeBuffers | None = None  # for which `_places` hold
         self._places: list[Place] = []
-        self._sample: Sample | None = None  # of the step that has begun
+        self._sample: Sample | None = None  # of the step under way
         self._step = 0  # its number
-        # On a device: what was seen in the step before, by now computed; whether the script writes to gradients, and
+        # On a device: samples of the step before, by now computed; whether the script writes to gradients, and
         # elements are worth a copy; and whether it scales them, and norms are worth computing.
         self._seen: tuple[torch.Tensor, torch.Tensor, Norms | None] | None = None
         self._is_changed = self._is_scaled = False
 
     def note(self, combined: Combined) -> None:
-        """Remember some of what was combined, before anything is done to it."""
+        """Sample the combined gradients, before the script changes them."""
         self._sample = None
         if self._exchange.config is not self._config:
             self._follow_config()
@@ -84,9 +84,9 @@ class ClippingWatch:
 
     @torch.no_grad()
     def look(self) -> None:
-        """Compare, once a step, what the optimizer is about to step with; raise or warn where it was clipped.
+        """Compare, once a step, the optimizer's gradients with the sample; raise or warn where they were clipped.
 
-        Raises ``ValueError``, on every rank, where it is a velocity. On a device that is a step late: nothing waits.
+        Raises ``ValueError``, on every rank, where they are velocities. On a device that is a step late: nothing waits.
         """
         sample, self._sample = self._sample, None
         if sample is not None and sample.changed():
@@ -102,7 +102,7 @@ class ClippingWatch:
 
     @contextmanager
     def looking(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Look when ``optimizer`` steps inside, after all other hooks before its step."""
+        """Call :meth:`look` when ``optimizer`` steps inside the context, after all other hooks before its step."""
         if self._sample is None and not self._refusal:
             yield
             return
@@ -113,7 +113,7 @@ class ClippingWatch:
             handle.remove()
 
     def follow(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Look whenever ``optimizer`` steps, once its closure has run, until the hook that is returned is removed."""
+        """Call :meth:`look` at every step of ``optimizer``, after its closure, until the returned hook is removed."""
         reference = weakref.ref(self)
 
         def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,7 +123,7 @@ class ClippingWatch:
         return optimizer.register_step_pre_hook(before)
 
     def _follow_config(self) -> None:
-        """See what clipping means with the config of now; forget what was seen with another compressor or memory."""
+        """Decide what clipping means with the present config; drop the findings of another compressor or memory."""
         config, before, comm = self._exchange.config, self._config, self._exchange.comm
         if before is None or config.compressor is not before.compressor or config.memory is not before.memory:
             self._bound, self._refusal, self._seen = NormBound(), "", None
@@ -132,7 +132,7 @@ class ClippingWatch:
         self._config, self._matters = config, config.memory.has_momentum or warns
 
     def _judge(self, before: torch.Tensor, after: torch.Tensor, norms: Norms | None) -> None:
-        """Learn from one step. ``norms``: on a device those that were computed then, None: none were."""
+        """Evaluate one step. ``norms``: on a device those computed in that step; None: not computed."""
         self._seen = None
         factor = common_factor(before, after)
         if factor is None or not self._bound.asks(factor, before.dtype):
@@ -150,7 +150,7 @@ class ClippingWatch:
         return norms_of(self._buffers.parameters)
 
     def _tell(self, factor: float, bound: float, seen: Norms) -> None:
-        """Refuse what has been clipped to ``bound`` by ``factor``, or warn."""
+        """Refuse or warn: gradients have been clipped to ``bound`` by ``factor``."""
         config, step = self._exchange.config, self._step
         if config.memory.has_momentum:
             self._refusal = VELOCITY.format(step=step, bound=bound, memory=config.memory.name)
@@ -168,7 +168,7 @@ class ClippingWatch:
 
 
 def _looking_in(look: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Look now, or in the closure of a step, in which frameworks clip: return the arguments then, else None."""
+    """Call ``look`` now, or after a step's closure, in which frameworks clip; return new arguments then, else None."""
     optimizer, *given = args  # a closure is the first argument, or has its name
     closure = given[0] if given else kwargs.get("closure")
     if closure is None:

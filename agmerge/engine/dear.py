@@ -1,9 +1,9 @@
-"""Run DeAR: reduce-scatters under backward, all-gathers and updates under the next forward.
+"""DeAR: reduce-scatters under backward, all-gathers and updates under the next forward.
 
-Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining", ICDCS 2023.
-Every collective starts in backward or in ``step()``, in the order of the plan; the hooks of forward only wait, so
-ranks may run their modules in any order. Grouping is the planner's. The paper tunes it by Bayesian optimisation of the
-step time; here the planner predicts it from what the first steps have measured.
+Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining", ICDCS 2023. Every
+collective starts in backward or in ``step()``, in the order of the plan; the hooks of forward only wait, so ranks may
+run their modules in any order. Grouping is the planner's. The paper tunes it by Bayesian optimisation of the step time;
+here the planner predicts it from the measurements of the first steps.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ TOGETHER = (
 class DearReducer(Reducer):
     """Leave updates to the next forward, which applies them module by module, each exactly once.
 
-    ``config.model``: whose forward reads the parameters. Raises ``ValueError`` for a parameter of the optimizer that
-    it does not hold, and for hooks on the optimizer's ``step()``.
+    ``config.model``: its forward reads the parameters. Raises ``ValueError`` for a parameter of the optimizer that is
+    not in it, and for hooks on the optimizer's ``step()``.
     """
 
     remedy = TOGETHER[0].upper() + TOGETHER[1:]
@@ -52,8 +52,8 @@ class DearReducer(Reducer):
         """Hook the model's modules, and the optimizer's parameters as every reducer does."""
         assert config.model is not None
         self.model, self._optimizer = config.model, members.optimizer  # the inner optimizer
-        self._updates: Updates | None = None  # of the last step, as far as they are not applied
-        self._combined: Combined | None = None  # what came of the step that ends
+        self._updates: Updates | None = None  # of the last step, until all are applied
+        self._combined: Combined | None = None  # result of the step that ends
         self._times: ForwardTimes | None = None  # for the merge buffers in use
         self._modules = ModuleHooks(self)
         check_hooks(self._optimizer)
@@ -70,8 +70,8 @@ class DearReducer(Reducer):
         )
 
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans:
-        """Watch the parameters and modules that take part now, and plan by what backward and forward take."""
-        check_readers(self.model, self._optimizer)  # it may have got more of them
+        """Hook the present parameters and modules, and return a planner that measures backward and forward."""
+        check_readers(self.model, self._optimizer)  # it may have got more parameters
         self._hooks.attach(buffers.parameters, self.members, alone=self.alone)
         self._modules.attach(self.model)
         self._times = ForwardTimes(buffers.clock, self._modules.readers)
@@ -98,8 +98,8 @@ class DearReducer(Reducer):
     def step(self, wrapper: torch.optim.Optimizer, closure: Any) -> Any:
         """Collective. Wait for the reduce-scatters; leave the update to the next forward. Return None.
 
-        What the last forward has not used takes its last update first. Refuses a closure and ``skip_synchronize()``
-        with ``ValueError``.
+        Pending updates of parameters that the last forward has not read are applied first. Refuses a closure and
+        ``skip_synchronize()`` with ``ValueError``.
         """
         self.connect()
         if closure is not None:
@@ -127,14 +127,14 @@ class DearReducer(Reducer):
         return None
 
     def _attach(self, combined: Combined) -> None:
-        """Remember what was combined. The updates are not there yet, and ``p.grad`` stays the script's own."""
+        """Store the combined gradients. The updates are not there yet, and ``p.grad`` stays the script's own."""
         self._check_attachable(combined)
         self._combined = combined
 
     def end_step(self) -> None:
         """Collective. See :meth:`Reducer.end_step`; replicas are compared with all updates applied."""
         every = self.config.check_every
-        if every and (self.exchange.step + 1) % every == 0:  # the first comparison is of what training starts from
+        if every and (self.exchange.step + 1) % every == 0:  # the first comparison is of the initial parameters
             self.flush()
         super().end_step()
         buffers = self.exchange.buffers
@@ -166,7 +166,7 @@ class DearReducer(Reducer):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Collective. Apply every update that is pending.
+        """Collective. Apply every pending update.
 
         Its messages are under way already, so that ranks need not call this at the same time.
         """
@@ -178,7 +178,7 @@ class DearReducer(Reducer):
                     updates.apply(updates.parameters)
 
     def prepare_to_save(self) -> None:
-        """Collective. See :meth:`flush`."""
+        """Collective. Apply every pending update, as :meth:`flush` does."""
         self.flush()
 
     def _receive(self, updates: Updates, parameters: Parameters) -> None:
@@ -196,7 +196,7 @@ class DearReducer(Reducer):
     # -- guards ---------------------------------------------------------------------------------------------
 
     def admit_group(self) -> None:
-        """Take the optimizer's last group off again, with ``ValueError``, if the model does not hold it."""
+        """Remove the optimizer's last group again, with ``ValueError``, if the model does not contain it."""
         try:
             check_readers(self.model, self._optimizer)
         except ValueError:
@@ -209,7 +209,7 @@ class DearReducer(Reducer):
         self.flush()
 
     def close(self) -> None:
-        """Collective. Apply what is pending, unless the exchange is broken, and take all hooks off."""
+        """Collective. Apply pending updates, unless the exchange is broken, and remove all hooks."""
         try:
             if not self.exchange.is_broken:
                 self.flush()

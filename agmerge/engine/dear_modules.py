@@ -1,4 +1,4 @@
-"""Let the next forward apply updates: hooks before the modules that read parameters, and the updates themselves."""
+"""Updates under the next forward: hooks before the modules that read parameters, and the updates themselves."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _PLAIN = (bool, int, float, str, tuple, type(None))  # values of a group that co
 def readers(model: nn.Module) -> dict[nn.Module, Parameters]:
     """Return the parameters that each module's forward reads by itself; modules that read none are left out.
 
-    A tied parameter has several readers. What a module without a forward holds (``ParameterList``, ``ModuleDict``) is
-    read by the module around it, and ``MultiheadAttention`` reads its projection's parameters itself, as an encoder
-    layer of an old torch does those of all its children.
+    A tied parameter has several readers. The parameters of a module without a forward (``ParameterList``,
+    ``ModuleDict``) are read by the module around it. ``MultiheadAttention`` reads its projection's parameters itself,
+    and an encoder layer of an old torch those of all its children.
     """
     read = {module: tuple(dict.fromkeys(_read(module))) for module in model.modules() if not _passive(module)}
     return {module: parameters for module, parameters in read.items() if parameters}
@@ -64,22 +64,22 @@ def _read(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _passive(module: nn.Module) -> bool:
-    """Return whether nobody calls this module: it has no forward."""
+    """Return whether a module is never called: it has no forward."""
     return getattr(module.forward, "__func__", None) is nn.Module.forward
 
 
 class ForwardListener(Protocol):
-    """Hear of forward passes, and of states that are about to be read or loaded."""
+    """Listener to forward passes, and to states that are about to be read or loaded."""
 
     def before_forward(self, number: int, parameters: Parameters) -> None:
-        """Hear that the forward of a module is about to read ``parameters``. ``number``: which of :func:`readers`."""
+        """React to a module's forward that is about to read ``parameters``. ``number``: index in :func:`readers`."""
 
     def flush(self) -> None:
-        """Hear that parameters are about to be read or overwritten as a whole."""
+        """React to parameters that are about to be read or overwritten as a whole."""
 
 
 class Hook:
-    """Tell a listener, held weakly, that a module's forward begins (``number`` >= 0) or its state is wanted (-1).
+    """Hook that notifies a listener, held weakly: a module's forward begins (``number`` >= 0), or its state is read.
 
     Copies of the model, pickled too, carry a hook that does nothing.
     """
@@ -87,7 +87,7 @@ class Hook:
     def __init__(
         self, listener: weakref.ref[ForwardListener] | None = None, number: int = -1, parameters: Parameters = ()
     ) -> None:
-        """Hook a reader by its ``number`` and the ``parameters`` that it reads, or its state without them."""
+        """Make the hook of reader ``number``, which reads ``parameters``, or by default that of a module's state."""
         self.listener, self.number, self.parameters = listener, number, parameters
 
     def __call__(self, *_: Any) -> None:
@@ -109,7 +109,7 @@ def _tell(hook: Hook) -> None:
 
 
 class ModuleHooks:
-    """Hold the hooks of one listener on the modules of one model."""
+    """Hooks of one listener on the modules of one model."""
 
     def __init__(self, listener: ForwardListener) -> None:
         self._listener = weakref.ref(listener)
@@ -117,7 +117,7 @@ class ModuleHooks:
         self.readers: list[Parameters] = []  # by number: the parameters that a module reads
 
     def attach(self, model: nn.Module) -> None:
-        """Hook every module of ``model`` as it is now; older hooks are taken off."""
+        """Hook every module of ``model`` as it is now; older hooks are removed."""
         self.remove()
         read_by = readers(model)
         self.readers = list(read_by.values())
@@ -131,28 +131,28 @@ class ModuleHooks:
             self._handles.append(module._register_load_state_dict_pre_hook(flush))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 class Updates:
-    """Hold the updates of a step: combined gradients on their way, and the hyper-parameters as of that step.
+    """Updates of a step: combined gradients on their way, and the hyper-parameters as of that step.
 
-    Parameters that no rank had a gradient for have an update only where something of earlier steps was sent, or with
-    ``zero_unused``. ``p.grad`` is the script's own before and after.
+    Parameters that no rank had a gradient for have an update only where a residual was sent, or with ``zero_unused``.
+    ``p.grad`` is the script's own before and after.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, combined: Combined, zero_unused: bool) -> None:
-        """Collective. Start the all-gathers of ``combined``, what came of the reduce-scatters."""
+        """Collective. Start the all-gathers of ``combined``, the result of the reduce-scatters."""
         buffers = combined.buffers
         assert isinstance(buffers.dense, ScatterExchange)
         self._optimizer, self._buffers, self._exchange = optimizer, buffers, buffers.dense
         self._slot_of = dict(zip(buffers.parameters, buffers.layout.slots, strict=True))  # by parameter
         self._groups = [_snapshot(group) for group in optimizer.param_groups]  # hyper-parameters as of this step
-        self._group_of: dict[torch.Tensor, int] = {}  # parameters whose update is not applied, in the optimizer's order
-        self._left_over: set[torch.Tensor] = set()  # of these, what no rank used in this step
+        self._group_of: dict[torch.Tensor, int] = {}  # parameters with a pending update, in the optimizer's order
+        self._left_over: set[torch.Tensor] = set()  # of these, parameters that no rank used in this step
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 slot = self._slot_of.get(parameter)
@@ -160,10 +160,10 @@ class Updates:
                     continue
                 if combined.used[slot.index] or zero_unused:
                     self._group_of[parameter] = number
-                elif buffers.arena_of[slot.index].memory.has_residual:  # it is seen when it is there
+                elif buffers.arena_of[slot.index].memory.has_residual:  # known once it has arrived
                     self._group_of[parameter] = number
                     self._left_over.add(parameter)
-        self._arriving: dict[int, InFlight] = {  # by slot: messages that nobody has waited for
+        self._arriving: dict[int, InFlight] = {  # by slot: messages not yet waited for
             slot.index: in_flight for in_flight in self._exchange.gather() for slot in in_flight.loads[0].segment.slots
         }
 
@@ -172,7 +172,7 @@ class Updates:
 
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:
-        """Return all parameters that take part: those that have an update, in the optimizer's order, first."""
+        """Return all parameters that take part: first those with an update, in the optimizer's order."""
         return tuple(dict.fromkeys([*self._group_of, *self._buffers.parameters]))
 
     @property
@@ -181,7 +181,7 @@ class Updates:
         return not self._group_of and not self._arriving
 
     def receive(self, parameter: torch.Tensor) -> None:
-        """Collective. Wait for the message that holds this parameter's update, if it has not been waited for."""
+        """Collective. Wait for the message with this parameter's update, if it has not been waited for."""
         slot = self._slot_of.get(parameter)
         in_flight = None if slot is None else self._arriving.get(slot.index)
         if in_flight is not None:
@@ -190,7 +190,7 @@ class Updates:
                 del self._arriving[other.index]
 
     def apply(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Step the optimizer for those of ``parameters`` that wait for it. All have been received."""
+        """Step the optimizer for those of ``parameters`` with a pending update. All have been received."""
         groups: dict[int, list[torch.Tensor]] = {}
         for parameter in parameters:
             if parameter in self._group_of:
@@ -203,7 +203,7 @@ class Updates:
             self._step([{**self._groups[number], "params": chosen} for number, chosen in groups.items()])
 
     def _step(self, groups: list[dict[str, Any]]) -> None:
-        """Step the optimizer once, with these groups and the combined gradients; put groups and ``p.grad`` back."""
+        """Step the optimizer once, with these groups and the combined gradients; restore groups and ``p.grad``."""
         chosen = [parameter for group in groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in chosen]
         given = self._optimizer.param_groups  # the very list may be a scheduler's or another wrapper's too
@@ -252,7 +252,7 @@ class Updates:
 
 
 def check_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``ValueError`` if something hangs on ``optimizer.step()``."""
+    """Raise ``ValueError`` if ``optimizer.step()`` has hooks."""
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,

@@ -1,4 +1,4 @@
-"""Time forward passes, and plan DeAR by them: its all-gathers travel while the next forward runs."""
+"""Times of forward passes, and DeAR plans made from them: its all-gathers travel while the next forward runs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from agmerge.step.merge_buffers import MergeBuffers
 
 
 class ForwardTimed(Protocol):
-    """Stand for the :class:`agmerge.engine.dear.DearReducer` that is planned for, which imports this file."""
+    """Interface of the :class:`agmerge.engine.dear.DearReducer` that is planned for, which imports this file."""
 
     def flush(self) -> None:
-        """Collective. Apply every update that is pending."""
+        """Collective. Apply every pending update."""
 
     def forward_seconds(self) -> Seconds:
         """Return the seconds of forward of each tensor, (n,), as measured on this rank."""
 
 
 class DearMeasurer(Measurer):
-    """Measure in mode ``"dear"`` what backward, forward and exchanges take. ``reducer`` is held weakly."""
+    """Measurer for mode ``"dear"``: backward, forward and exchanges. ``reducer`` is held weakly."""
 
     def __init__(self, buffers: MergeBuffers, times: RunningStepTimes, reducer: ForwardTimed) -> None:
         super().__init__(buffers, times)
@@ -48,11 +48,11 @@ class DearMeasurer(Measurer):
             self._reducer.flush()
 
     def seen(self, step: int, look: Look) -> SeenMessages | None:
-        """Return nothing: what travels in backward is a half of each exchange."""
+        """Return None: messages in backward are only one half of each exchange."""
         return None
 
     def with_costs(self, step: int, ready: Seconds, costs: MeasuredCosts) -> planning.Measurements:
-        """Collective. Return what plans are made from, with seconds of forward."""
+        """Collective. Return the measurements for planning, with seconds of forward."""
         (forward,) = gather_seconds(self.buffers, self._reducer.forward_seconds())
         measured = super().with_costs(step, ready, costs)
         profile = measured.profile
@@ -61,15 +61,15 @@ class DearMeasurer(Measurer):
 
 
 class Visit(NamedTuple):
-    """Hold the marks of one run of a module's forward; only the clock knows what a mark is."""
+    """Marks of one run of a module's forward; only the clock can read a mark."""
 
     reader: int  # the module's number
     reached: Any  # mark of the moment when its forward was about to begin
-    received: Any  # mark of the moment when its messages were there
+    received: Any  # mark of the moment when its messages had arrived
 
 
 class ForwardTimes:
-    """Measure how long the forward of each reader takes: to the next one's, the last one's to the first gradient.
+    """Durations of the forward of each reader: up to the next reader's, for the last one up to the first gradient.
 
     A reader is a module that reads parameters by itself. The update of its parameters counts as its forward, waiting
     for messages does not.
@@ -78,31 +78,34 @@ class ForwardTimes:
     def __init__(self, clock: Clock, readers: Sequence[Parameters]) -> None:
         self._clock, self._readers = clock, readers
         self.open = False  # between a step and the first gradient after it
-        self._visits: list[Visit] = []  # of the pass that goes on
+        self._visits: list[Visit] = []  # of the pass under way
         self._ended: tuple[list[Visit], Any] | None = None  # a pass that is over and not read, with the mark of its end
         self._passes: list[Seconds] = []  # the last ones, seconds by reader
 
     def begin(self) -> None:
-        """Count the next forward pass: a step has ended."""
+        """Begin to measure the next forward pass: a step has ended."""
         self._visits, self.open = [], True
 
     def mark(self) -> Any:
-        """Return a mark of now; None outside a forward pass that counts."""
+        """Return a mark of now; None outside a measured forward pass."""
         return self._clock.mark() if self.open else None
 
     def reached(self, reader: int, mark: Any) -> None:
-        """Note that a reader, reached at ``mark``, has its messages now."""
+        """Record that a reader, reached at ``mark``, has its messages now."""
         if self.open and mark is not None:
             self._visits.append(Visit(reader, mark, self._clock.mark()))
 
     def end(self) -> None:
-        """End the pass: the first gradient is there. Marks are read one pass later, when every device has got there."""
+        """End the pass: the first gradient is ready.
+
+        Marks are read one pass later, when every device has reached them.
+        """
         if self.open:
             self._read_marks()
             self.open, self._ended = False, (self._visits, self._clock.mark())
 
     def of(self, parameters: Iterable[torch.Tensor]) -> Seconds:
-        """Return the seconds of forward for each of ``parameters``, (n,): medians, a reader's in equal parts."""
+        """Return the seconds of forward for each of ``parameters``, (n,): medians, a reader's divided equally."""
         self._read_marks()
         index_of = {parameter: i for i, parameter in enumerate(parameters)}
         seconds = np.zeros(len(index_of))
@@ -114,7 +117,7 @@ class ForwardTimes:
         return seconds
 
     def _read_marks(self) -> None:
-        """Turn the marks of the pass that has ended into seconds by reader."""
+        """Convert the marks of the pass that has ended into seconds by reader."""
         if self._ended is None:
             return
         (visits, end), self._ended = self._ended, None

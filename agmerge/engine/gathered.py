@@ -1,8 +1,8 @@
-"""Combine the gradients of an optimizer that takes sparse ones alone: all ranks' indices and values are gathered.
+"""Combine the gradients of an optimizer that accepts only sparse ones: all ranks' indices and values are gathered.
 
-That is ``torch.optim.SparseAdam``, whose embeddings have ``sparse=True``. As in Horovod, what is gathered is added up;
-nothing of it is compressed, merged or kept. Gradients of sparse layout elsewhere, where the optimizer takes dense ones
-too, are made dense, or are an error.
+That is ``torch.optim.SparseAdam``, for embeddings with ``sparse=True``. As in Horovod, gathered values are added up;
+they are not compressed, not merged, and leave no residual. Gradients of sparse layout elsewhere, where the optimizer
+accepts dense ones too, are made dense, or are an error.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ NOT_FINITE = (
 
 
 def takes_sparse_alone(optimizer: object) -> bool:
-    """Return whether an optimizer refuses gradients that are dense."""
+    """Return whether an optimizer refuses dense gradients."""
     return isinstance(optimizer, torch.optim.SparseAdam)
 
 
 def gathered_of(members: ParameterTable) -> list[torch.Tensor]:
-    """Return the parameters whose gradients are gathered, in the order of the groups."""
+    """Return the parameters with gathered gradients, in the order of the groups."""
     taking = [each for each in optimizers_of(members.optimizer) if takes_sparse_alone(each)]
     return [parameter for each in taking for group in each.param_groups for parameter in group["params"]]
 
 
 class DenseTable:
-    """List the parameters whose gradients are exchanged in merge buffers: all but those that are gathered."""
+    """Table of the parameters that are exchanged in merge buffers: all but those with gathered gradients."""
 
     def __init__(self, members: ParameterTable) -> None:
         self._members = members
@@ -50,12 +50,12 @@ class DenseTable:
         return [member for member in self._members.active() if member.parameter not in left_out]
 
     def snapshot(self) -> object:
-        """Return what must not change unnoticed."""
+        """Return the table's snapshot: where it changes, ranks have to agree again."""
         return self._members.snapshot()
 
 
 class GatheredGradients:
-    """Gather the sparse gradients of the parameters of ``members`` that an optimizer takes as such alone."""
+    """Exchange of the sparse gradients of those parameters of ``members`` that :func:`gathered_of` returns."""
 
     def __init__(self, members: ParameterTable) -> None:
         self._members = members
@@ -64,8 +64,9 @@ class GatheredGradients:
         """Collective. Make every such ``p.grad`` the average or sum over ranks; None where no rank has a gradient.
 
         Values are added in rank order, on the host, so that all ranks have the same bits. ``joined``: this rank has no
-        gradients. Returns False where a step is to be skipped, as ``config.nonfinite`` has it: gradients are infinite
-        then. Raises :class:`agmerge.NonFiniteError`, the same on every rank, or ``ValueError`` for a dense gradient.
+        gradients. Returns False where a step is to be skipped, according to ``config.nonfinite``: gradients are
+        infinite then. Raises :class:`agmerge.NonFiniteError`, the same on every rank, or ``ValueError`` for a dense
+        gradient.
         """
         parameters = gathered_of(self._members)
         own = {} if joined else {number: self._own(p) for number, p in enumerate(parameters) if p.grad is not None}
@@ -85,7 +86,7 @@ class GatheredGradients:
         return not problems
 
     def _own(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the indices and values of this rank's gradient, on the host, each place once."""
+        """Return the indices and values of this rank's gradient, on the host, coalesced."""
         gradient = parameter.grad
         assert gradient is not None
         if gradient.layout != torch.sparse_coo:
@@ -103,7 +104,7 @@ class GatheredGradients:
 
 
 def _added(parameter: Any, gradients: list[dict[str, torch.Tensor]], factor: float) -> torch.Tensor:
-    """Return the sum of ``gradients``, of all ranks in order, times ``factor``: sparse, where ``parameter`` is."""
+    """Return the sum of ``gradients``, of all ranks in order, times ``factor``: sparse, on the parameter's device."""
     indices = torch.cat([gradient["indices"] for gradient in gradients], dim=1)
     values = torch.cat([gradient["values"] for gradient in gradients]) * factor
     return torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce().to(parameter.device)

@@ -1,4 +1,4 @@
-"""Hook parameters, so that a reducer hears of gradients; and notice what a script does to gradients after that."""
+"""Hooks on parameters that report gradients to a reducer, and detection of gradients that the script changes later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agmerge.errors import CHANGED, AGMergeError, and_more
 from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.parameters import ParameterTable
 
-SAMPLED = 16  # elements that are compared where versions say too little
+SAMPLED = 16  # elements that are compared where versions may miss a change
 CAPTURED = (
     "the backward pass of parameter {!r} is being captured in a CUDA graph. Its replays run no hooks, so that nothing "
     "would be exchanged: leave backward() out of the graph, or capture modules by torch.cuda.make_graphed_callables, "
@@ -26,24 +26,24 @@ CAPTURED = (
 
 
 class GradientListener(Protocol):
-    """Hear of gradients."""
+    """Listener to gradients."""
 
     def on_gradient(self, parameter: torch.Tensor, name: str) -> None:
-        """Hear that ``parameter.grad`` has been accumulated once more. Called without gradient recording."""
+        """React to ``parameter.grad``, which has been accumulated once more. Called without gradient recording."""
 
 
-# Whose a parameter is; alone it may be several's. Not an attribute of it: that would travel with torch.save(model).
+# Owners of each parameter; without other workers there may be several. Not an attribute: torch.save would save it.
 _owners: MutableMapping[torch.Tensor, list[weakref.ref[GradientHooks]]] = WeakTensorKeyDictionary()
 
 
 def _owners_of(parameter: torch.Tensor, but: GradientHooks | None = None) -> list[GradientHooks]:
-    """Return the hooks of living listeners that have ``parameter``, except ``but``."""
+    """Return the hooks of living listeners that own ``parameter``, except ``but``."""
     owners = [owner() for owner in _owners[parameter]] if parameter in _owners else []
     return [owner for owner in owners if owner is not None and owner is not but]
 
 
 def refuse_owned(parameters: Iterable[torch.Tensor], names: ParameterTable, by: GradientHooks | None = None) -> None:
-    """Raise ``ValueError`` for a parameter that a living listener has, except ``by``. ``names``: for the error."""
+    """Raise ``ValueError`` for a parameter that a living listener owns, except ``by``. ``names``: for the error."""
     for parameter in parameters:
         if _owners_of(parameter, by):
             raise ValueError(
@@ -54,23 +54,24 @@ def refuse_owned(parameters: Iterable[torch.Tensor], names: ParameterTable, by: 
 
 
 class GradientHooks:
-    """Hold the post-accumulate hooks of one listener, one a parameter, for as long as the listener lives.
+    """Post-accumulate hooks of one listener, one a parameter, for as long as the listener lives.
 
-    ``register_post_accumulate_grad_hook`` fires after ``p.grad`` is complete for this backward pass, also for
-    tied weights, survives ``model.to(dtype)``, and needs no reference to autograd nodes. The listener is held
-    weakly, so that an optimizer that was dropped does not go on exchanging gradients.
+    ``register_post_accumulate_grad_hook`` fires after ``p.grad`` is complete for this backward pass, also for tied
+    weights, survives ``model.to(dtype)``, and needs no reference to autograd nodes. The listener is held weakly, so
+    that a dropped optimizer does not go on exchanging gradients.
     """
 
     def __init__(self, listener: GradientListener) -> None:
         self._listener = weakref.ref(listener)
         self._handles: MutableMapping[torch.Tensor, RemovableHandle] = WeakTensorKeyDictionary()  # by parameter
-        self._shared: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()  # parameters of others, too
+        self._shared: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()  # owned by others, too
 
     def attach(self, parameters: Iterable[torch.Tensor], names: ParameterTable, *, alone: bool = False) -> None:
         """Hook every parameter that has no hook of this listener yet. ``names``: for errors.
 
-        Raises ``ValueError`` for one that another living listener has. ``alone``: there are no other workers, so that
-        nothing has to be sent early, and each of several may take what it finds in its step: then nobody hooks it.
+        Raises ``ValueError`` for one that another living listener owns. ``alone``: there are no other workers, so
+        nothing has to be sent early. Then several listeners may own a parameter, each reads its gradient in its step,
+        and none hooks it.
         """
         new = [parameter for parameter in parameters if parameter not in self._handles]
         if not alone:
@@ -87,7 +88,7 @@ class GradientHooks:
             self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _share(self, parameter: torch.Tensor, others: list[GradientHooks]) -> None:
-        """Leave a parameter to several listeners, none of which hears of its gradients."""
+        """Make a parameter belong to several listeners, none of which is notified of its gradients."""
         for owner in others:
             owner._unhook(parameter)
         _owners[parameter] = [weakref.ref(owner) for owner in (*others, self)]
@@ -99,7 +100,7 @@ class GradientHooks:
             self._shared[parameter] = None
 
     def remove(self) -> None:
-        """Take all hooks off, and leave the parameters to whoever has them too."""
+        """Remove all hooks; parameters stay with their other owners."""
         for parameter in list(self._handles):
             self._unhook(parameter)
         for parameter in list(self._shared):
@@ -108,19 +109,19 @@ class GradientHooks:
 
 
 class HandedOver:
-    """Remember the parameters whose gradients are handed over, in readiness order, each as backward left it."""
+    """Handed-over gradients, by parameter in readiness order, each as backward left it."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[torch.Tensor, torch.Tensor | None, int]] = {}  # parameter, gradient, its version
-        self._sampled: dict[str, torch.Tensor] = {}  # some elements, of gradients whose version says too little
-        self._parts: set[str] = set()  # whose gradients share a version with others
+        self._sampled: dict[str, torch.Tensor] = {}  # some elements, of gradients with a version that may miss a change
+        self._parts: set[str] = set()  # their gradients share a version with others
         self.overrun = False  # a backward pass too many has been refused, and it has changed some of them
 
     def add(self, name: str, parameter: torch.Tensor, *, own: bool = False) -> None:
-        """Remember ``parameter.grad`` and its version; ``own``: it was put there by the exchange.
+        """Record ``parameter.grad`` and its version; ``own``: it was put there by the exchange.
 
-        Some elements too of a DTensor, which ``torch._foreach_mul_`` does not count, and of a part of a larger tensor,
-        as of a flat buffer of all gradients: its parts have one version together.
+        Some elements, too, of a DTensor, since ``torch._foreach_mul_`` does not raise its version, and of a view of a
+        larger tensor, such as a flat buffer of all gradients: all its views have one version together.
         """
         gradient = parameter.grad
         self._seen[name] = (parameter, gradient, 0 if gradient is None else gradient._version)
@@ -133,13 +134,13 @@ class HandedOver:
             self._parts.add(name)
 
     def refuse_more(self) -> None:
-        """Remember that a backward pass too many was refused: it has changed gradients that are on their way."""
+        """Record that a backward pass too many was refused: it has changed gradients that are on their way."""
         self.overrun = True
 
     def error(self, members: ParameterTable, step: int, remedy: str) -> AGMergeError | None:
         """Return the error of a script that has replaced, removed or written to a gradient since; None if it has not.
 
-        ``step``: its number, and ``remedy``: what the script is to do, for the text.
+        ``step``: its number, and ``remedy``: advice for the script, both for the text.
         """
         changed = {
             name
@@ -154,7 +155,7 @@ class HandedOver:
         return AGMergeError(CHANGED.format(step, and_more(names), remedy))
 
     def _resampled(self) -> set[str]:
-        """Return the names of those of which an element that was remembered has other bits. Waits for devices."""
+        """Return the names of gradients with a sampled element that has other bits now. Waits for devices."""
         by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
         for name, then in self._sampled.items():
             parameter, gradient, version = self._seen[name]
@@ -176,20 +177,23 @@ class HandedOver:
 
 
 def _is_part(gradient: torch.Tensor) -> bool:
-    """Return whether a gradient, of any layout but a DTensor, may lie in memory that others write to as well."""
+    """Return whether a strided gradient may lie in memory that other tensors use as well.
+
+    DTensors are not asked about.
+    """
     if gradient.layout != torch.strided:
         return False
     return gradient._is_view() or gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size()
 
 
 def _sample(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of some elements of what this rank holds of a gradient, from all over it."""
+    """Return the bytes of about SAMPLED elements of this rank's shard of a gradient, evenly spaced: uint8, 1-D."""
     flat = local_of(gradient).reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLED)].clone().view(torch.uint8)
 
 
 def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torch.Tensor], None]:
-    """Return the hook that tells the listener, if it still lives, without gradient recording."""
+    """Return the hook that notifies the listener, if it still lives, without gradient recording."""
 
     def tell(parameter: torch.Tensor) -> None:
         listener = reference()

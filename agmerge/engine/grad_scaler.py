@@ -1,8 +1,8 @@
-"""Work with ``torch.amp.GradScaler``: residuals have no scale, ``p.grad`` has it, so that recipes stay as they are.
+"""Support of ``torch.amp.GradScaler``: residuals have no scale, ``p.grad`` has it, so that recipes need no change.
 
 A gradient is divided by the scale when it is handed over, and the combined update multiplied by it. Changes of the
-scale then do not reach what is kept, and the scaler finds what it expects: gradients with its scale, the same on all
-ranks.
+scale then do not reach residuals, and the scaler finds the gradients that it expects: with its scale, and the same on
+all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOT_BY_SCALER = (
 
 
 def check_dtypes(members: ParameterTable, scaled: bool) -> None:
-    """Raise ``ValueError`` for a parameter whose gradients no GradScaler takes. ``scaled``: there is one."""
+    """Raise ``ValueError`` for a parameter with gradients that no GradScaler accepts. ``scaled``: there is one."""
     for parameter in members.name_all() if scaled else ():
         if parameter.dtype == torch.float16:
             raise ValueError(
@@ -40,12 +40,12 @@ def check_dtypes(members: ParameterTable, scaled: bool) -> None:
 
 
 class LossScale:
-    """Take the scale of one scaler (None: there is none) off gradients, and give it back to updates."""
+    """Loss scale of one scaler (None: there is none), taken off gradients and given back to updates."""
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.scaler = scaler
         self.combined = False  # the gradients of this step were combined because the scaler asked
-        self._divided: set[int] = set()  # by identity of the parameter: an attempt that is repeated comes by again
+        self._divided: set[int] = set()  # by identity of the parameter: a repeated attempt asks again
         self._inverses: dict[torch.device, torch.Tensor] = {}  # 1 / scale, of this step
 
     def divided(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -70,11 +70,11 @@ class LossScale:
         self._divided, self._inverses, self.combined = set(), {}, False
 
     def mark_combined(self) -> None:
-        """Remember that the gradients of this step were combined because the scaler asked."""
+        """Record that the gradients of this step were combined because the scaler asked."""
         self.combined = True
 
     def check_step(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
-        """Raise unless ``optimizer`` steps because the scaler, if there is one, says so."""
+        """Raise unless ``optimizer`` steps because the scaler, if there is one, calls it."""
         if self.scaler is None:
             return
         if closure is not None:
@@ -88,10 +88,10 @@ class LossScale:
 
 
 class UnscaleHook:
-    """Stand for ``scaler.unscale_`` of an attached scaler, and combine the gradients of ``optimizer`` first.
+    """Replacement of an attached scaler's ``unscale_``, which combines the gradients of ``optimizer`` first.
 
     The plain recipe calls it right after ``backward()``, by itself or in ``scaler.step(optimizer)``, when ``p.grad`` is
-    still this rank's own; clipping and the look for infinities have to see what is stepped with.
+    still this rank's own. Clipping and the check for infinities have to see the combined gradients.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, optimizer: Any) -> None:

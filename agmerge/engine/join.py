@@ -1,8 +1,8 @@
-"""Train on uneven data: a rank without batches goes on taking part until no rank has any.
+"""Training on uneven data: a rank without batches goes on taking part until no rank has any.
 
-A rank that has joined sends what every message asks for, made from its residuals alone, and takes the steps that the
-others take. Every message says whether its rank is still going on; the first round in which none is ends it, on every
-rank, and is discarded.
+A rank that has joined sends all messages, made from its residuals alone, and takes the same steps as the others. Every
+message says whether its rank still trains; the first round in which none does is the last one, on every rank, and is
+discarded.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def join(reducer: AnyReducer, step: Callable[[], object]) -> int:
     ``ValueError`` with ``merging="dear"``.
 
     Args:
+
         reducer: of the optimizer that joins.
         step: takes a step with the gradients as ``synchronize()`` left them.
     """
@@ -54,7 +55,7 @@ def join(reducer: AnyReducer, step: Callable[[], object]) -> int:
 
 
 def join_with_updates(reducer: UpdateReducer) -> int:
-    """Collective. Send what this worker carries until every rank has joined; then all consolidate.
+    """Collective. Send this worker's unsent updates until every rank has joined; then all consolidate.
 
     The optimizer does not step meanwhile. Returns the world's rank that joined last.
     """
@@ -78,7 +79,7 @@ def last_to_join(reducer: Synchronizer, alone: int) -> int:
 
 
 def _discard(reducer: Reducer) -> None:
-    """Discard the last round, which was nobody's step: residuals are as before it, and so is everything else."""
+    """Discard the last round, in which no rank has trained: residuals and everything else are as before it."""
     assert reducer.exchange.buffers is not None
     for parameter in reducer.exchange.buffers.parameters:
         parameter.grad = None

@@ -1,7 +1,7 @@
-"""Make several optimizers of one model one: ``torch.optim.Muon`` for its matrices, AdamW for what is no matrix.
+"""Group of several optimizers of one model: for example ``torch.optim.Muon`` for matrices, AdamW for other tensors.
 
-What is below goes on with one inner optimizer: the group has what it asks of that. Nothing is copied, so that each of
-the optimizers can be scheduled, saved and given another param group by itself, as ever.
+Lower layers work with one inner optimizer: the group has the attributes that they use. Nothing is copied, so that each
+of the optimizers can be scheduled, saved and given another param group by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))  # values that are 
 
 
 def inner_of(given: OneOrSeveral, named: Iterable[Any] | None) -> torch.optim.Optimizer:
-    """Return the optimizer that a script gives, or one that stands for the several of a list or tuple.
+    """Return the optimizer that a script gives, or one group for the several of a list or tuple.
 
     ``named``: pairs (name, parameter), for errors. Raises as :func:`check_optimizer` does, of a list with the place of
     the optimizer in it, and ``ValueError`` for an empty list and a parameter that two of them have.
@@ -46,7 +46,7 @@ def inner_of(given: OneOrSeveral, named: Iterable[Any] | None) -> torch.optim.Op
 
 
 def grouped(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[torch.Tensor, str]) -> OptimizerGroup:
-    """Return one optimizer for these, of a class that has the name of theirs: texts then say "Muon and AdamW".
+    """Return one optimizer for these, of a class named after theirs: texts then say "Muon and AdamW".
 
     ``names``: of parameters, for errors. Pickles call this.
     """
@@ -57,11 +57,11 @@ def grouped(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[torch.Te
 
 
 class OptimizerGroup(torch.optim.Optimizer):
-    """Several optimizers, which step in their order whenever this one does.
+    """Optimizer of several optimizers, which step in their order whenever this one does.
 
     ``param_groups`` are those of all, in order, and ``state`` is a view of all. Hooks of its step run once, around all
-    steps. Attributes that it does not have are the optimizers', where they agree. Raises ``ValueError`` for a parameter
-    that two of them have.
+    steps. Other attributes are read from the optimizers, where they agree. Raises ``ValueError`` for a parameter that
+    two of them have.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[torch.Tensor, str]) -> None:
@@ -96,7 +96,7 @@ class OptimizerGroup(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the defaults that all optimizers have, alike."""
+        """Return the defaults that all optimizers have, with equal values."""
         first, *others = [each.defaults for each in self.optimizers]
         return {key: first[key] for key in first if all(key in one and _alike(first[key], one[key]) for one in others)}
 
@@ -170,7 +170,7 @@ class OptimizerGroup(torch.optim.Optimizer):
             each.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse, with ``ValueError``: it would not be known whose group it is."""
+        """Raise ``ValueError``: there is no telling which optimizer should get the group."""
         raise ValueError(ADD_GROUP.format(type(self).__name__))
 
     # -- states -----------------------------------------------------------------------------------------------------
@@ -180,7 +180,10 @@ class OptimizerGroup(torch.optim.Optimizer):
         return {SECTIONS: [each.state_dict() for each in self.optimizers]}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load what :meth:`state_dict` gave, or a list of what each optimizer's gave. Raises as :func:`load_state`."""
+        """Load the result of :meth:`state_dict`, or a list of states, one of each optimizer.
+
+        Raises as :func:`load_state`.
+        """
         load_state(self, state_dict)
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
@@ -201,13 +204,13 @@ class OptimizerGroup(torch.optim.Optimizer):
 
 
 class Handles:
-    """Hooks that were registered together, and are removed together."""
+    """Handles of hooks that were registered together, and are removed together."""
 
     def __init__(self, handles: Iterable[RemovableHandle]) -> None:
         self._handles = list(handles)
 
     def remove(self) -> None:
-        """Take all of them off."""
+        """Remove all of the hooks."""
         for handle in self._handles:
             handle.remove()
 

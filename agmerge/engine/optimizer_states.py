@@ -1,4 +1,4 @@
-"""Reach, save and load the states of several optimizers that step together."""
+"""States of several optimizers that step together: access, saving and loading."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ import torch
 
 from agmerge.tensors.parameters import optimizers_of
 
-SECTIONS = "optimizers"  # in a state: a list, what each optimizer's own state_dict() gave
-# A key of a state of which more was saved than a plain optimizer loads, which keeps unknown keys. Keys are numbers of
+SECTIONS = "optimizers"  # in a state: a list of each optimizer's own state_dict()
+# A key of a state with more sections than a plain optimizer loads, which keeps unknown keys. Keys are numbers of
 # parameters, which scripts may sort.
 MARK = -1
 
 
 class StateOfAll(MutableMapping[Any, Any]):
-    """States of several optimizers as one, by parameter. What is written goes to the optimizer that has it."""
+    """States of several optimizers as one, by parameter. Writing goes to the optimizer that has the parameter."""
 
     def __init__(
         self, optimizers: Sequence[torch.optim.Optimizer], owner_of: Callable[[Any], torch.optim.Optimizer]
     ) -> None:
-        """Show the states of ``optimizers``. ``owner_of``: which of them has a parameter; ``KeyError`` for none."""
+        """Show the states of ``optimizers``.
+
+        ``owner_of``: returns the one that has a parameter, or raises ``KeyError``.
+        """
         self._optimizers, self._owner_of = optimizers, owner_of
 
     @property
@@ -49,12 +52,12 @@ class StateOfAll(MutableMapping[Any, Any]):
         return self._holding(key) is not None
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return what is kept under ``key``, or ``default``; nothing is made."""
+        """Return the value of ``key``, or ``default``; nothing is made."""
         state = self._holding(key)
         return default if state is None else state[key]
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Remove what is kept under ``key``, and return it; ``default`` where nothing is, else ``KeyError``."""
+        """Remove ``key`` and return its value; ``default`` where there is none, else ``KeyError``."""
         state = self._holding(key)
         return ({} if state is None else state).pop(key, *default)
 
@@ -66,14 +69,14 @@ class StateOfAll(MutableMapping[Any, Any]):
 
 
 def as_state(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return what a script loads as a mapping, also where it is a list of the states of several optimizers."""
+    """Return a state that a script loads as a mapping, also where it is a list of the states of several optimizers."""
     return saved if isinstance(saved, Mapping) else {SECTIONS: list(saved)}
 
 
 def sections_of(optimizer: torch.optim.Optimizer, saved: Any) -> list[Any]:
     """Return the state of each optimizer that steps with ``optimizer``; ``ValueError`` where they are not as many.
 
-    ``saved``: what ``state_dict()`` gave, or a list of what that of each optimizer gave.
+    ``saved``: a result of ``state_dict()``, or a list with one of each optimizer.
     """
     state, count = as_state(saved), len(optimizers_of(optimizer))
     sections = list(state[SECTIONS]) if SECTIONS in state and "param_groups" not in state else [state]
@@ -88,10 +91,10 @@ def sections_of(optimizer: torch.optim.Optimizer, saved: Any) -> list[Any]:
 
 
 def marked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with a mark among what it has by parameter, which stays there when a plain optimizer loads it.
+    """Return a state with a mark in its state by parameter, where a plain optimizer keeps it when it loads.
 
-    Not among the options of a group, which Horovod's ``broadcast_optimizer_state`` expects to be the same on all ranks,
-    and not in a state that has nothing by parameter, which that tells by its length.
+    A group's options would be no place for it: Horovod's ``broadcast_optimizer_state`` expects them to be the same on
+    all ranks. A state with nothing by parameter gets none: that function recognises it by its length.
     """
     if SECTIONS in state and "param_groups" not in state:
         return {**state, SECTIONS: [marked(section) for section in state[SECTIONS]]}
@@ -99,14 +102,14 @@ def marked(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unmark(optimizer: torch.optim.Optimizer) -> bool:
-    """Take the marks out of what optimizers have loaded; return whether there were any."""
+    """Remove the marks from states that optimizers have loaded; return whether there were any."""
     return any([each.state.pop(MARK, None) is not None for each in optimizers_of(optimizer)])
 
 
 def check_state(optimizer: torch.optim.Optimizer, saved: Any) -> None:
     """Raise ``ValueError`` for a state that the optimizers which step with ``optimizer`` could not load.
 
-    For who changes something else before :func:`load_state`. ``saved``: as in :func:`sections_of`.
+    For callers that change something else before :func:`load_state`. ``saved``: as in :func:`sections_of`.
     """
     sections, optimizers = sections_of(optimizer, saved), optimizers_of(optimizer)
     for number, (each, section) in enumerate(zip(optimizers, sections, strict=True)):
@@ -129,7 +132,7 @@ def check_state(optimizer: torch.optim.Optimizer, saved: Any) -> None:
 def load_state(optimizer: torch.optim.Optimizer, saved: Any) -> None:
     """Load the state of each optimizer that steps with ``optimizer``. ``saved``: as in :func:`sections_of`.
 
-    Raises as that does, and what an optimizer raises of its state, with its place where there are several.
+    Raises as that does; errors of an optimizer's own get its place where there are several.
     """
     sections, optimizers = sections_of(optimizer, saved), optimizers_of(optimizer)
     for number, (each, section) in enumerate(zip(optimizers, sections, strict=True)):

@@ -1,4 +1,4 @@
-"""Wrap an optimizer by composition: what is its own stays its own."""
+"""Wrapper of an optimizer by composition: the inner optimizer keeps all that is its own."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SEVERAL = "there are several optimizers here ({}): use optimizer.optimizers, the
 
 
 class OptimizerHolder:
-    """The holder of what steps: the optimizer that the script gave, or one that stands for several."""
+    """Holder of the optimizer that the script gave, or of a group that stands for several."""
 
-    _inner: torch.optim.Optimizer | None  # None: nobody has said which one steps
+    _inner: torch.optim.Optimizer | None  # None: it is not known which one steps
 
     @property
     def optimizer(self) -> Any:
@@ -33,11 +33,11 @@ class OptimizerHolder:
 
 
 class OptimizerWrapper(OptimizerHolder, torch.optim.Optimizer):
-    """An optimizer around another one, whose groups, state, defaults, hooks and unknown attributes it has.
+    """Optimizer around another one, with the groups, state, defaults, hooks and unknown attributes of that.
 
-    Classes below set ``_inner`` and do not call ``super().__init__()``, which would make other groups and hooks. What
-    they have of their own has a name with an underscore; other attributes that are set here become the optimizer's,
-    of several that of each, but for ``step`` and other methods, which schedulers replace.
+    Subclasses set ``_inner`` and do not call ``super().__init__()``, which would make other groups and hooks.
+    Attributes of their own have a name with an underscore. Other attributes that are set here become the inner
+    optimizer's, or that of each of several, except ``step`` and other methods, which schedulers replace.
     """
 
     _inner: torch.optim.Optimizer
@@ -70,7 +70,7 @@ class OptimizerWrapper(OptimizerHolder, torch.optim.Optimizer):
         self._only("defaults").defaults = defaults
 
     def _only(self, name: str) -> torch.optim.Optimizer:
-        """Return the optimizer whose attribute ``name`` is set; ``AttributeError`` where there are several."""
+        """Return the one inner optimizer, to set its attribute ``name``; ``AttributeError`` where there are several."""
         if len(optimizers_of(self._inner)) > 1:
             raise AttributeError(f"{name} of one of them can be set: {SEVERAL.format(type(self._inner).__name__)}")
         return self._inner
@@ -102,7 +102,10 @@ class OptimizerWrapper(OptimizerHolder, torch.optim.Optimizer):
         return self._inner.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> Any:
-        """Run ``hook`` once a step, after the inner optimizer's. It gets what a hook before the step gets."""
+        """Run ``hook`` once a step, after the inner optimizer's.
+
+        It gets the same arguments as a hook before the step.
+        """
         return self._inner.register_step_post_hook(hook)
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
@@ -122,7 +125,7 @@ class OptimizerWrapper(OptimizerHolder, torch.optim.Optimizer):
         return self._inner.register_load_state_dict_post_hook(hook, prepend)
 
 
-# Whose optimizers exchange gradients by themselves, by the module that they are from, and what to do instead.
+# Modules of optimizers that exchange gradients by themselves, and what to do instead.
 OF_OTHERS = {
     "deepspeed.runtime": (
         "DeepSpeed averages gradients in its own engine, and ZeRO shards what they are for: with ZeRO stage 0, leave "

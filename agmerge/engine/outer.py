@@ -1,4 +1,4 @@
-"""Step with what several local steps of all workers came to: outer optimizers."""
+"""Outer optimizers: steps of the shared parameters with what several local steps of all workers add up to."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 @dataclass(frozen=True)
 class Nesterov:
-    """Ask for an outer step with Nesterov's momentum: pass it as ``outer=``.
+    """Outer step with Nesterov's momentum: pass it as ``outer=``.
 
-    With U the mean of what workers have done since the last exchange, ``M = momentum * M + U`` and
-    ``shared -= lr * (U + momentum * M)``. It is the outer optimizer of Douillard et al., "DiLoCo: Distributed
-    Low-Communication Training of Language Models", 2023, Algorithm 1, with their values.
+    With U the mean of the workers' pseudo-gradients since the last exchange, ``M = momentum * M + U`` and ``shared -=
+    lr * (U + momentum * M)``. It is the outer optimizer of Douillard et al., "DiLoCo: Distributed Low-Communication
+    Training of Language Models", 2023, Algorithm 1, with their values.
     """
 
     lr: float = 0.7
@@ -28,19 +28,25 @@ class Nesterov:
             raise ValueError(f"Nesterov: momentum must lie in [0, 1), not {self.momentum!r}")
 
     def __call__(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """Return the optimizer that makes such steps of ``parameters``."""
+        """Return an optimizer of ``parameters`` that makes such steps."""
         return NesterovStep(parameters, self.lr, self.momentum)
 
 
 class NesterovStep(torch.optim.Optimizer):
-    """Make the steps of :class:`Nesterov`. Every product is rounded by itself: all processors come to the same bits."""
+    """Optimizer that makes the steps of :class:`Nesterov`.
+
+    Every product is rounded by itself, equally on all processors.
+    """
 
     def __init__(self, parameters: list[torch.Tensor], lr: float, momentum: float) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step with ``p.grad``, the combined ways; a parameter without one stays. ``closure``: not called."""
+        """Step with ``p.grad``, the combined pseudo-gradients; a parameter without one stays.
+
+        ``closure``: not called.
+        """
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -55,19 +61,22 @@ class NesterovStep(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class ScriptsOuter:
-    """Let an optimizer that the script has made of its parameters take the outer steps: pass it as ``outer=``.
+    """Outer step by an optimizer that the script has made of its parameters: pass it as ``outer=``.
 
-    It is the script's object that steps, with its groups, schedulers, hooks and state. ``of``: that object.
+    The script's own object steps, with its groups, schedulers, hooks and state. ``of``: that object.
     """
 
     of: torch.optim.Optimizer
 
     def __call__(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """Return another one of the same class and defaults: of shards, which the script's does not know."""
+        """Return another one of the same class and defaults: for shards, which are not in the script's own."""
         return type(self.of)(parameters, **self.of.defaults)
 
     def bind(self, base: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
-        """Return what has it step ``base``. ``parameters``: the script's, by the same names."""
+        """Return an optimizer that makes the script's own step ``base``.
+
+        ``parameters``: the script's, by the same names.
+        """
         own = {parameter for group in self.of.param_groups for parameter in group["params"]}
         if not all(parameter in own for parameter in parameters.values()):
             return self(list(base.values()))
@@ -79,7 +88,7 @@ class ScriptsOuter:
 
 
 class BoundOuter(torch.optim.Optimizer):
-    """Step shared parameters by an optimizer of a worker's own ones: while it steps, these hold the shared values."""
+    """Optimizer of shared parameters by one of a worker's own: during its step, these have the shared values."""
 
     def __init__(
         self, of: torch.optim.Optimizer, base: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]
@@ -103,7 +112,7 @@ class BoundOuter(torch.optim.Optimizer):
         kept = [(p, p.data, p.grad) for p in self._parameters.values()]
         try:
             for name, parameter in self._parameters.items():
-                parameter.grad = None  # which has the dtype of what it held
+                parameter.grad = None  # a gradient has to have the dtype of the parameter's data
                 parameter.data = self._base[name]
                 parameter.grad = self._base[name].grad
             self._of.step()
@@ -113,9 +122,9 @@ class BoundOuter(torch.optim.Optimizer):
                 parameter.data, parameter.grad = data, gradient
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the script's own."""
+        """Return the state of the script's optimizer."""
         return self._of.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load into the script's own."""
+        """Load the state into the script's optimizer."""
         self._of.load_state_dict(state_dict)

@@ -1,7 +1,7 @@
-"""Tell the outermost of nested calls of an optimizer's step, so that what follows it is done once.
+"""Detect the outermost of nested calls of an optimizer's step, so that later actions happen once.
 
 torch runs the hooks of a step around the ``step`` of every class of which there has been an object. So where a subclass
-calls ``super().step()`` they run twice, or once: that depends on what else the process has made.
+calls ``super().step()`` they run twice, or once, depending on the other optimizers that the process has made.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from types import FrameType
 
 
 class OutermostStep:
-    """The call of one optimizer's ``step`` that is under way, known by its frame.
+    """Call of one optimizer's ``step`` that is under way, known by its frame.
 
-    A step that raises has no hook behind it, so calls cannot be counted: a frame that is no caller any more has ended.
+    A step that raises runs no hook at its end, so calls cannot be counted: a frame that is not among the callers has
+    ended.
     """
 
     def __init__(self) -> None:
         self._frame: FrameType | None = None  # of the call that runs hooks; None: there is none under way
 
     def begins(self) -> bool:
-        """Return whether the step that begins is in no other one. Called by a hook before it, and by nothing else."""
+        """Return whether the step that begins is not inside another one. For a hook before it, and no other caller."""
         calling = _hook_runner()
         outer = calling.f_back
         while self._frame is not None and outer is not None:
@@ -31,7 +32,7 @@ class OutermostStep:
         return True
 
     def ends(self) -> bool:
-        """Return whether the step that ends was in no other one. Called by a hook behind it, and by nothing else."""
+        """Return whether the step that ends was not inside another one. For a hook after it, and no other caller."""
         if self._frame is not _hook_runner():
             return False
         self._frame = None

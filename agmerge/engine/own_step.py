@@ -1,4 +1,4 @@
-"""Step an optimizer with this worker's own gradients, unless one of them is not finite."""
+"""Step an optimizer with this worker's own gradients, unless one of them is infinite or NaN."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from agmerge.tensors.parameters import ParameterTable
 
 @dataclass(frozen=True)
 class OwnStep:
-    """Hold what came of a step of this worker's."""
+    """Result of one step of this worker's optimizer."""
 
     result: Any = None  # the closure's loss, or what the optimizer's step has returned
     stepped: bool = True  # False: gradients were not finite
-    scaled: bool = False  # by a GradScaler, which looks for that itself
-    bad: tuple[str, ...] = ()  # names of parameters whose gradients were not finite, where this file has looked
+    scaled: bool = False  # by a GradScaler, which checks for that itself
+    bad: tuple[str, ...] = ()  # parameters with gradients that were not finite, if checked in this file
 
 
 def own_step(members: ParameterTable, wrapper: Any, closure: Callable[[], Any] | None) -> OwnStep:
     """Step the optimizer of ``members``, unless a gradient is infinite or NaN. Waits once for a device.
 
-    A ``torch.amp.GradScaler`` leaves the scale and what it has found as attributes of ``wrapper``, as its contract for
-    optimizers that take a scale has it. ``closure`` is called once, before.
+    A ``torch.amp.GradScaler`` leaves the scale and its finding as attributes of ``wrapper``, which is its contract for
+    optimizers that take a scale. ``closure`` is called once, before.
     """
     inner, loss = members.optimizer, None
     if closure is not None:
@@ -45,8 +45,8 @@ def own_step(members: ParameterTable, wrapper: Any, closure: Callable[[], Any] |
 
 
 def _scaled_step(inner: Any, found: torch.Tensor, scale: torch.Tensor | None) -> OwnStep:
-    """Step ``inner`` with gradients that have ``scale`` (None: no more), unless ``found`` says that some overflowed."""
-    if getattr(inner, "_step_supports_amp_scaling", False):  # it looks itself, on the device
+    """Step ``inner`` with gradients that have ``scale`` (None: no more), unless ``found`` is 1: one has overflowed."""
+    if getattr(inner, "_step_supports_amp_scaling", False):  # it checks for infinities itself, on the device
         inner.grad_scale, inner.found_inf = scale, found
         try:
             return OwnStep(inner.step(), stepped=not found.item(), scaled=True)  # asked once the step is queued
@@ -71,9 +71,9 @@ def unscale(optimizer: torch.optim.Optimizer, scale: torch.Tensor | None) -> Non
 
 
 def not_finite(members: ParameterTable, parameters: Iterable[torch.Tensor] | None = None) -> tuple[str, ...]:
-    """Return the names of the parameters that have a gradient which is not finite. Waits once for each device.
+    """Return the names of the parameters with a gradient that is infinite or NaN. Waits once for each device.
 
-    ``parameters``: which of ``members`` are looked at; None: all.
+    ``parameters``: which of ``members`` are checked; None: all.
     """
     named = members.name_all()
     looked_at = named if parameters is None else parameters

@@ -1,4 +1,4 @@
-"""Exchange the gradients of one optimizer as its backward passes make them, from step to step."""
+"""Reducer of the gradients of one optimizer, as its backward passes make them, from step to step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ AFTER_BROKEN = (
 class Reducer(Synchronizer):
     """Count backward passes, hand gradients over, attach the combined ones, and guard against calls out of turn.
 
-    ``members``: the parameters of the optimizer that is wrapped. Hooks on them call :meth:`on_gradient`.
+    ``members``: the parameters of the wrapped optimizer. Hooks on them call :meth:`on_gradient`.
     """
 
     combines_gradients = True
@@ -79,7 +79,7 @@ class Reducer(Synchronizer):
         self._hooks.remove()
 
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans | None:
-        """Watch the parameters that take part now, and plan by what their exchange takes."""
+        """Hook the parameters that take part now, and return a planner of their exchange."""
         self._gradients = Gradients()
         self._hooks.attach(buffers.parameters, self.members, alone=self.alone)
         return super()._on_agreement(buffers, times)
@@ -87,9 +87,9 @@ class Reducer(Synchronizer):
     # -- backward -------------------------------------------------------------------------------------------------
 
     def on_gradient(self, parameter: torch.Tensor, name: str) -> None:
-        """Collective. Take a gradient that was accumulated once more; send it after the last pass. The hook calls this.
+        """Collective. Count a gradient that was accumulated once more; send it after the last pass. Called by the hook.
 
-        Called for every tensor: keep it short.
+        It runs for every tensor: keep it short.
         """
         with self._lock:
             if self.synchronized:
@@ -100,7 +100,7 @@ class Reducer(Synchronizer):
                 if name in self._handed_over:
                     self._handed_over.refuse_more()
                     raise AssertionError(f"{NO_SYNC_LATE} Parameter: {name!r}.")
-                self._fired.setdefault(name, 0)  # a step has begun: what it has so far belongs in a checkpoint
+                self._fired.setdefault(name, 0)  # a step has begun: its gradients so far belong in a checkpoint
                 return
             fired = self._fired.get(name, 0) + 1
             if fired != self.passes:
@@ -120,7 +120,7 @@ class Reducer(Synchronizer):
         self._handed_over.add(name, parameter, own=held is not gradient)
 
     def _gradient(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
-        """Return what this rank has for a parameter, strided and without a loss scale; None while it has joined."""
+        """Return this rank's gradient of a parameter, strided and without a loss scale; None while it has joined."""
         if self._flag == Flag.JOINED:
             return None
         gradient = parameter.grad
@@ -144,10 +144,10 @@ class Reducer(Synchronizer):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Collective. Send what is left, receive, and make every ``p.grad`` the combined update.
+        """Collective. Send the remaining messages, receive, and make every ``p.grad`` the combined update.
 
-        Connects first, if need be. Raises the same error on every rank for gradients that are not finite, as
-        ``nonfinite=`` has it, and on this rank for gradients that the script has changed since they were handed over.
+        Connects first, if need be. Raises on every rank for gradients that are not finite, according to ``nonfinite=``,
+        and on this rank where the script has changed gradients after they were handed over.
         """
         self.connect()
         momentum.take_over(self.exchange, self.members, self.members.optimizer)
@@ -179,7 +179,7 @@ class Reducer(Synchronizer):
             self.synchronized = True
 
     def _gather(self) -> None:
-        """Collective. Combine the gradients that are gathered, if there are any. Raises as :meth:`synchronize` does."""
+        """Collective. Combine gathered sparse gradients, if there are any. Raises as :meth:`synchronize` does."""
         comm = self.exchange.comm
         if self._gathered is None or comm is None:
             return
@@ -221,7 +221,7 @@ class Reducer(Synchronizer):
         self.scaling.multiply(p.grad for p in combined.buffers.parameters if p.grad is not None)
 
     def _check_attachable(self, combined: Combined) -> None:
-        """Raise where a parameter has changed during backward; warn once where nobody has used any."""
+        """Raise where a parameter has changed during backward; warn once where no rank has a gradient."""
         buffers = combined.buffers
         for slot, parameter in zip(buffers.layout.slots, buffers.parameters, strict=True):
             if parameter.dtype != slot.lane.dtype or parameter.device != slot.lane.device:
@@ -242,7 +242,10 @@ class Reducer(Synchronizer):
 
     @contextmanager
     def taking_combined(self, what: str) -> Iterator[None]:
-        """Let steps, inside, take the gradients as they are: they are combined. ``what``: the call, for errors."""
+        """Make steps inside use the gradients as they are: they are combined already.
+
+        ``what``: the call, for errors.
+        """
         before, self._combines = self._combines, False
         try:
             yield
@@ -250,10 +253,10 @@ class Reducer(Synchronizer):
             self._combines = before
 
     def step(self, wrapper: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
-        """Collective. Combine the gradients, unless they are, and step the inner optimizer.
+        """Collective. Combine the gradients, unless they are combined already, and step the inner optimizer.
 
-        ``wrapper``: whom a GradScaler knows. ``closure`` runs once, before the gradients are combined. Returns its
-        loss, or what the inner step returns.
+        ``wrapper``: the optimizer that a GradScaler was given. ``closure`` runs once, before the gradients are
+        combined. Returns its loss, or the result of the inner step.
         """
         self.scaling.check_step(wrapper, closure)
         if closure is not None and not self._combines:
@@ -275,7 +278,7 @@ class Reducer(Synchronizer):
         return loss if closure is not None else inner
 
     def end_step(self) -> None:
-        """Collective. Commit: the inner optimizer has stepped. Compare replicas and plan anew, where that is due."""
+        """Collective. Commit: the inner optimizer has stepped. Compare replicas and plan again, where that is due."""
         if self.exchange.outside or self.skipped or self.idle:
             self.discard()
             return
@@ -284,7 +287,7 @@ class Reducer(Synchronizer):
         self.end_exchange()
 
     def _compare_replicas(self) -> None:
-        if not self.flags_of_all & Flag.JOINED:  # who has joined may step otherwise, until all have
+        if not self.flags_of_all & Flag.JOINED:  # a rank that has joined may step otherwise, until all have
             super()._compare_replicas()
 
     def combine_for(self, scaler: torch.amp.GradScaler) -> None:
@@ -301,14 +304,14 @@ class Reducer(Synchronizer):
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def window(self) -> dict[torch.Tensor, int]:
-        """Return how many backward passes each parameter has seen in the step that has begun; one that broke is new."""
+        """Return how many backward passes each parameter has seen in this step; none after a broken exchange."""
         if self.synchronized or self.exchange.is_broken:
             return {}
         by_name = {self.members.name_of(parameter): parameter for parameter in self.members.name_all()}
         return {by_name[name]: fired for name, fired in self._fired.items()}
 
     def count(self, parameter: torch.Tensor, fired: int) -> None:
-        """Resume a step: ``parameter`` has seen so many backward passes already; its gradient is there."""
+        """Resume a step: ``parameter`` has seen ``fired`` backward passes already; its gradient is in ``p.grad``."""
         name = self.members.name_of(parameter)
         self._fired[name] = fired
         if fired == self.passes:
@@ -322,11 +325,12 @@ class Reducer(Synchronizer):
         return len(self._handed_over) > 0 and not self.synchronized
 
     def abandon(self) -> bool:
-        """Collective. Drop the gradients that are on their way, where this can be; tell whether none is left then.
+        """Collective. Drop the gradients that are on their way, where possible; return whether none is left then.
 
-        Alone it can be at any time. Among others it can while a gradient is missing, as after an exception in a
-        backward pass: then the step comes to nothing on all ranks, and the others raise :class:`agmerge.AGMergeError`.
-        So do gradients that a refused pass has changed. Raises it here after an error that has broken the exchange.
+        A lone worker can at any time. With others it is possible while a gradient is missing, as after an exception in
+        a backward pass: then the step comes to nothing on all ranks, and the others raise
+        :class:`agmerge.AGMergeError`. Gradients that a refused pass has changed are dropped likewise. Raises here after
+        an error that has broken the exchange.
         """
         if self.synchronized:
             return True
@@ -334,7 +338,7 @@ class Reducer(Synchronizer):
             if self.exchange.is_broken and self.config.model is not None:
                 self._raise_broken()  # updates of the last step may be lost
             if self.exchange.is_broken and not self._closed:
-                self.leave()  # there is nobody to have lost
+                self.leave()  # a lone worker: no other rank is affected
             self.discard()
         elif self.exchange.is_broken:
             self._raise_broken()
@@ -345,24 +349,24 @@ class Reducer(Synchronizer):
         elif self._handed_over.overrun:
             try:
                 Reducer.synchronize(self)
-            except AGMergeError:  # it says what the refused pass has changed
+            except AGMergeError:  # its text names the gradients that the refused pass has changed
                 self.exchange.check_unbroken()
         return not self.unfinished
 
     def begin_anew(self) -> None:
         if self.synchronized:
-            self.discard()  # else a rank whose next step has no backward pass would not exchange anything
-        self._fired = {}  # passes of which nothing is left
+            self.discard()  # else, without a backward pass in its next step, a rank would not exchange anything
+        self._fired = {}  # the gradients of these passes are gone
 
     def _raise_broken(self) -> None:
-        """Raise what has broken the exchange, with what to do."""
+        """Raise the error that has broken the exchange, with advice."""
         try:
             self.exchange.check_unbroken()
         except AGMergeError as error:
             raise AGMergeError(f"{error}. {AFTER_BROKEN}") from error.__cause__
 
     def discard(self) -> None:
-        """Begin the step anew: gradients that were handed over are forgotten, and nothing of them is kept."""
+        """Discard the step: handed-over gradients are forgotten, and residuals stay as before it."""
         self._fired, self._handed_over, self.synchronized, self.skipped = {}, HandedOver(), False, False
         self.idle = False
         self.scaling.clear()
@@ -379,13 +383,13 @@ class Reducer(Synchronizer):
         self.passes = passes
 
     def close(self) -> None:
-        """Take the hooks off and give the communicators back."""
+        """Remove the hooks and close the communicators."""
         self._closed, self._fired, self._handed_over = True, {}, HandedOver()
         self._hooks.remove()
         self.exchange.close()
 
 
 def _surviving() -> str:
-    """Return the error that is being handled, as a part of a sentence; empty: there is none."""
+    """Return the error that is being handled, in brackets for the end of a sentence; empty: there is none."""
     error = sys.exc_info()[1]
     return "" if error is None else f" ({type(error).__name__}: {shortened(str(error))})"

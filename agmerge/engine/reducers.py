@@ -1,4 +1,4 @@
-"""Choose who exchanges what of an optimizer: gradients, gradients by DeAR, or what the optimizer did."""
+"""Choice of an optimizer's reducer: of gradients, of gradients by DeAR, or of the optimizer's updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare replicas to the bit, by name (guarantee G11), and make them equal again."""
+"""Replicas compared to the bit, by name (guarantee G11), and made equal again."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def compare_replicas(comm: Backend, parameters: Mapping[str, torch.Tensor], step
     Reads every parameter twice, and costs one all-gather of 16 bytes for each of them.
 
     Args:
-        comm: the ranks whose replicas are compared.
-        parameters: by the names that the error has, in an order that is the same on every rank.
+
+        comm: the ranks with the replicas.
+        parameters: by the names for the error, in an order that is the same on every rank.
         steps: how many were committed, for the error.
         timeout: seconds.
     """
@@ -51,9 +52,10 @@ def level_replicas(
     Raises :class:`agmerge.DivergenceError` on every rank where they differ among the ranks of a process set.
 
     Args:
-        comm: the ranks whose replicas are compared.
+
+        comm: the ranks with the replicas.
         members: the parameters.
-        optimizer: the wrapped one, whose state is compared too.
+        optimizer: the wrapped one; its state is compared too.
         root: a rank of ``comm``.
         timeout: seconds, for the comparison.
     """

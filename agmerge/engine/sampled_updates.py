@@ -1,4 +1,4 @@
-"""Remember some elements of updates, and see what a script has made of them by the time the optimizer steps."""
+"""Samples of updates, for comparison with the gradients when the optimizer steps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from agmerge.step.gradient_exchange import Combined
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.dtensors import is_dtensor
 
-TENSORS, ELEMENTS = 4, 4096  # that are compared, and of each of them: at a density of 1 % some hundred are not zero
+TENSORS, ELEMENTS = 4, 4096  # compared tensors, elements of each: at a density of 1 % some hundred are not zero
 
 
 @dataclass(frozen=True)
 class Place:
-    """The elements of a parameter that are compared: ``count`` of them from ``start`` on, flat."""
+    """Elements of a parameter that are compared: ``count`` of them from ``start`` on, flat."""
 
     name: str
     parameter: torch.Tensor
@@ -25,7 +25,7 @@ class Place:
     count: int
 
     def elements(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Return these elements of an update or a gradient, a view; None where it is laid out otherwise."""
+        """Return these elements of an update or a gradient, a view; None where its layout differs."""
         if tensor is None or tensor.layout is not torch.strided or not tensor.is_contiguous():
             return None
         if tensor.numel() != self.size:
@@ -35,9 +35,9 @@ class Place:
 
 
 def places_in(buffers: MergeBuffers) -> list[Place]:
-    """Choose what is compared: a piece from the middle of some tensors of one dtype and device, all over the model.
+    """Choose the elements to compare: a slice from the middle of some tensors of one dtype, all over the model.
 
-    Nothing where a tensor is a DTensor, of which a rank has a part.
+    None where a tensor is a DTensor, of which a rank has one shard.
     """
     named = list(zip(buffers.slot_of, buffers.parameters, strict=True))
     if any(is_dtensor(parameter) for _, parameter in named):
@@ -58,10 +58,10 @@ def _place(name: str, parameter: torch.Tensor) -> Place:
 
 @dataclass(frozen=True)
 class Sample:
-    """Elements of what was combined, and the tensors that they were in, with their versions."""
+    """Elements of combined gradients, and the tensors they were taken from, with their versions."""
 
     places: list[Place]
-    before: torch.Tensor | None  # flat, all of them; None: it was not worth a copy
+    before: torch.Tensor | None  # flat, all of them; None: not copied
     tensors: list[torch.Tensor]
     versions: list[int]
 
@@ -72,16 +72,16 @@ class Sample:
         return not all(gradient is tensor and tensor._version == version for gradient, tensor, version in seen)
 
     def now(self) -> torch.Tensor | None:
-        """Return the elements as gradients have them now; None where one is gone, or is laid out otherwise."""
+        """Return the same elements of the present gradients; None where one is gone, or its layout has changed."""
         parts = [place.elements(place.parameter.grad) for place in self.places]
         there = [part for part in parts if part is not None and part.dtype == self.tensors[0].dtype]
         return torch.cat(there) if len(there) == len(parts) else None
 
 
 def sample_of(combined: Combined, places: Iterable[Place], *, on_device: bool) -> Sample | None:
-    """Return elements of the updates at ``places``; None where there is none of these updates.
+    """Return elements of the updates at ``places``; None where no update has any.
 
-    ``on_device``: copy them there too, which is an operation more in every step.
+    ``on_device``: copy elements on devices, too, which is one more operation in every step.
     """
     there = [(place, combined.updates[place.name]) for place in places]
     parts = [(place, update, place.elements(update)) for place, update in there]
@@ -96,7 +96,7 @@ def sample_of(combined: Combined, places: Iterable[Place], *, on_device: bool) -
 
 @dataclass(frozen=True)
 class Norms:
-    """The norms of some gradients, how many elements are not zero and how many there are, each (n,) in float64."""
+    """Norms of n gradients, their numbers of elements that are not zero, and of all elements: each (n,) in float64."""
 
     norms: torch.Tensor
     counts: torch.Tensor
@@ -106,7 +106,7 @@ class Norms:
 def norms_of(parameters: Iterable[torch.Tensor]) -> Norms:
     """Return the norms of the gradients of ``parameters``; waits for no device. Reads each of them twice.
 
-    They are computed as ``torch.nn.utils.clip_grad_norm_`` does it, with the same errors.
+    They are computed as ``torch.nn.utils.clip_grad_norm_`` does, with the same rounding.
     """
     present = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
     gradients = [gradient for gradient in present if gradient.layout == torch.strided]

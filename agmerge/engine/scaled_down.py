@@ -1,4 +1,4 @@
-"""Tell from a few elements by which factor gradients were scaled, and from their norms whether that was to a bound.
+"""Derive from a few elements by which factor gradients were scaled, and from their norms whether to a bound.
 
 Clipping leaves one norm behind, however large it was before. A division by a constant has one factor, and one by a
 number of samples, or a warm-up, has neither.
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import torch
 
-LEAST = 8  # elements that are not zero, below which no factor is read off
-LOOKS = 16  # at norms, each of which reads all gradients once; a script that has not clipped by then is left alone
-EXACT = 1e-12  # to which factors are computed here
-SMALLEST = 1e-37  # about where processors may flush to zero what they multiply
+LEAST = 8  # elements that are not zero, below which no factor is derived
+LOOKS = 16  # most norms to compute, each of which reads all gradients once
+EXACT = 1e-12  # relative error of the factors computed here
+SMALLEST = 1e-37  # about where processors may flush products to zero
 UNLIKELY = 1e-5
 ADDED = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds to the norm before it divides by it
 
 
 def common_factor(before: torch.Tensor, after: torch.Tensor) -> float | None:
-    """Return the factor by which each element of ``before``, to rounding, has become that of ``after``.
+    """Return the factor by which each element of ``before`` has become that of ``after``, up to rounding.
 
     None: there is none, or too few elements are not zero to tell. Both are flat, of one floating dtype and one device,
     for which this waits.
@@ -35,23 +35,23 @@ def common_factor(before: torch.Tensor, after: torch.Tensor) -> float | None:
 
 
 class NormBound:
-    """Find out, scaling by scaling, whether factors come from a bound on the norm.
+    """Decide, scaling by scaling, whether factors come from a bound on the norm.
 
     Norms of other scripts may agree by chance. How likely that is follows from how closely they agree: to 1e-6 once is
-    enough, to 1e-3, which is what sums of float32 on a host are good for, twice. Every norm that does not agree asks
-    for ten times as much.
+    enough; to 1e-3, the accuracy of float32 sums on a host, twice. Every norm that does not agree asks for ten times as
+    much.
     """
 
     def __init__(self) -> None:
-        self._factor = 1.0  # of the last scaling that was looked at
+        self._factor = 1.0  # of the last scaling
         self._constant = 1.0  # the factor that came twice in a row: the script's own
-        self._norm = 0.0  # that it has left, and those before that agree with it; 0: there was none yet
-        self._chance = 1.0  # about, that unrelated norms agree as these do
-        self._least = UNLIKELY  # below which that is no chance
+        self._norm = 0.0  # of the last scaling, and of those before that agree; 0: there was none yet
+        self._chance = 1.0  # approximate chance that unrelated norms agree as these do
+        self._least = UNLIKELY  # below which agreement is taken for a bound
         self._looks = 0
 
     def asks(self, factor: float, dtype: torch.dtype) -> bool:
-        """Return whether the norm that ``factor`` has left, in gradients of ``dtype``, says something new."""
+        """Return whether the norm after scaling by ``factor``, of gradients of ``dtype``, adds information."""
         least = _tolerance(dtype)  # below that factors are the same
         if abs(factor / self._factor - 1.0) <= least:
             self._constant = factor
@@ -59,9 +59,9 @@ class NormBound:
         return self._looks < LOOKS and 0.0 < factor < 1.0 - least and is_new
 
     def binds(self, factor: float, norm: float, dtype: torch.dtype) -> bool:
-        """Take note of the ``norm`` that ``factor`` has left; return whether by now it is a bound.
+        """Record the ``norm`` after scaling by ``factor``; return whether by now it is known to be a bound.
 
-        ``norm``: computed as ``clip_grad_norm_`` does, with the same errors.
+        ``norm``: computed as ``clip_grad_norm_`` does, with the same rounding.
         """
         norm += ADDED * factor
         self._looks, self._factor = self._looks + 1, factor
@@ -75,5 +75,5 @@ class NormBound:
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """Return how far apart, relatively, norms to one bound may be: ``clip_grad_norm_`` computes them in ``dtype``."""
+    """Return by how much, relatively, norms to one bound may differ: ``clip_grad_norm_`` computes them in ``dtype``."""
     return 1e-3 if torch.finfo(dtype).eps < 1e-6 else 2e-2

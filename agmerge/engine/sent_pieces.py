@@ -1,4 +1,4 @@
-"""Say what was sent of each tensor, and apply what came of it: functions of flat tensors."""
+"""Pieces of tensors that were sent, and the combined updates applied to them: functions of flat tensors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # indices and values
 
 
 class Piece(NamedTuple):
-    """Say what was sent of elements ``start`` to ``stop`` of a tensor, flat in C order."""
+    """Sent elements among ``start`` to ``stop`` of a tensor, flat in C order."""
 
     start: int
     stop: int | None  # None: the end
     first: int  # the number of element `start`, as indices count
-    # int32 or int64, those that were sent; one may come again with value 0. None: all of them.
+    # int32 or int64, of the sent elements; one may be repeated with value 0. None: all of them.
     indices: torch.Tensor | None
-    values: torch.Tensor | None  # what was sent of each; None: all there was
+    values: torch.Tensor | None  # sent values; None: the elements' own
 
 
 class Lists(NamedTuple):
-    """Hold what all ranks have sent of elements ``start`` to ``stop`` of a tensor, flat in C order."""
+    """Elements among ``start`` to ``stop`` of a tensor that all ranks have sent, flat in C order."""
 
     start: int
     stop: int
@@ -39,7 +39,7 @@ WHOLE = Piece(0, None, 0, None, None)  # all of a tensor
 
 
 def pieces_by_name(sent: Iterable[Sent]) -> dict[str, list[Piece]]:
-    """Return the pieces of each tensor of which something was sent, by its name. ``sent``: by segments."""
+    """Return the sent pieces of each tensor, by its name. ``sent``: by segments."""
     pieces: dict[str, list[Piece]] = {}
     for segment, indices, values in sent:
         if indices is None or values is None:
@@ -63,7 +63,7 @@ def lists_by_name(received: Iterable[Received]) -> dict[str, list[Lists]]:
 
 
 def update_of(lists: Sequence[Lists], numel: int) -> torch.Tensor:
-    """Return the update of a tensor of ``numel`` elements that lists come to, 1-D: added up rank by rank."""
+    """Return the update of a tensor of ``numel`` elements from its lists, 1-D: added up rank by rank."""
     update = lists[0].lists[0][1].new_zeros(numel)
     for part in lists:
         _add_up(update[part.start : part.stop], part)
@@ -71,9 +71,10 @@ def update_of(lists: Sequence[Lists], numel: int) -> torch.Tensor:
 
 
 def take_in(base: torch.Tensor, parameter: torch.Tensor, update: torch.Tensor, pieces: Sequence[Piece]) -> None:
-    """Take ``update`` off ``base`` and ``parameter``, all 1-D; what was sent of the latter is no longer on its way.
+    """Subtract ``update`` from ``base`` and ``parameter``, all 1-D, and sent pieces from the parameter's difference.
 
-    Where something was sent, ``parameter = base - rest``, with what is left of ``base - parameter`` as it was before.
+    At sent elements ``parameter = base - (difference - sent)`` afterwards, with ``difference = base - parameter``
+    before.
     """
     rest = base - parameter
     take_off(rest, pieces)
@@ -89,7 +90,7 @@ def take_in(base: torch.Tensor, parameter: torch.Tensor, update: torch.Tensor, p
 
 
 def take_in_lists(base: torch.Tensor, parameter: torch.Tensor, lists: Sequence[Lists], pieces: Sequence[Piece]) -> None:
-    """Do what :func:`take_in` does with the update that ``lists`` come to, in one pass where that is possible."""
+    """Apply the update of ``lists`` as :func:`take_in` does, in one pass where that is possible."""
     for part, piece in zip(lists, pieces, strict=True):
         end, begin = base[part.start : part.stop], parameter[part.start : part.stop]
         indices, values = piece.indices, piece.values
@@ -102,7 +103,7 @@ def take_in_lists(base: torch.Tensor, parameter: torch.Tensor, lists: Sequence[L
 
 
 def take_off(way: torch.Tensor, pieces: Iterable[Piece]) -> None:
-    """Take what was sent off ``way``, 1-D, in place."""
+    """Subtract the sent pieces from ``way``, a pseudo-gradient, 1-D, in place."""
     for start, stop, first, indices, values in pieces:
         part = way[start:stop]
         if values is None:
@@ -114,21 +115,21 @@ def take_off(way: torch.Tensor, pieces: Iterable[Piece]) -> None:
 
 
 def _add_up(update: torch.Tensor, part: Lists) -> torch.Tensor:
-    """Add what the lists of a part come to, rank by rank, to its ``update``, 1-D, and return that."""
+    """Add the lists of a slice, rank by rank, to its ``update``, 1-D, and return that."""
     for indices, values in part.lists:
         update.index_add_(0, indices - part.first, values * part.scale)
     return update
 
 
 def _parts(segment: Segment) -> Iterator[tuple[Slot, int, int, int]]:
-    """Yield each tensor in a segment, which of its elements, from start to stop, and where these begin there."""
+    """Yield each tensor in a segment, the start and stop of its elements there, and their offset in the segment."""
     for slot in segment.slots:
         start, stop = segment.inside(slot)
         yield slot, start, stop, slot.offset + start - segment.start
 
 
 def _cut(segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> list[Pair]:
-    """Return what lies in each tensor of a segment. What lies in the padding between them is nobody's."""
+    """Return the indices and values of each tensor in a segment, without those in the padding between tensors."""
     indices, values = _ascending(indices, values)
     if len(segment.slots) == 1 and segment.numel == segment.length:
         return [(indices, values)]
@@ -141,14 +142,14 @@ def _cut(segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> list[
 def _ascending(indices: torch.Tensor, values: torch.Tensor) -> Pair:
     """Return the indices, ascending, and their values.
 
-    A padding of zeros behind them, with value 0, is cut off on the host; on a device it comes first.
+    A padding of zero indices behind them, with value 0, is cut off on the host; on a device it is sorted to the front.
     """
     if indices.device.type == "cpu":
         held = indices.numpy()
         if len(held) > 1 and held[-1] == 0:
             zeros = int((held[::-1] != 0).argmax()) or len(held)  # at the end
             count = len(held) - zeros
-            count += bool(values[count] != 0)  # the first of them is element 0, if that was sent last
+            count += bool(values[count] != 0)  # the first zero is element 0 itself, if that was sent last
             indices, values, held = indices[:count], values[:count], held[:count]
         if (held[1:] > held[:-1]).all():
             return indices, values

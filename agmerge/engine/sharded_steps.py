@@ -1,9 +1,4 @@
-"""Refuse, with ``sync="updates"``, an optimizer that steps a shard on each rank and hands the result round by itself.
-
-Gradients are each worker's own there, so that every tensor would learn from the data of the rank that owns it, and
-from nobody else's. Some classes are known by name. Others are found by what they do: an element that moves to the same
-bits on two ranks, though their gradients point in opposite directions, has not been moved by its own rank.
-"""
+"""it has hardly moved, or its gradient is small. All are flat and of one length; the first two of one dtype."""
 
 from __future__ import annotations
 
@@ -26,12 +21,12 @@ from agmerge.tensors.parameters import ParameterTable, optimizers_of
 CLASSES = frozenset(
     ("ZeroRedundancyOptimizer", "DistAdam", "DistAdamW", "DistMuon", "DistMuonAdamW", "DistributedMuon")
 )
-LOOKS = 8  # steps, counted from the first one, until which every tensor that is looked at should have moved
-TENSORS, ELEMENTS = 64, 128  # that are looked at, and of each of them, from all over it
-LEAST = 8  # elements with opposite gradients: so many, and all that there are, have to agree
-ENOUGH = 64  # elements of a tensor, of which so many are likely in one step
-MOVED = 16.0  # roundings of a parameter: by fewer, opposite gradients may have rounded to the same
-LARGE = 1e-3  # of a tensor's largest gradient, below which an element's is no direction
+LOOKS = 8  # first steps, in which every tensor that is compared should have moved
+TENSORS, ELEMENTS = 64, 128  # compared tensors, and evenly spaced elements of each
+LEAST = 8  # least number of elements with opposite gradients, all of which have to agree
+ENOUGH = 64  # elements of a tensor, with which LEAST are likely in one step
+MOVED = 16.0  # roundings of a parameter: shorter steps of opposite gradients may round to the same
+LARGE = 1e-3  # of a tensor's largest gradient: smaller ones have no reliable sign
 DIGEST = 16  # bytes
 INSTEAD = (
     "Pass sync='gradients', which works with it as it is, or the plain optimizer that it is made of, which every rank "
@@ -50,31 +45,32 @@ Codes = npt.NDArray[np.uint8]
 
 
 class ShardedSteps:
-    """Look at the first steps of the optimizer of ``members``, before anything is exchanged.
+    """Check of the first steps of the optimizer of ``members``, before anything is exchanged.
 
     :meth:`begin` for a group of workers; then in each step :meth:`note`, the optimizer's own step, and :meth:`compare`.
     """
 
     def __init__(self, members: ParameterTable) -> None:
         self._members = members
-        self._known = _known(members)  # the name of its class, if it is such a one; else empty
+        self._known = _known(members)  # the name of its class, if that is known to step shards; else empty
         self._begun = False
-        self._looks = 0  # that are left
+        self._looks = 0  # steps still to be compared
         self._watched: list[torch.Tensor] = []
-        self._decided: list[bool] = []  # of each of these: ranks moved it by themselves
+        self._decided: list[bool] = []  # of each of these: known to be moved by the ranks themselves
         self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # elements of each, and of its gradient
 
     def begin(self, *, together: bool) -> None:
-        """Look at the steps that come, once for a group. Raises ``ValueError`` for a class that is known.
+        """Check the coming steps, once for a group. Raises ``ValueError`` for a known class.
 
-        ``together``: all workers exchange with each other; else it may hand parameters round among other ones.
+        ``together``: all workers exchange with each other; else the optimizer may distribute parameters among other
+        workers.
         """
         if self._begun:
             return
         if together and self._known:
             raise ValueError(KNOWN.format(kind=self._known, instead=INSTEAD))
         floating = [parameter for parameter in self._members.name_all() if parameter.is_floating_point()]
-        # By what this rank holds: of a large tensor in few shards it may be nothing.
+        # By this rank's shards: that of a large tensor may be empty.
         named = [parameter for parameter in floating if local_of(parameter).numel()]
         enough = [parameter for parameter in named if local_of(parameter).numel() >= ENOUGH]
         self._watched = (enough or named)[:: max(1, -(-len(enough or named) // TENSORS))]
@@ -98,14 +94,14 @@ class ShardedSteps:
         return noted
 
     def note(self) -> None:
-        """Remember parameters and gradients as they are before the optimizer moves them."""
+        """Sample parameters and gradients before the optimizer moves them."""
         if self._looks:
             self._before = [(_some(parameter), _some_gradient(parameter)) for parameter in self._watched]
 
     def compare(self, comm: Backend, timeout: float) -> None:
-        """Collective. Compare how parameters have moved since :meth:`note`, in the first steps; then do nothing.
+        """Collective. Compare, in the first steps, how parameters have moved since :meth:`note`; later do nothing.
 
-        Raises ``ValueError``, the same on every rank, where they were handed round. ``timeout``: seconds.
+        Raises ``ValueError``, the same on every rank, where they were distributed. ``timeout``: seconds.
         """
         if not self._looks:
             return
@@ -119,7 +115,7 @@ class ShardedSteps:
         texts = gather_bytes(comm, digest + own.tobytes(), "updates/first steps", timeout)
         self._before = []
         if len({text[:DIGEST] for text in texts}) > 1:
-            return  # the next agreement says in what models differ
+            return  # the next agreement reports how models differ
         rows = [np.frombuffer(text[DIGEST:], dtype=np.uint8).reshape(own.shape) for text in texts]
         for one, codes in enumerate(rows):
             other = (one + 1) % len(rows)
@@ -135,10 +131,7 @@ class ShardedSteps:
 
 
 def codes_of(before: torch.Tensor, after: torch.Tensor, gradient: torch.Tensor) -> Codes:
-    """Return a byte for each element: the sign of its gradient, and a hash of its bits after the step.
-
-    0: it has hardly moved, or its gradient is small. All are flat and of one length; the first two of one dtype.
-    """
+    """Return a byte for each element: the sign of its gradient, and a hash of its bits after the step."""
     before, after, gradient = before.cpu(), after.cpu().contiguous(), gradient.cpu().double()
     then, eps = before.double(), torch.finfo(before.dtype).eps
     moved = (after.double() - then).abs() > MOVED * eps * then.abs()
@@ -159,7 +152,7 @@ def opposite_and_same(one: Codes, other: Codes) -> tuple[npt.NDArray[np.int64], 
 def _known(members: ParameterTable) -> str:
     """Return the name of a class that steps shards of plain parameters among several ranks; empty: none is known."""
     if any(is_dtensor(parameter) for parameter in members.name_all()):
-        return ""  # they are spread over ranks already, and it may hand them round among these alone
+        return ""  # DTensors are sharded already, and the optimizer may distribute them among these ranks
     for optimizer in optimizers_of(members.optimizer):
         arguments = inspect.signature(type(optimizer).__init__).parameters
         named = any(kind.__name__ in CLASSES for kind in type(optimizer).__mro__)
@@ -169,12 +162,12 @@ def _known(members: ParameterTable) -> str:
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of some elements of what this rank holds of a tensor, flat."""
+    """Return a copy of up to ELEMENTS elements of this rank's shard of a tensor, flat, evenly spaced."""
     flat = local_of(tensor).detach().reshape(-1)
     return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].clone()
 
 
 def _some_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return what :func:`_some` does of a parameter's gradient; None: it has none, or one of sparse layout."""
+    """Return the same elements of a parameter's gradient as :func:`_some`; None: none, or of sparse layout."""
     gradient = parameter.grad
     return None if gradient is None or gradient.layout != torch.strided else _some(gradient)

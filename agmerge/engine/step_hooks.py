@@ -1,4 +1,4 @@
-"""Follow an optimizer that somebody else steps: what ``sync="updates"`` does around a step hangs on hooks of its."""
+"""Hooks of an optimizer that the script or a framework steps, with the work of ``sync="updates"`` around a step."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TWICE = (
 
 
 def follow(reducer: UpdateReducer, check: Callable[[], None] = lambda: None) -> Callable[[], None]:
-    """Exchange what the optimizer of ``reducer`` does whenever it steps; return a function that ends it.
+    """Exchange the updates of the optimizer of ``reducer`` whenever it steps; return a function that ends that.
 
-    Of several optimizers each steps by itself, in any order, and what they did together is exchanged when each of them
-    has stepped once; then a step is over. Each step is collective. The optimizers themselves stay what they are, for
-    whoever holds them: schedulers, frameworks, checkpoints. One that has a gradient which is not finite moves nothing:
-    it finds no gradients then. ``check`` is called before each step, and raises where there should be none.
+    Each of several optimizers steps by itself, in any order, and their updates are exchanged together when each of them
+    has stepped once. Each step is collective. The optimizer objects stay the same for schedulers, frameworks and
+    checkpoints. An optimizer with a gradient that is infinite or NaN moves nothing: it is given no gradients then.
+    ``check`` is called before each step, and raises where there should be none.
     """
     together = _Together(reducer, check)
     ends = [_follow_one(optimizer, together) for optimizer in optimizers_of(reducer.members.optimizer)]
@@ -39,8 +39,8 @@ def follow(reducer: UpdateReducer, check: Callable[[], None] = lambda: None) -> 
 
 
 def _follow_one(optimizer: Any, together: _Together) -> Callable[[], None]:
-    """Have hooks on the steps of one optimizer; return a function that takes them off."""
-    # A GradScaler calls optimizers that look for infinities themselves also where there are some. Else a step that it
+    """Register hooks on the steps of one optimizer; return a function that removes them."""
+    # A GradScaler calls optimizers that check for infinities themselves even if there are some. Else a step that it
     # leaves out on one rank would have no hooks there, and the others would wait for it.
     looks_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
     optimizer._step_supports_amp_scaling = True
@@ -71,7 +71,7 @@ def _follow_one(optimizer: Any, together: _Together) -> Callable[[], None]:
 
 
 class _Together:
-    """Count the optimizers that have stepped, and begin and end a step of all of them together."""
+    """Steps of all optimizers together: how many have stepped, and when the common step begins and ends."""
 
     def __init__(self, reducer: UpdateReducer, check: Callable[[], None]) -> None:
         self.reducer, self._check = reducer, check
@@ -87,12 +87,12 @@ class _Together:
             raise AGMergeError(TWICE.format(early=names[id(optimizer)], late=late))
 
     def begin(self) -> None:
-        """Collective. Note where parameters are before the first of the optimizers moves its own."""
+        """Collective. Begin a common step before the first of the optimizers moves its parameters."""
         if not self._steps:
             self.reducer.before_step()
 
     def end(self, optimizer: Any, step: OwnStep) -> None:
-        """Collective. Note a step of ``optimizer``; after that of the last one count it, and exchange what is due.
+        """Collective. Record a step of ``optimizer``; after that of the last one count it, and exchange what is due.
 
         Raises as :meth:`UpdateReducer.count_step` does.
         """
@@ -107,7 +107,7 @@ class _Together:
 
 
 def _closed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a step, of which a closure has been called: it makes the gradients that are looked at."""
+    """Return the arguments of a step after calling its closure, which makes the gradients to be checked."""
     optimizer, *given = args  # a closure is the first argument, or has its name
     closure = given[0] if given else kwargs.get("closure")
     if closure is None:
@@ -119,21 +119,21 @@ def _closed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
 
 
 class _Step:
-    """Look at the gradients of each step of an optimizer, and hold them while it shall come to nothing.
+    """Check of the gradients of each step of an optimizer, which withholds them from a step that is to do nothing.
 
-    ``looks_itself``: the optimizer takes a GradScaler's scale, and what that has found, as attributes.
+    ``looks_itself``: the optimizer reads a GradScaler's scale and finding as attributes.
     """
 
     def __init__(self, members: ParameterTable, optimizer: Any, looks_itself: bool) -> None:
         self._members, self._optimizer, self._looks_itself = members, optimizer, looks_itself
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # by parameter, while they are held
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # by parameter, while withheld
         self._of_scaler: dict[str, Any] = {}  # attributes of the optimizer that a GradScaler has set, likewise
         self._bad: tuple[str, ...] = ()  # names of parameters with gradients that are not finite
         self._is_made = True  # False: nothing moves
         self._is_scaled = False  # a GradScaler steps
 
     def begin(self) -> None:
-        """Take all gradients away from the optimizer if one is not finite. Waits once for a device."""
+        """Withhold all gradients from the optimizer if one is infinite or NaN. Waits once for a device."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         attributes = vars(self._optimizer)
         self._is_scaled, self._bad = "found_inf" in attributes, ()
@@ -153,7 +153,7 @@ class _Step:
             parameter.grad = None
 
     def end(self) -> OwnStep:
-        """Put everything back where it was; return what came of the step."""
+        """Put gradients and attributes back; return the result of the step."""
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         vars(self._optimizer).update(self._of_scaler)

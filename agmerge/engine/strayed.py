@@ -1,4 +1,4 @@
-"""Notice a training with ``sync="updates"`` that ends while parameters differ between ranks, and say so once."""
+"""Warning, once, for a training with ``sync="updates"`` that ends while parameters differ between ranks."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ ENDED = (
 
 @dataclass
 class Strayed:
-    """Remember of a worker's parameters whether they may be others than the shared ones."""
+    """Record whether a worker's parameters may differ from the shared ones."""
 
     ahead: bool = False  # a step has been made since all were equal
     unseen: bool = False  # likewise, and since then the script has not asked for the shared ones
     says: bool = False  # this rank is the one that warns
 
     def stepped(self, *, says: bool) -> None:
-        """Note a step of this worker among others. ``says``: it is the one of them that warns."""
+        """Record a step of this worker among others. ``says``: this worker is the one that warns."""
         self.ahead = self.unseen = True
         self.says = says
 
     def seen(self) -> None:
-        """Note that the script has used the shared parameters."""
+        """Record that the script has used the shared parameters."""
         self.unseen = False
 
     def settled(self) -> None:
-        """Note that parameters are the shared ones on all ranks."""
+        """Record that parameters are the shared ones on all ranks."""
         self.ahead = self.unseen = False
 
 
 def watch(owner: object) -> Strayed:
-    """Return what ``owner`` notes its steps in. There is a warning if it ends, or the interpreter does, before it is
-    :meth:`Strayed.settled` or the shared parameters are :meth:`Strayed.seen`."""
+    """Return a record of the steps of ``owner``.
+
+    A warning is given if ``owner`` is deleted, or the interpreter ends, before the parameters are
+    :meth:`Strayed.settled` or the shared parameters are :meth:`Strayed.seen`.
+    """
     strayed = Strayed()
     weakref.finalize(owner, _warn, strayed)
     return strayed

@@ -1,4 +1,4 @@
-"""Keep an optimizer among its group of workers: connect, agree, plan, measure. What is exchanged, subclasses know."""
+"""Exchange of one optimizer in its group of workers: connect, agree, plan, measure. Subclasses choose the tensors."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from sparsifiers.quantising.choice import NONE
 
 
 class Synchronizer:
-    """Own the exchange of one optimizer, and take part in it with the group of workers that there is.
+    """Owner of the exchange of one optimizer, which takes part in it with the present group of workers.
 
-    ``members``: the parameters of the optimizer that is wrapped; ``table``: the tensors that are exchanged of them.
+    ``members``: the parameters of the wrapped optimizer; ``table``: the tensors of them that are exchanged.
     """
 
     combines_gradients: ClassVar[bool]  # p.grad becomes what all workers have in common
@@ -42,10 +42,10 @@ class Synchronizer:
         check_two_level(config)
         config.check_patterns(members.name_of(parameter) for parameter in members.name_all())
         self.members, self.passes = members, config.passes
-        self.synchronized = False  # what is exchanged is combined, and the step has not ended
+        self.synchronized = False  # the tensors are combined, and the step has not ended
         self.scaling = LossScale(None)
-        self.flags_of_all = 0  # what all ranks said together in the last exchange, see Flag
-        self._flag = Flag.ACTIVE  # what this rank says in its messages; JOINED in join()
+        self.flags_of_all = 0  # flags of all ranks in the last exchange, see Flag
+        self._flag = Flag.ACTIVE  # in this rank's messages; JOINED in join()
         self._compared = False  # replicas, after the first step among these workers
         me = weakref.ref(self)  # an optimizer that was dropped must not live on in its own exchange
 
@@ -65,10 +65,10 @@ class Synchronizer:
     # -- the group of workers -----------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Collective. Join the workers that there are now, if this has not happened, and shake hands (G1).
+        """Collective. Connect to the present workers, if this has not happened, and compare facts (G1).
 
-        The group is another one after ``shutdown()`` and ``init()``, and after a reset of an elastic Horovod: what is
-        kept is then fitted to the number of its workers.
+        The group is another one after ``shutdown()`` and ``init()``, and after a reset of an elastic Horovod: residuals
+        are then scaled to the number of its workers.
         """
         exchange, world = self.exchange, workers.world()
         if exchange.world is not None and exchange.world is not world:
@@ -99,28 +99,28 @@ class Synchronizer:
             raise ValueError(DISTRIBUTED_DATA_PARALLEL.format(name=averaged))
 
     def _averaged_too(self) -> str:
-        """Return the name of a parameter whose gradient DistributedDataParallel averages as well; empty: of none."""
+        """Return the name of a parameter with a gradient that DistributedDataParallel averages as well; empty: none."""
         return torch_objects.averaged(self.members.name_all())
 
     def _stay_outside(self) -> None:
-        """Leave the process set to its members: this rank exchanges nothing."""
+        """React to being outside of the process set, where this rank exchanges nothing."""
 
     def _fit_to_group(self, shard_before: tuple[int, int] | None) -> None:
-        """Fit what is kept to the number of workers. ``shard_before``: this rank's, of each tensor (two-level)."""
+        """Scale residuals to the number of workers. ``shard_before``: this rank's shard of each tensor (two-level)."""
         if not self.exchange.fit_to_group(shard_before):
             warnings.warn(OTHER_SHARDS, stacklevel=5)
 
     def leave(self) -> None:
-        """Forget the group of workers; the next step connects to the one that there is then."""
+        """Forget the group of workers; the next step connects to the group that exists then."""
         self.exchange.leave()
         self._compared = False
 
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans | None:
-        """Plan by what the exchange of the parameters that take part now takes."""
+        """Return a planner of the exchange of the parameters that take part now."""
         return Replanner(buffers, times)
 
     def reconfigure(self, config: Config, what: str, advice: str) -> None:
-        """Collective. Go on with another config from the next step on, residuals and plan as they are.
+        """Collective. Use another config from the next step on, with residuals and plan unchanged.
 
         ``what``: the call of the script, and ``advice`` for it, where ranks differ. Raises between ``backward()`` and
         ``step()``.
@@ -128,7 +128,7 @@ class Synchronizer:
         self.check_idle(what)
         check_two_level(config)
         if config.partial is not None:
-            config = replace(config, partial=self.config.partial)  # what has a residual by now stays sparse
+            config = replace(config, partial=self.config.partial)  # tensors that have a residual by now stay sparse
         self.exchange.reconfigure(config, what, advice)
         self.discard()
 
@@ -138,7 +138,7 @@ class Synchronizer:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Tell the other ranks inside that this one has no batches left, and sends only what it has kept."""
+        """Announce inside that this rank has no batches left: its messages carry only residuals."""
         self._flag = Flag.JOINED
         try:
             yield
@@ -148,29 +148,29 @@ class Synchronizer:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, wrapper: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
-        """Collective. Step the inner optimizer, and exchange what is exchanged."""
+        """Collective. Step the inner optimizer, and exchange its gradients or updates."""
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Apply updates that are on their way. Here there are none."""
+        """Apply updates that are on their way. There are none here."""
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Let parameters, inside, be those that all ranks have in common. Here they are anyway."""
+        """Make the parameters, inside, those that all ranks share. They are already here."""
         yield
 
     def consolidate(self) -> None:
-        """Make parameters equal on all ranks. Here they are anyway."""
+        """Make parameters equal on all ranks. They are already here."""
 
     def discard(self) -> None:
-        """Begin the step anew: what was handed over is forgotten, and nothing of it is kept."""
+        """Discard the step: handed-over tensors are forgotten, and residuals stay as before it."""
         self.exchange.discard()
 
     def begin_anew(self) -> None:
-        """Forget what was combined or counted in a step that has not ended: its gradients are about to be zeroed."""
+        """Forget combined gradients and counted passes of a step under way: its gradients will be zeroed."""
 
     def check_idle(self, what: str) -> None:
-        """Raise unless ``what`` may happen now: nothing waits for the end of a step."""
+        """Raise unless ``what`` may happen now: no step may be waiting for its end."""
 
     @property
     def unfinished(self) -> bool:
@@ -179,25 +179,25 @@ class Synchronizer:
 
     @property
     def alone(self) -> bool:
-        """Return whether this worker exchanges with nobody."""
+        """Return whether this worker has no other worker to exchange with."""
         return self.exchange.outside or self.exchange.comm is None or self.exchange.comm.size == 1
 
     def abandon(self) -> bool:
-        """Collective. Drop the gradients that are on their way, where this can be; tell whether none is left then."""
+        """Collective. Drop the gradients that are on their way, where possible; return whether none is left then."""
         return True
 
     def combine_for(self, scaler: torch.amp.GradScaler) -> None:
         """Collective. Combine the gradients now, where they are combined: ``scaler`` is about to unscale them."""
 
     def admit_group(self) -> None:
-        """Check the group that the optimizer has just got. Here any may come."""
+        """Check the group that the optimizer has just got. Any is allowed here."""
 
     def compared_tensors(self) -> dict[str, torch.Tensor]:
-        """Return what must be equal on all ranks after a step, by name."""
+        """Return the tensors that must be equal on all ranks after a step, by name."""
         return {self.members.name_of(parameter): parameter for parameter in self.members.name_all()}
 
     def _compare_replicas(self) -> None:
-        """Collective. Compare replicas after the first exchange, and every so many (G11)."""
+        """Collective. Compare replicas after the first exchange, and after every ``check_every`` (G11)."""
         exchange, every = self.exchange, self.config.check_every
         if not self._compared or (every and exchange.steps % every == 0):
             assert exchange.comm is not None
@@ -208,12 +208,12 @@ class Synchronizer:
     # -- plans and measurements -------------------------------------------------------------------------------------
 
     def measured(self) -> planning.Measurements | None:
-        """Return what the plan in use was made from; None if nothing was measured."""
+        """Return the measurements behind the plan in use; None if nothing was measured."""
         plans = self.exchange.plans
         return plans.measured if isinstance(plans, Replanner) and self.exchange.agreed else None
 
     def planning_now(self) -> tuple[str, int]:
-        """Return what planning does now, see :attr:`Replanner.state`, and the bytes of its probes since the agreement.
+        """Return the activity of planning, as :attr:`Replanner.state`, and the bytes of its probes since the agreement.
 
         "fixed" where plans are not made from times, and before the first step.
         """
@@ -221,23 +221,23 @@ class Synchronizer:
         return (plans.state, plans.bytes_probed) if isinstance(plans, Replanner) else ("fixed", 0)
 
     def wire_now(self) -> tuple[str, str]:
-        """Return the value codec of what is selected, and why it is that; "auto": the gradient's own dtype."""
+        """Return the value codec of selected values, and the reason for it; "auto": the gradient's own dtype."""
         plans, buffers = self.exchange.plans, self.exchange.buffers
         if not isinstance(plans, Replanner) or buffers is None:
             return self.config.wire, "no ranks have agreed yet"
         return buffers.wire, plans.why_wire
 
     def exchange_now(self) -> tuple[str, str]:
-        """Return the exchange of what is selected, and why it is that."""
+        """Return the exchange of sparse merge buffers, and the reason for it."""
         plans, buffers = self.exchange.plans, self.exchange.buffers
         if not isinstance(plans, Replanner) or buffers is None:
             return self.config.exchange, "no ranks have agreed yet"
         return buffers.exchange, plans.why_exchange
 
     def quantiser_now(self) -> tuple[str, float | None, str]:
-        """Return in what gradients are quantised, in how many bits a coordinate, and why it is that.
+        """Return the quantiser's name, its bits a coordinate, and the reason for it.
 
-        ("none", None, why) where nothing is quantised, also where every merge buffer goes dense.
+        ("none", None, reason) where nothing is quantised, also where every merge buffer is sent dense.
         """
         plans, buffers = self.exchange.plans, self.exchange.buffers
         if not isinstance(plans, Replanner) or buffers is None:
@@ -247,7 +247,7 @@ class Synchronizer:
         return buffers.quantiser.name, buffers.quantiser.bits, plans.why_quantiser
 
     def measure(self) -> planning.Measurements:
-        """Collective. Measure costs now, for reports; the plan stays. Raises where there was no step to measure."""
+        """Collective. Measure costs now, for reports; the plan stays. Raises before the first measured step."""
         self.check_idle("measure()")
         plans = self.exchange.plans
         if not isinstance(plans, Replanner) or not self.exchange.agreed or not self.exchange.times.typical():
@@ -256,7 +256,7 @@ class Synchronizer:
             return plans.measure(self.exchange.step)
 
     def end_exchange(self) -> None:
-        """Collective. Compare replicas and plan anew, where that is due: an exchange has been committed."""
+        """Collective. Compare replicas and plan again, where that is due: an exchange has been committed."""
         status.current().enter("is in its script, before a backward pass", self.exchange.step)
         self._compare_replicas()
         with self.exchange.breaking():
@@ -265,18 +265,21 @@ class Synchronizer:
     # -- what is kept -----------------------------------------------------------------------------------------------
 
     def unsent(self) -> dict[str, torch.Tensor]:
-        """Return what this rank has not sent yet, by name, in the shape of the parameter or of this rank's shard."""
+        """Return the residuals of this rank, by name, in the shape of the parameter or of this rank's shard."""
         return self.exchange.residuals()
 
     def prepare_to_save(self) -> None:
         """Bring parameters up to date, as far as this rank can by itself."""
 
     def saved_updates(self) -> dict[str, Any] | None:
-        """Return what is kept beside residuals where updates are exchanged; None where gradients are."""
+        """Return the state beside residuals where updates are exchanged; None where gradients are."""
         return None
 
     def restore_updates(self, saved: Mapping[str, Any] | None) -> None:
-        """Take what :meth:`saved_updates` gave. Where gradients are exchanged parameters become the shared ones."""
+        """Restore the result of :meth:`saved_updates`.
+
+        Where gradients are exchanged, parameters become the shared ones.
+        """
         base: Mapping[str, torch.Tensor] = {} if saved is None else saved["base"]
         with torch.no_grad():
             for parameter in self.members.name_all():
@@ -288,12 +291,12 @@ class Synchronizer:
         return self.exchange.steps
 
     def window(self) -> dict[torch.Tensor, int]:
-        """Return how many backward passes each parameter has seen in the step that has begun."""
+        """Return how many backward passes each parameter has seen in the step under way."""
         return {}
 
     def count(self, parameter: torch.Tensor, fired: int) -> None:
-        """Resume a step: ``parameter`` has seen so many backward passes already."""
+        """Resume a step: ``parameter`` has seen ``fired`` backward passes already."""
 
     def close(self) -> None:
-        """Give the communicators back."""
+        """Close the communicators."""
         self.exchange.close()

@@ -1,14 +1,14 @@
-"""Exchange what the optimizer did to the parameters: every worker steps by itself, then the ways are averaged.
+"""Exchange of the optimizer's updates: every worker steps by itself, then the pseudo-gradients are averaged.
 
-Step by step, with x the parameters of this worker and ``base`` what all have in common:
+Step by step, with x the parameters of this worker and ``base`` the shared ones:
 
 1. The optimizer steps with this worker's own gradients: x moves.
-2. Where an exchange is due, what is selected of the way ``base - x`` is sent, averaged over workers and taken off
-   ``base``; x moves along.
-3. What was not sent stays on the way: in x itself (``carry="apply"``), or in a residual (``carry="hold"``).
+2. Where an exchange is due, the selection of the pseudo-gradient ``base - x`` is sent, averaged over workers and
+   subtracted from ``base``; x moves by the same.
+3. The unsent remainder is kept: in x itself (``carry="apply"``), or in a residual (``carry="hold"``).
 
-The mean of x over workers follows the mean of their optimizers' steps, whatever is sent of it: compression decides only
-how far a worker's x may stray from that mean.
+The mean of x over workers follows the mean of their optimizers' steps, whatever is sent: compression decides only how
+far a worker's x may deviate from that mean.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ELASTIC = (
 
 
 class UpdateReducer(Synchronizer):
-    """Step the optimizer with this worker's own gradients, and exchange the ways when they are due."""
+    """Step the optimizer with this worker's own gradients, and exchange the pseudo-gradients when they are due."""
 
     combines_gradients = False
 
@@ -59,12 +59,12 @@ class UpdateReducer(Synchronizer):
         self._ways = WayTable(members)
         super().__init__(members, self._ways, self._with_planner(config))
         self.steps = 0  # of the optimizer, exchanged or not
-        self._bad: tuple[str, ...] = ()  # whose gradients were not finite since the last exchange
+        self._bad: tuple[str, ...] = ()  # parameters with gradients that were not finite since the last exchange
         self._said: tuple[str, ...] = ()  # likewise, in the messages under way
         self._skipped_in_a_row = 0
         self._receive_at: int | None = None  # the step after which messages under way are taken in
         self._due: Due | None = None  # which merge buffers these are of
-        self._snapshot: object = None  # of the ways, as of the last look
+        self._snapshot: object = None  # of the table, as of the last check
         self.in_shared = False  # parameters are the shared ones for a while
         self._sharded = ShardedSteps(members)
         self._strayed = strayed.watch(self)
@@ -76,7 +76,7 @@ class UpdateReducer(Synchronizer):
         return replace(config, planner=planner_for(self.updates, config.planner, elements))
 
     def _make_carry(self) -> Carry:
-        """Return who keeps what is not sent, and give the exchange the memory that this needs."""
+        """Return the carry for the present config, and give the exchange the memory that it needs."""
         updates, narrow = self.updates, self._narrow
         memory = self._memory_for(self.config)
         self.exchange.adopt(replace(self.config, memory=memory))
@@ -95,22 +95,22 @@ class UpdateReducer(Synchronizer):
         return any(wide(member.dtype) != member.dtype for member in self._ways.parameters())
 
     def _memory_for(self, config: Config) -> Memory:
-        """Return who keeps what is not sent with ``config``; what is kept beside parameters stays there."""
+        """Return the memory of unsent updates with ``config``; a residual that exists is kept in any case."""
         memory = self.updates.memory_for(config.compressor, narrow=self._narrow)
         return Residual() if self.exchange.residuals() and not memory.has_residual else memory
 
     def _admit(self) -> None:
-        """Follow the parameters that take part now, as long as there is this optimizer."""
+        """Take in the parameters that take part now. They do so as long as there is this optimizer."""
         self.carry.admit({member.name: member.local for member in self._ways.parameters()})
         self._ways.keep(self.carry.parameters)
 
     def _change_carry(self) -> None:
-        """Let another carry go on, where the memory or the dtypes ask for one. Nothing is under way."""
+        """Replace the carry, where the memory or the dtypes ask for another one. Nothing is under way."""
         before, self.carry = self.carry, self._make_carry()
         self.carry.take_over(before)
 
     def reconfigure(self, config: Config, what: str, advice: str) -> None:
-        """Collective. See :meth:`Synchronizer.reconfigure`. What was not sent stays where it is."""
+        """Collective. Use another config, as :meth:`Synchronizer.reconfigure`; unsent updates stay where they are."""
         self._check_outside_shared(what)
         self.check_idle(what)
         config = replace(self._with_planner(config), memory=self._memory_for(config))
@@ -118,7 +118,7 @@ class UpdateReducer(Synchronizer):
         self._change_carry()
 
     def leave(self) -> None:
-        """Forget the group of workers, and what is under way: it counts as not sent."""
+        """Forget the group of workers, and messages under way: they count as not sent."""
         super().leave()
         self._receive_at = None
         self._sharded.forget()
@@ -148,16 +148,16 @@ class UpdateReducer(Synchronizer):
             self.carry.put(moved)
 
     def compared_tensors(self) -> dict[str, torch.Tensor]:
-        """Return what all workers have in common, by name."""
+        """Return the shared parameters, by name."""
         return dict(self.carry.base)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, wrapper: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
-        """Collective. Step the optimizer by itself, then exchange what is due. Return the loss, or its result.
+        """Collective. Step the optimizer by itself, then make the exchange that is due. Return the loss, or its result.
 
-        Raises :class:`agmerge.NonFiniteError` on every rank, when the next exchange is due, where a rank had gradients
-        that were not finite, as ``nonfinite=`` has it. That rank has not stepped.
+        Raises :class:`agmerge.NonFiniteError` on every rank, at the next exchange, where a rank had gradients that were
+        not finite, according to ``nonfinite=``. That rank has not stepped.
         """
         self.before_step()
         own = own_step(self.members, wrapper, self._sharded.noting(closure))
@@ -166,9 +166,9 @@ class UpdateReducer(Synchronizer):
         return own.result
 
     def count_step(self, stepped: bool, bad: tuple[str, ...], *, scaled: bool) -> None:
-        """Count a step that was left out; raise, here or at the next exchange on all ranks, where it is no accident.
+        """Count a step that was left out; raise, here or at the next exchange on all ranks, where that is an error.
 
-        ``bad``: whose gradients were not finite, as far as that is known. ``scaled``: a GradScaler has looked for that.
+        ``bad``: parameters with gradients that were not finite, if known. ``scaled``: a GradScaler has made the check.
         """
         if stepped:
             self._skipped_in_a_row = 0
@@ -183,7 +183,7 @@ class UpdateReducer(Synchronizer):
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Collective. Connect, if need be, and note where parameters are before the optimizer moves them."""
+        """Collective. Connect, if need be, and sample parameters before the optimizer moves them."""
         self._check_outside_shared("a step")
         self.connect()
         self.exchange.check_unbroken()
@@ -202,7 +202,7 @@ class UpdateReducer(Synchronizer):
         self._snapshot = snapshot
 
     def _take_residuals(self) -> None:
-        """Apply to the parameters what was kept beside them among other workers: this one sends nothing any more."""
+        """Subtract residuals kept beside the parameters from these: a lone worker sends nothing any more."""
         for name, residual in self.exchange.residuals().items():
             if self.updates.carry == HOLD and name in self.carry.parameters:
                 self.carry.parameters[name].detach().sub_(residual)
@@ -210,15 +210,15 @@ class UpdateReducer(Synchronizer):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Collective. Receive and send what is due: the optimizer has stepped.
+        """Collective. Make the exchanges that are due: the optimizer has stepped.
 
-        Raises ``ValueError``, in the first steps, where it has stepped shards.
+        Raises ``ValueError``, in the first steps, for an optimizer that has stepped shards.
         """
         self.steps += 1
         if self.alone:
             return
         self._strayed.stepped(says=workers.rank() == 0 and workers.bound() is None)
-        if self._receive_at is None:  # else parameters are about to move by what others did
+        if self._receive_at is None:  # else parameters are about to move by others' updates
             assert self.exchange.comm is not None
             with self.exchange.breaking():
                 self._sharded.compare(self.exchange.comm, self.config.timeout)
@@ -241,40 +241,37 @@ class UpdateReducer(Synchronizer):
             self._receive()
 
     def exchange_alone(self) -> int:
-        """Collective. Exchange what is due after a step that only others make; return what all ranks said, see Flag.
-
-        Without an exchange nobody said anything else than that they go on.
-        """
+        """Collective. Make the exchange due after others' step; return all ranks' flags, without one ``ACTIVE``."""
         self.flags_of_all = int(Flag.ACTIVE)
         self.after_step()
         return self.flags_of_all
 
     def _receive(self) -> None:
-        """Collective. Take in what is due, or under way."""
+        """Collective. Receive and apply the exchange that is due, or under way."""
         said, self._said, self._receive_at = self._said, (), None
         combined = self.exchange.finish(self.carry.way, self._flag, self._due, said)
         with self.exchange.breaking():
             self.exchange.commit()
             self.carry.take_in(combined)
             combined.buffers.forget_round()
-        self.flags_of_all = combined.flags or int(Flag.ACTIVE)  # without a message nobody said anything else
+        self.flags_of_all = combined.flags or int(Flag.ACTIVE)  # without a message all are active
         self.end_exchange()
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Collective. Take in what is under way."""
+        """Collective. Receive and apply the exchange under way."""
         if self._receive_at is not None and not self.exchange.is_broken:
             self._receive()
 
     @torch.no_grad()
     def consolidate(self) -> None:
-        """Collective. Exchange all that workers carry, whole: then every parameter is the shared one, to the bit."""
+        """Collective. Exchange all unsent updates, dense: then every parameter is the shared one, to the bit."""
         self.before_step()
         if self.alone:
             return
         self.flush()
         self._due, buffers = None, None
-        while buffers is None or buffers is not self.exchange.buffers:  # else ranks have agreed anew meanwhile
+        while buffers is None or buffers is not self.exchange.buffers:  # else ranks have agreed again meanwhile
             buffers = self.exchange.agree()
             self._said, self._bad = self._bad, ()
             with self.exchange.sending_whole():
@@ -283,9 +280,9 @@ class UpdateReducer(Synchronizer):
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Let the parameters, inside, be those that all workers have in common. Changes inside are lost.
+        """Make the parameters, inside, the shared ones. Changes inside are lost.
 
-        What is saved inside has this worker's own all the same.
+        States that are saved inside have this worker's own all the same.
         """
         self._strayed.seen()
         parameters = self.carry.parameters
@@ -303,7 +300,7 @@ class UpdateReducer(Synchronizer):
                     parameter.copy_(own[name])
 
     def shared_values(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return what all workers have in common, by parameter; nothing before the first step."""
+        """Return the shared parameters, by parameter; nothing before the first step."""
         self._strayed.seen()
         base, members = self.carry.base, self.members
         return {p: base[members.name_of(p)] for p in members.name_all() if members.name_of(p) in base}
@@ -316,38 +313,38 @@ class UpdateReducer(Synchronizer):
         super().close()
 
     def _check_outside_shared(self, what: str) -> None:
-        """Raise :class:`agmerge.AGMergeError` inside of :meth:`shared`, where what moves parameters would be undone."""
+        """Raise :class:`agmerge.AGMergeError` inside of :meth:`shared`, where changes of parameters would be undone."""
         if self.in_shared:
             raise AGMergeError(f"{what} inside shared(): changes of parameters inside are lost. Call it outside")
 
     # -- guards -----------------------------------------------------------------------------------------------------
 
     def refusal(self, call: str) -> str:
-        """Return why ``call``, which is about combined gradients, means nothing here."""
+        """Return why ``call``, which is about combined gradients, has no meaning here."""
         return (
             f"{call}: with sync='updates' gradients are never combined, p.grad is this worker's own. Clip or change it "
             "between backward() and step(), as without agmerge; accumulate with several backward passes a step"
         )
 
     def taking_combined(self, what: str) -> AbstractContextManager[None]:
-        """Refuse ``what``, with ``ValueError``: gradients are never combined."""
+        """Raise ``ValueError``: gradients are never combined."""
         raise ValueError(self.refusal(what))
 
     def synchronize(self) -> None:
-        """Refuse, with ``ValueError``: gradients are never combined."""
+        """Raise ``ValueError``: gradients are never combined."""
         raise ValueError(self.refusal("synchronize()"))
 
     def paused(self) -> AbstractContextManager[None]:
-        """Refuse, with ``ValueError``: no gradient is sent anyway."""
+        """Raise ``ValueError``: no gradient is sent anyway."""
         raise ValueError(self.refusal("no_sync()"))
 
     def set_passes(self, passes: int) -> None:
-        """Refuse any number but 1, with ``ValueError``: a step takes the gradients that are there."""
+        """Raise ``ValueError`` for any number but 1: a step uses the gradients that exist."""
         if passes != 1:
             raise ValueError(self.refusal(f"set_backward_passes_per_step({passes})"))
 
     def check_idle(self, what: str) -> None:
-        """Collective. Take in what is under way."""
+        """Collective. Receive and apply the exchange under way."""
         self.flush()
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -356,8 +353,8 @@ class UpdateReducer(Synchronizer):
     def saved_updates(self) -> dict[str, Any]:
         """Return the shared parameters, this worker's own, the outer optimizer and the steps.
 
-        What this worker carries lies between the two; what it keeps beside them is among the residuals. Where it is
-        dealt among another number of workers, ``displacements`` take the place of ``own``.
+        Unsent updates are the difference of the two; those kept beside parameters are among the residuals. When they
+        are distributed over another number of workers, ``displacements`` take the place of ``own``.
         """
         base = self.carry.base
         return {
@@ -373,9 +370,9 @@ class UpdateReducer(Synchronizer):
 
     @torch.no_grad()
     def restore_updates(self, saved: Mapping[str, Any] | None) -> None:
-        """Take what :meth:`saved_updates` gave; None: the parameters as they are become the shared ones.
+        """Restore the result of :meth:`saved_updates`; None: the present parameters become the shared ones.
 
-        Parameters are put where they were. Call it once residuals are restored.
+        Parameters are moved to where they were. Call it once residuals are restored.
         """
         self._check_outside_shared("load_state_dict()")
         self._receive_at, self._bad, self._said = None, (), ()
@@ -384,7 +381,7 @@ class UpdateReducer(Synchronizer):
         if saved is None:
             return
         self.steps = saved["steps"]
-        if saved["base"]:  # else one worker saved it, who shared nothing
+        if saved["base"]:  # else a lone worker saved it, without shared parameters
             self._ways.keep(saved["base"])
             self._admit()
             self.carry.restore(saved["base"], saved["own"], saved["displacements"])

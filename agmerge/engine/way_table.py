@@ -1,4 +1,4 @@
-"""List the ways that are exchanged, from the shared parameters to this worker's own."""
+"""Table of the pseudo-gradients that are exchanged, from this worker's parameters to the shared ones."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from agmerge.tensors.parameters import ParameterInfo, ParameterTable
 
 
 class WayTable:
-    """List the ways that are exchanged: of the parameters, in float32 or wider.
+    """Table of the pseudo-gradients that are exchanged: of the parameters, in float32 or wider.
 
-    Who has taken part goes on, also when it is frozen: something of it may not have been sent yet.
+    A parameter that has taken part goes on, also when it is frozen: some of its updates may not have been sent yet.
     """
 
     def __init__(self, members: ParameterTable) -> None:
         self._members = members
-        self._kept: set[str] = set()  # names of those that take part whether they need a gradient or not
+        self._kept: set[str] = set()  # parameters that take part whether they need a gradient or not
 
     def keep(self, names: Iterable[str]) -> None:
-        """Let these parameters take part from now on."""
+        """Make these parameters take part from now on, whether they need a gradient or not."""
         self._kept.update(names)
 
     def parameters(self) -> list[ParameterInfo]:
@@ -29,10 +29,10 @@ class WayTable:
         return self._members.active(self._kept)
 
     def active(self) -> list[ParameterInfo]:
-        """Return those of :meth:`parameters`, each with the dtype of its way."""
+        """Return those of :meth:`parameters`, each with the dtype of its pseudo-gradient."""
         return [replace(member, dtype=wide(member.dtype)) for member in self.parameters()]
 
     def snapshot(self) -> object:
-        """Return what must not change unnoticed; of DTensors also where this rank's shard lies, which is written to."""
+        """Return the table's snapshot; of DTensors also the address of this rank's shard, which is written to."""
         sharded = [parameter for parameter in self._members.name_all() if is_dtensor(parameter)]
         return self._members.snapshot(), [local_of(parameter).data_ptr() for parameter in sharded]

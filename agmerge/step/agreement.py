@@ -97,7 +97,7 @@ def open_merge_buffers(
 
 
 def _is_rest_left(comm: Backend, config: Config, members: Sequence[ParameterInfo], carried: State) -> bool:
-    """Collective. Return whether a rank carries a residual of dense tensors whose memory keeps none now."""
+    """Collective. Return whether a rank carries a residual of dense tensors, for which memories keep none now."""
     whole = {
         member.name
         for member in members

@@ -3,7 +3,7 @@
 This is the interface between a round, below it, and a caller with tensors to combine, above it. It knows no hooks, no
 ``p.grad``, no backward passes and no optimizer. The hook-driven :class:`agmerge.engine.reducer.Reducer` is one caller.
 
-No collective here is chosen from what only this rank knows. A rank whose tensors have changed since the last agreement
+No collective here is chosen from what only this rank knows. A rank with tensors changed since the last agreement
 raises a flag in its messages; then every rank discards the round, agrees again and repeats it.
 """
 

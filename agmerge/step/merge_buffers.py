@@ -1,4 +1,4 @@
-"""Hold everything that stands between two agreements: plan, layout, arenas, and the messages of each merge buffer.
+"""State between two agreements: plan, layout, arenas, and the messages of each merge buffer.
 
 Merge buffers are opened collectively, at the first step and whenever membership, a dtype, a device or the plan's order
 has changed. Residuals move from one agreement to the next by name.
@@ -37,22 +37,22 @@ from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind, LowRank, kernel_updates
 
-BATCH_COPY_LIMIT = 1 << 14  # elements up to which a tensor that is sent whole waits for its merge buffer
-RESTS = ("residual", ROUNDING)  # kinds of what is kept to be sent
+BATCH_COPY_LIMIT = 1 << 14  # elements up to which a dense tensor waits for its merge buffer
+RESTS = ("residual", ROUNDING)  # kinds of state that will be sent
 State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
-# Of a segment: what was sent at which of its elements; indices None: of all of them; values None: all there was.
+# Of a segment: indices (None: all elements) and values that were sent (None: exactly those of `work`).
 Sent = tuple[Segment, "torch.Tensor | None", "torch.Tensor | None"]
 # Of a segment: the indices and values of each rank, and the factor of the values.
 Received = tuple[Segment, "list[tuple[torch.Tensor, torch.Tensor]]", float]
 
 
 class MergeBuffers:
-    """Hold the state of the exchange between two agreements, the same on every rank but for the numbers in it.
+    """State of the exchange between two agreements, of the same structure on every rank.
 
-    ``members``: who takes part, each with its lane; ``plan``: in which order and which merge buffers. ``nodes``:
-    ``exchange="two-level"``, where each rank holds a shard of every tensor; else None. ``second``: another communicator
-    of the ranks that exchange messages, see :class:`agmerge.exchanges.ExchangeContext`. ``count`` is told the bytes
-    that leave this rank in rounds; of probes it is not.
+    ``members``: the tensors that take part, each with its lane; ``plan``: their order and merge buffers. ``nodes``: for
+    ``exchange="two-level"``, where each rank has a shard of every tensor; else None. ``second``: another communicator
+    of the ranks that exchange messages, see :class:`agmerge.exchanges.ExchangeContext`. ``count`` is given the bytes
+    that leave this rank in rounds, not those of probes.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class MergeBuffers:
         assert plan.names is not None
         ordered = [by_name[name] for name in plan.names]
         self.parameters = [member.parameter for member in ordered]  # the script's own, by slot
-        self.locals = [member.local for member in ordered]  # what this rank holds of each
+        self.locals = [member.local for member in ordered]  # this rank's shard of each
         self.tensors = Layout([(member.name, member.shape, _lane(member)) for member in ordered])
-        # What a rank selects from, keeps and sends: whole tensors, or its shards of them.
+        # The tensors that a rank selects from, keeps and sends: whole ones, or its shards of them.
         self.layout = self.tensors if nodes is None else sharded(self.tensors, nodes.places)
         self.across = comm if nodes is None else nodes.across  # the ranks that exchange messages with this one
         self.second = second
-        self._place = 0 if nodes is None else nodes.place  # whose shards these are
+        self._place = 0 if nodes is None else nodes.place  # rank in the node, whose shards this rank has
         self.slot_of = dict(zip(plan.names, self.layout.slots, strict=True))
         self.arenas = {lane: self._arena(lane, length) for lane, length in self.layout.lengths.items()}
         self.arena_of = [self.arenas[slot.lane] for slot in self.layout.slots]
@@ -102,7 +102,7 @@ class MergeBuffers:
         self.received: list[Received] = []
         self._untrimmed = 2  # steps
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
-        self._sample: ValueSample | None = None  # of what is selected; None: nobody has asked
+        self._sample: ValueSample | None = None  # of selected values; None: not asked for
         self.may_move: list[bool] = []  # by slot: a gradient may move to where its update will be, see `update`
         self.in_place = GradientsInPlace()
         self.rebuild(plan)
@@ -110,10 +110,10 @@ class MergeBuffers:
     def rebuild(self, plan: merging.Plan, *, exact: bool = False) -> None:
         """Send by ``plan`` from now on; its order is the one in use. No data moves. Nothing may be in flight.
 
-        ``exact``: what is sent whole is not cast, whatever the compressor.
+        ``exact``: dense tensors are not cast, whatever the compressor.
         """
-        self.wire = self.config.wire if self.config.wire != OWN else wire_of(plan)  # of what is selected
-        self.exchange = self.config.exchange if not self.config.exchanges else exchange_of_plan(plan)  # of the same
+        self.wire = self.config.wire if self.config.wire != OWN else wire_of(plan)  # of selected values
+        self.exchange = self.config.exchange if not self.config.exchanges else exchange_of_plan(plan)  # likewise
         self.quantiser = self.config.quantiser_of(quantiser_of(plan)[0])  # None: nothing is quantised
         exchanges = self.exchanges(exact=exact, count=self._count)
         if self.config.model is not None:  # merging="dear": each all-reduce in two halves
@@ -129,7 +129,7 @@ class MergeBuffers:
         self.kernels = KernelBuffers(self.messages, self.config.compressor)
         self.buffer_of = [index for index, count in enumerate(plan.counts) for _ in range(count)]
         self.presparsified = presparsified(self.messages, plan)
-        self.prepared: dict[int, Exchange] = {}  # by slot: who can do something of a message once the tensor is there
+        self.prepared: dict[int, Exchange] = {}  # by slot: exchange that prepares its message early
         for message in chain.from_iterable(self.messages):
             message.exchange.expect(message.name, message.segments)
             for part in message.segments:
@@ -150,20 +150,20 @@ class MergeBuffers:
         }
 
     def _lies_in_no_arena(self, index: int) -> bool:
-        """Return whether a prepared tensor is sent from where its gradient lies: nothing is held of it."""
+        """Return whether a prepared tensor is sent from where its gradient lies: without residual and momentum."""
         arena = self.arena_of[index]
         whole = isinstance(self.updates, InArenas)  # of whole tensors: a node's shards lie in arenas
         held = arena.memory.has_residual or arena.memory.has_momentum or arena.memory.hands_back
         return whole and not held and arena.lane.kind is Kind.QUANTISED
 
     def output_of(self, slot: Slot) -> torch.Tensor:
-        """Return where the update of what this rank exchanges of a tensor is written, in its shape, contiguous."""
+        """Return where the update of a tensor, or of this rank's shard of it, is written, in its shape, contiguous."""
         if slot.index in self.in_place:
             return self.in_place.of(slot)
         return self.arena_of[slot.index].gradients[slot.index]
 
     def adopt(self, config: Config) -> None:
-        """Use ``config`` from now on. Nothing may differ but what a sparsifier tells of itself."""
+        """Use ``config`` from now on. It may differ only in the figures that a sparsifier records."""
         self.config = config
 
     def _arena(self, lane: Lane, length: int) -> Arena:
@@ -177,13 +177,13 @@ class MergeBuffers:
         return self.arena_of[segment.slots[0].index]  # a lane takes longer to look up
 
     def exchanges(self, *, exact: bool = False, count: Count = nobody_counts) -> dict[Kind, Exchange]:
-        """Return new exchanges, one for each kind of lane that there is. ``exact``: without a cast."""
+        """Return new exchanges, one for each kind of lane here. ``exact``: without a cast."""
         context, kinds = self.exchange_context(count), {lane.kind for lane in self.arenas} | {Kind.DENSE}
         context = replace(context, cast=None) if exact else context
         return {kind: exchange_of(kind, self.exchange)(context) for kind in kinds}
 
     def exchange_context(self, count: Count) -> ExchangeContext:
-        """Return what the exchanges of these merge buffers are made from; ``count``: see the class."""
+        """Return the context that these exchanges are made with; ``count``: see the class."""
         config = self.config
         return ExchangeContext(
             CountedBackend(self.across, count),
@@ -212,7 +212,7 @@ class MergeBuffers:
         )
 
     def _receive(self, segment: Segment, parts: list[tuple[torch.Tensor, torch.Tensor]], scale: float) -> bool:
-        """Take what all ranks have sent of a segment as it is, if it can be applied in one pass; not if it is much."""
+        """Record all ranks' sparse values of a segment, and return whether they are few and one pass can apply them."""
         lane = segment.lane
         if sum(len(indices) for indices, _ in parts) > segment.length // 2 or not (
             self._arena_of(segment).memory.hands_back and kernel_updates.takes_in(lane.dtype, lane.device)
@@ -222,7 +222,7 @@ class MergeBuffers:
         return True
 
     def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | Unwritten | None) -> None:
-        """Take what was sent of a segment off what is kept: see :meth:`Arena.commit`. Or remember it, to hand back."""
+        """Subtract sent values from ``work``, as :meth:`Arena.commit`, or record them, to hand others back."""
         arena = self._arena_of(segment)
         if arena.memory.hands_back:  # copies: the buffers of a message are written again
             if indices is not None:
@@ -239,11 +239,11 @@ class MergeBuffers:
             arena.commit(segment, indices, sent)
 
     def take(self, segment: Segment, write: Write) -> bool:
-        """Have what is sent of a segment written to its message, and taken off in that pass: see :meth:`Arena.take`."""
+        """Write sent values to their message and subtract them, in one pass, as :meth:`Arena.take` does."""
         return self._arena_of(segment).take(segment, write)
 
     def retain(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Add what is not read of sums to what is kept: see :meth:`Arena.retain`. Or remember it, to hand back."""
+        """Add unsent values of sums to ``work``, as :meth:`Arena.retain`, or record them in ``sent``, negated."""
         arena = self._arena_of(segment)
         if arena.memory.hands_back:
             self.commit(segment, indices, -values)
@@ -261,12 +261,12 @@ class MergeBuffers:
         self._sample = ValueSample(sum(self.budgets.of_tensor(slot, step) for slot in sparse))
 
     def sampled_values(self) -> torch.Tensor | None:
-        """Return what was kept, and keep nothing more; see :meth:`ValueSample.values`. None: nothing was asked for."""
+        """Return the sample, as :meth:`ValueSample.values` does, and stop sampling; None: none was asked for."""
         sample, self._sample = self._sample, None
         return None if sample is None else sample.values()
 
     def forget_round(self) -> None:
-        """Forget what a round has sent, received and staged: it has been applied, or comes to nothing."""
+        """Forget sent, received and staged values of a round: it has been applied, or comes to nothing."""
         self.side.follow()
         self.in_place.let_go()
         self.sent.clear()
@@ -274,15 +274,15 @@ class MergeBuffers:
         if self.bases is not None:
             self.bases.forget()
 
-    # -- what is sent ---------------------------------------------------------------------------------------------
+    # -- messages -------------------------------------------------------------------------------------------------
 
     def load(self, segment: Segment) -> SegmentBuffers:
-        """Return the segment with its memory as it is in this step: views."""
+        """Return the segment with its views of ``work`` and update, as they are in this step."""
         arena, part = self._arena_of(segment), slice(segment.start, segment.stop)
         return SegmentBuffers(segment, arena.work[part], arena.update[part])
 
     def vector(self, segment: Segment, step: int) -> tuple[torch.Tensor, int, tuple[tuple[int, ...], ...]]:
-        """Return what a sparsifier is given of a segment: the vector (a view), k, and its shapes."""
+        """Return a sparsifier's input for a segment: the vector (a view), k, and its shapes."""
         k = self.budgets.of_segment(segment, step)
         work, shapes = self._arena_of(segment).work[segment.start : segment.stop], segment.shapes
         if len(segment.slots) == 1:
@@ -290,21 +290,21 @@ class MergeBuffers:
         return work, segment.length if k == segment.numel else k, shapes  # padding too: else it could be chosen
 
     def keys(self) -> set[str]:
-        """Return the owners of sparsifier state: a key for each segment."""
+        """Return the keys of sparsifier state: one for each segment."""
         return {part.key for messages in self.messages for message in messages for part in message.segments}
 
     def goes_whole(self, slot: Slot) -> bool:
-        """Return whether all of a tensor is sent in a round, rather than what is selected of it, or its factors."""
+        """Return whether a tensor is sent dense in a round, rather than as a selection, quantised or as factors."""
         return slot.lane.kind is Kind.DENSE or self.plan.dense[self.buffer_of[slot.index]]
 
     def is_quantised(self, slot: Slot) -> bool:
-        """Return whether a tensor travels quantised, and not whole by the plan."""
+        """Return whether a tensor travels quantised, and is not sent dense by the plan."""
         return slot.lane.kind is Kind.QUANTISED and not self.goes_whole(slot)
 
     # -- gradients and updates ------------------------------------------------------------------------------------
 
     def left_over(self, slot: Slot) -> bool:
-        """Return whether something of earlier steps was sent, so that a tensor that no rank used has an update."""
+        """Return whether a residual of earlier steps was sent, so that a tensor that no rank used has an update."""
         return self.arena_of[slot.index].memory.has_residual and bool(self.updates.of(slot).any())
 
     def will_overwrite(self, slot: Slot, gradient: torch.Tensor) -> bool:
@@ -312,9 +312,9 @@ class MergeBuffers:
         return slot.index not in self.in_place and gradient.data_ptr() == self.updates.of(slot).data_ptr()
 
     def update(self, slot: Slot) -> torch.Tensor:
-        """Return the tensor's part of the update, in the strides of its parameter: what ``p.grad`` is to hold.
+        """Return the tensor's update, in the strides of its parameter: the value for ``p.grad``.
 
-        A view of the arena, or over the gradient; for a parameter that is not in C order (channels_last) a copy, over
+        A view of the arena, or over the gradient. For a parameter that is not in C order (channels_last) a copy, over
         the gradient or always the same one: fused optimizers read flat memory, so strides must agree.
         """
         update, local = self.updates.of(slot), self.locals[slot.index]
@@ -326,9 +326,9 @@ class MergeBuffers:
         return (self._copies[key] if own is None else own).copy_(update)
 
     def settle(self, used: Sequence[bool]) -> None:
-        """Do what is left to do with what is sent whole: see :meth:`Arena.settle`. ``used``: by slot, by any rank.
+        """Finish dense tensors, as :meth:`Arena.settle` does. ``used``: by slot, whether any rank had a gradient.
 
-        Called once every message has arrived, before updates are handed round in a node. With ``unused="zero"`` those
+        Called once every message has arrived, before updates are gathered in a node. With ``unused="zero"`` tensors
         that no rank had count as used: their gradient is zero.
         """
         used = [True] * len(used) if self.config.zero_unused else used
@@ -336,14 +336,14 @@ class MergeBuffers:
             arena.settle(used)
 
     def gather_node_updates(self) -> int:
-        """Collective. Make whole updates of those of the shards in a node; return the bytes handed over.
+        """Collective. Gather whole updates from the shards in a node; return the bytes sent.
 
-        Where ranks hold whole tensors there is nothing to do, and 0 is returned.
+        Where ranks have whole tensors this does nothing, and returns 0.
         """
         return self.updates.gather(self.arenas)
 
     def commit_residuals(self, left_out: Iterable[Slot] = ()) -> None:
-        """End a step: make what was not sent the residual. What was the residual before is lost.
+        """End a step: ``work`` becomes the residual, and the residual of before is lost.
 
         ``left_out``: tensors whose update comes to nothing; their residuals and momenta stay as they were.
         """
@@ -357,10 +357,10 @@ class MergeBuffers:
             self._untrimmed -= 1  # go one by one, but out of what the first has left in pieces
             trim()
 
-    # -- what is kept ---------------------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """Return what is kept from step to step: views."""
+        """Return the state between steps, by kind and name: views."""
         state = {
             (kind, slot.name): tensor
             for slot in self.layout.slots
@@ -369,15 +369,15 @@ class MergeBuffers:
         return state if self.bases is None else state | self.bases.state()
 
     def restore_state(self, carried: State) -> None:
-        """Collective. Move state in; what has no place here stays in ``carried``.
+        """Collective. Move state in; entries without a place here stay in ``carried``.
 
-        Rank 0's momentum of averages and bases count, which all ranks have alike: others may not have loaded them.
+        Rank 0's bases and momentum of averages count, which are equal on all ranks: others may not have loaded them.
         """
         for (kind, name), tensor in self.state().items():
             if (kind, name) in carried:
                 tensor.copy_(carried.pop((kind, name)))
             if kind in RESTS:
-                for other in RESTS:  # it was sent in another way before
+                for other in RESTS:  # the tensor's send mode was another before
                     if (other, name) in carried:
                         tensor += carried.pop((other, name)).to(tensor.device)
         for number, arena in enumerate(self.arenas.values()):

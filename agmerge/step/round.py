@@ -68,7 +68,7 @@ class Round:
         self._batches = Batches(buffers, self.guard)
         self._offers: dict[int, Selection] = {}  # by slot, of tensors that are sparsified ahead
         self._is_prepared: set[int] = set()  # slots that were prepared while they were accumulated
-        self._has_moved: set[int] = set()  # slots whose gradient moved to its update's place meanwhile
+        self._has_moved: set[int] = set()  # slots with a gradient that moved to its update's place meanwhile
         self._in_flight: list[list[SentMessage]] = []  # per merge buffer that was sent
         # By message: bytes, elements, and bytes by codec that are in the totals already.
         self._counted: dict[int, tuple[int, int, Mapping[str, int]]] = {}
