@@ -8,12 +8,12 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")  # where the user has said which one to take
-MASTERS = ("MASTER_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR")  # where launchers say who can be reached by all
+MASTERS = ("MASTER_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR")  # where launchers name an address that all reach
 ANYWHERE = "192.0.2.1"  # set aside for documentation (RFC 5737): nothing is sent to it, only the route counts
 
 
 def network() -> str:
-    """Return what tells two network stacks apart: ranks that say the same reach each other at 127.0.0.1."""
+    """Return an identity of this network stack: ranks with the same one reach each other at 127.0.0.1."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -106,7 +106,7 @@ def interface(address: str) -> str:
 
 
 def _candidates(hosts: Sequence[str], env: Mapping[str, str]) -> Iterator[str]:
-    """Yield addresses to listen at, the best guess first: by interfaces, by routes to others, by what there is."""
+    """Yield addresses to listen at, the best first: of chosen interfaces, of routes to others, of any interface."""
     for name in (env[key] for key in INTERFACES if env.get(key)):
         yield of_interface(name.split(",")[0])
     for host in [*(env[key] for key in MASTERS if env.get(key)), *hosts, ANYWHERE]:

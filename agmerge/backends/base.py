@@ -1,9 +1,9 @@
-"""Define the calls that every backend offers.
+"""Contract of backends: the calls that each of them offers.
 
 All collectives are asynchronous: they return a :class:`Handle` at once, and the tensors handed in must
 stay alive and unchanged until ``wait`` has returned. Every rank of a backend makes the same calls in
-the same order; ``name`` is the same on all of them and says in errors what was going on. What stands in it from
-`` (`` on is for errors alone and may differ between ranks: :func:`matched` is the rest.
+the same order; ``name`` is the same on all of them and tells in errors which call it was. Its text from
+`` (`` on is for errors alone and may differ between ranks: :func:`matched` cuts it off.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Gather = Callable[[bytes, str], list[bytes]]  # (text, name of the call) -> ever
 # (rank, gather, environment) -> this rank's address if ranks are spread over several machines, else None
 Listen = Callable[[int, Gather, Mapping[str, str]], "str | None"]
 
-# What an all-reduce does with two tensors, for backends that combine them by themselves.
+# Operation of an all-reduce on two tensors, for backends that combine them by themselves.
 OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "min": torch.minimum,
@@ -31,12 +31,12 @@ OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def matched(name: str) -> str:
-    """Return the part of a call's name that is the same on all ranks."""
+    """Return the beginning of a call's name that is the same on all ranks."""
     return name.partition(" (")[0]
 
 
 class Handle(ABC):
-    """Follow one collective that is under way.
+    """Collective under way, to be waited for.
 
     ``name``: the collective's, for errors. ``ranks``: of the world, those that take part; empty: all.
     """
@@ -52,26 +52,26 @@ class Handle(ABC):
         """Return when the result is in place. Needs no call on other ranks.
 
         ``timeout`` is in seconds. Raises :class:`agmerge.CollectiveTimeout` when it has passed and
-        :class:`agmerge.PeerLost` when another rank is known to have left. Both say what is known of the others.
+        :class:`agmerge.PeerLost` when another rank is known to have left. Both errors tell what is known of the others.
         """
         with status.waiting_for(self._name, self._ranks):
             self._wait(timeout)
 
     def wait_on_stream(self, timeout: float) -> None:
-        """Have what is queued in the current stream of the result's device from now on wait for it; the host does not.
+        """Make the current stream of the result's device wait for it, in place of the host.
 
-        Who queues so keeps the deadline where the host waits at last. Here, and wherever the result is on the host or
-        the backend cannot do otherwise, the host waits: see :meth:`wait`.
+        The caller enforces the deadline where the host waits at last. Here, and wherever the result is on the host or
+        the backend has no streams, the host waits: see :meth:`wait`.
         """
         self.wait(timeout)
 
     @abstractmethod
     def _wait(self, timeout: float) -> None:
-        """Do what ``wait`` does, with errors that say what this backend knows."""
+        """Wait for the result, for ``wait``, with errors that tell what this backend knows."""
 
 
 class Backend(ABC):
-    """Let ``size`` ranks call the same collectives in the same order: one communicator."""
+    """Communicator of ``size`` ranks, which call the same collectives in the same order."""
 
     name: str  # of the backend, such as "torch"
     rank: int  # this one's number here, 0 to size - 1
@@ -81,7 +81,7 @@ class Backend(ABC):
 
     @property
     def stale(self) -> bool:
-        """Return whether the group has been made anew behind our back, as an elastic Horovod does."""
+        """Return whether another library has replaced the group, as an elastic Horovod does."""
         return False
 
     @property
@@ -123,8 +123,8 @@ class Backend(ABC):
     ) -> Handle:
         """Collective. Send piece r of ``tensor`` to rank r; the piece from rank r becomes piece r of ``out``.
 
-        Both are 1-D. ``splits[r]`` and ``out_splits[r]`` are lengths in elements; they may differ between ranks. What a
-        rank sends to another is what that one expects from it.
+        Both are 1-D. ``splits[r]`` and ``out_splits[r]`` are lengths in elements; they may differ between ranks. The
+        length that a rank sends to another is the one that the other expects.
         """
 
     @abstractmethod
@@ -164,11 +164,11 @@ class Backend(ABC):
         )
 
     def drop(self) -> None:  # noqa: B027  most hold nothing that can be given back by one rank alone
-        """Release what this communicator holds, soon. Not collective, allowed at any moment, once or more often.
+        """Release this communicator's resources, soon. Not collective, allowed at any moment, once or more often.
 
-        What is under way may still end. Where releasing it would be collective, it is kept to the end.
+        Collectives under way may still end. Resources with a collective release are kept to the end.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release what this communicator holds. It cannot be used afterwards."""
+        """Release this communicator's resources. It cannot be used afterwards."""

@@ -1,8 +1,8 @@
 """Check that no function hides a collective: a rank that skips one makes all others wait for it.
 
-The docstring of every public function of this library that starts a collective, itself or through what it calls, opens
-with the word "Collective." The in-memory backend can check that for all that is on the call stack when a collective
-starts, so that a test that comes by finds what is not marked.
+The docstring of every public function of this library that starts a collective, itself or through other functions,
+opens with the word "Collective." The in-memory backend can check that of all functions on the call stack when a
+collective starts, so that tests find functions without the mark.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def docstring(code: CodeType) -> str | None:
 def _must_be_marked(frame: FrameType) -> bool:
     """Return whether ``frame`` is of a public function or method of this library, outside of backends.
 
-    Names with an underscore, functions in functions, lambdas and properties are details of what they are part of.
+    Names with an underscore, functions in functions, lambdas and properties are details of their owners.
     """
     code = frame.f_code
     if code.co_name.startswith(("_", "<")) or code.co_flags & NESTED:
@@ -69,6 +69,6 @@ def _inherited_docstring(frame: FrameType) -> str:
 
 
 def _attributes(frame: FrameType) -> list[object]:
-    """Return what the classes of the first argument of ``frame`` call by the name of its function, subclass first."""
+    """Return the attributes of the first argument's classes that have the function's name, subclass first."""
     name, first = frame.f_code.co_name, frame.f_code.co_varnames[: frame.f_code.co_argcount][:1]
     return [vars(kind)[name] for key in first for kind in type(frame.f_locals.get(key)).__mro__ if name in vars(kind)]

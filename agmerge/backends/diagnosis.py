@@ -1,4 +1,4 @@
-"""Return whether a backend works on this machine: the words in which backends and ``python -m agmerge doctor`` talk.
+"""Results of trying a backend on this machine, as backends give them to ``python -m agmerge doctor``.
 
 A backend hands over a program to be tried in a process of its own (``PROBE``) and makes a row of the doctor's table
 from what that found (``diagnose``).
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Hold what a probe found out."""
+    """Result of a probe."""
 
     facts: Mapping[str, object] = field(default_factory=dict)  # the JSON object that the probe has printed
     error: str = ""  # why there are no facts, in one line; empty: there are
@@ -21,7 +21,7 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class Row:
-    """Describe one thing that works, or does not, as a line of the doctor's table."""
+    """Line of the doctor's table: something that works, or does not."""
 
     kind: str  # "backend", "launcher" or "speed": the first column
     name: str  # what it is called: the second column
@@ -33,7 +33,7 @@ class Row:
 def built_in(facts: Mapping[str, object]) -> str:
     """Return which of MPI, Gloo and NCCL are built into a library, for example ``"MPI, Gloo (no NCCL)"``.
 
-    ``facts``: of its probe; what they do not mention is left out.
+    ``facts``: of its probe; libraries that they do not mention are left out.
     """
     names = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
     present = [name for fact, name in names.items() if facts.get(fact)]

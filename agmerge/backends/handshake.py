@@ -1,6 +1,6 @@
-"""Agree before a collective whose shape depends on it (guarantee G1).
+"""Compare facts between ranks before a collective of which the shape depends on them (guarantee G1).
 
-Every rank says what it believes, as a list of named facts. Digests of equal size travel first, so that
+Every rank states its view as a list of named facts. Digests of equal size travel first, so that
 ranks which disagree still make the same calls; only then do the texts, and every rank finds the same first
 difference and raises the same error.
 """
@@ -19,7 +19,7 @@ from agmerge.errors import RankMismatchError, printable
 
 Fact = tuple[str, str]  # (name, value)
 LONGEST = 10_000  # characters of a value in an error
-_NOTHING = ("", "nothing")  # what a rank states whose list is shorter
+_NOTHING = ("", "nothing")  # in place of an entry that a shorter list lacks
 
 
 def require_agreement(
@@ -89,7 +89,7 @@ def gather_texts(comm: Backend, data: bytes, name: str, timeout: float) -> list[
 
 
 def broadcast_bytes(comm: Backend, data: bytes, root: int, name: str, timeout: float) -> bytes:
-    """Collective. Return rank ``root``'s ``data``; what the other ranks hand in is ignored.
+    """Collective. Return rank ``root``'s ``data``; the other ranks' is ignored.
 
     ``timeout``: seconds, for each of the two messages.
     """

@@ -8,7 +8,7 @@ from agmerge.errors import PeerLost
 
 
 def register(kind: type[Any], handler: type[Any]) -> None:
-    """Let Horovod's ``TorchState`` handle objects of ``kind`` by ``handler(value)``, before its own handlers."""
+    """Register ``handler(value)`` for objects of ``kind`` in Horovod's ``TorchState``, before its own handlers."""
     from horovod.torch.elastic import state
 
     registry = state.get_handler_registry()
@@ -17,7 +17,7 @@ def register(kind: type[Any], handler: type[Any]) -> None:
 
 
 def lost(text: str, words: str) -> PeerLost:
-    """Return a :class:`agmerge.PeerLost` that ``hvd.elastic.run`` knows too: it restores, and goes on with who is left.
+    """Return a :class:`agmerge.PeerLost` that ``hvd.elastic.run`` knows too: it restores, and goes on with fewer.
 
     ``text``: ours. ``words``: Horovod's own.
     """

@@ -1,6 +1,6 @@
-"""Have Horovod's thread sleep while it waits in Open MPI, where workers have no cores to spare for that.
+"""Make Horovod's thread sleep while it waits in Open MPI, where workers have no cores to spare for that.
 
-All that MPI offers to wait for a message is to look for it over and over. Horovod's thread is in MPI for much of the
+MPI waits for a message by polling alone. Horovod's thread is in MPI for much of the
 time, and takes a whole core meanwhile: a trainer's, unless there is one for it. ``sched_yield``, which Open MPI can
 call between two looks, is no cure: the thread is always ready to run, so the kernel may put both trainers on one core
 and both threads that wait on another, and leave them there. Sleeping is (docs/backends.md).
@@ -18,13 +18,13 @@ SLEEPING = {
     "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
     "OMPI_MCA_threads_pthreads_nanosleep_time": "300000",
 }
-ON_THIS_HOST = "OMPI_COMM_WORLD_LOCAL_SIZE"  # what Open MPI's launcher calls the number of workers here
+ON_THIS_HOST = "OMPI_COMM_WORLD_LOCAL_SIZE"  # Open MPI's variable of the number of workers here
 
 
 def waiting(env: Mapping[str, str], threads: int) -> dict[str, str]:
-    """Return how Open MPI is to wait, as variables for ``hvd.init()``; none where there is a core for all who wait.
+    """Return settings by which Open MPI's waits sleep, as variables for ``hvd.init()``; {} where cores suffice.
 
-    ``env``: of this process; none where Open MPI's launcher has not started it. ``threads``: with which each worker
+    ``env``: of this process; {} where Open MPI's launcher has not started it. ``threads``: with which each worker
     trains; Horovod's is one more.
     """
     crowded = int(env.get(ON_THIS_HOST, "0")) * (threads + 1) > cores()
@@ -32,7 +32,7 @@ def waiting(env: Mapping[str, str], threads: int) -> dict[str, str]:
 
 
 def advice(env: Mapping[str, str], threads: int) -> str:
-    """Return what a user should hear whose script has called ``hvd.init()`` too early for us; empty: nothing."""
+    """Return advice for a script that has called ``hvd.init()`` too early for these settings; empty: none."""
     unset = [f"{name}={value}" for name, value in waiting(env, threads).items() if name not in env]
     if not unset:
         return ""

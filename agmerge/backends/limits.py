@@ -1,4 +1,4 @@
-"""Find out whether this process may open too few files: libraries of communication fail then without a word of it.
+"""Find out whether this process may open too few files: communication libraries fail then without saying so.
 
 Every connection is a file, and so is every loop of events. Gloo says ``enforce fail ... rv != -1``, and others that
 they cannot bind a port.
@@ -33,7 +33,7 @@ def open_files() -> tuple[int, int] | None:
 def shortage(ranks: int) -> str:
     """Return that this process has too few files left, to be read after "it"; empty if it has enough.
 
-    ``ranks``: to how many a group would connect it. Read it soon after what has failed: that gives its files back.
+    ``ranks``: the number that a group would connect it to. Call this soon after a failure, which gives files back.
     """
     known = open_files()
     if known is None or known[1] - known[0] >= SPARE + ranks:
@@ -42,6 +42,6 @@ def shortage(ranks: int) -> str:
 
 
 def advice(ranks: int) -> str:
-    """Return, as a sentence, what limit is too low here and what to do; empty if none is known to be."""
+    """Return a sentence about the limit that is too low here, and what to do; empty if none is known to be."""
     short = shortage(ranks)
     return f"This process {short}, too few to connect {ranks} ranks. {RAISE}." if short else ""

@@ -1,4 +1,4 @@
-"""Make the calls of a library on a thread of its own, one after the other, and look after those that are under way."""
+"""Make the calls of a library on a thread of its own, one after the other, and poll those that are under way."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-PAUSE = 5e-5  # seconds between two looks at what is under way: costs little, and adds little to a message
+PAUSE = 5e-5  # seconds between two looks at calls under way: costs little, and adds little to a message
 
 
 class Request(Protocol):
-    """Follow what a call has begun."""
+    """Request of a call that has begun."""
 
     def Test(self) -> bool:  # the name is MPI's
-        """Return whether it has ended; finish it, or raise what it ended with."""
+        """Return whether it has ended; finish it, or raise its error."""
 
 
 class Call:
-    """Follow one call from the moment it is handed in. ``make``: begins it; None instead of a request: it has ended."""
+    """Call that was handed in. ``make``: begins it, and returns its request; None: it has ended."""
 
     def __init__(self, make: Callable[[], Request | None]) -> None:
         self._make = make
@@ -45,7 +45,7 @@ class Call:
 
 
 class Progress:
-    """Run a thread that makes calls, in the order in which they were handed in. ``name``: the thread's."""
+    """Thread that makes calls, in the order in which they were handed in. ``name``: the thread's."""
 
     def __init__(self, name: str) -> None:
         self._calls: deque[Call] = deque()  # handed in, not begun
@@ -53,10 +53,10 @@ class Progress:
         self._end = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        atexit.register(self.end)  # runs before what the library has registered, which may finalise it
+        atexit.register(self.end)  # runs before the library's own handlers, which may finalise it
 
     def start(self, make: Callable[[], Request | None]) -> Call:
-        """Have ``make()`` called. What it returns is tested until it has ended."""
+        """Hand in ``make()``: the thread calls it, and tests the request that it returns until that has ended."""
         call = Call(make)
         self._calls.append(call)
         self._wake.set()

@@ -1,4 +1,4 @@
-"""Read what Slurm's variables say of tasks that ``srun`` has started without another launcher, in torchrun's words.
+"""Translate Slurm's variables to torchrun's, for tasks that ``srun`` has started without another launcher.
 
 Only those of the step count (``SLURM_STEP_...``): a plain process in the shell of ``salloc`` or ``sbatch`` is alone,
 whatever the job has.
@@ -32,7 +32,7 @@ def tasks(env: Mapping[str, str]) -> int:
 
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return what torchrun would have set: rank, size, place on the node, and where rank 0 is.
+    """Return the variables that torchrun would have set: rank, size, place on the node, and where rank 0 is.
 
     The port follows from the number of job and step, so that two steps on one node do not meet. Raises
     :class:`agmerge.AGMergeError` with what to do where Slurm has not said enough: never a group of one.
@@ -56,9 +56,9 @@ def variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def hosts(listed: str) -> list[str]:
-    """Return the names that a list of Slurm's stands for: ``"a[1-2,07],b"`` is a1, a2, a07, b.
+    """Return the names in one of Slurm's lists: ``"a[1-2,07],b"`` is a1, a2, a07, b.
 
-    Raises ``ValueError`` for what is no such list.
+    Raises ``ValueError`` for any other text.
     """
     names = [name for part in _parts(listed) for name in _expanded(part)]
     if not all(names) or not names:
@@ -75,7 +75,7 @@ def _parts(listed: str) -> list[str]:
 
 
 def _expanded(part: str) -> Iterator[str]:
-    """Yield all names of one part; several brackets multiply."""
+    """Yield all names of one entry of a list; several brackets multiply."""
     before, bracket, rest = part.partition("[")
     if not bracket:
         yield part

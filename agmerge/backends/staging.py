@@ -1,6 +1,6 @@
 """Carry tensors of devices through the host's memory, for backends that move tensors of the CPU alone.
 
-MPI, Gloo without NCCL, and a Horovod that was built without NCCL are such backends. A call copies what it reads down to
+MPI, Gloo without NCCL, and a Horovod that was built without NCCL are such backends. A call copies its input down to
 pinned memory, on the stream that is current where it is made, and returns. A thread takes the calls in their order,
 which is plan order: it starts each on the backend when its copy has arrived, and queues the copies up on the same
 stream when the backend has ended. So a hook waits for nothing, and the order of calls does not depend on a device.
@@ -30,10 +30,10 @@ SLOW = (
 
 
 class Copies:
-    """Copy between devices and the host, without waiting. Tests have another, whose copies are made late.
+    """Copies between devices and the host, without waiting. Tests have another class, of late copies.
 
     Memory of the host is pinned, and comes from torch's cache of such memory: after the first steps nothing is
-    allocated, and what is handed back is not taken again before the copies that use it have ended.
+    allocated, and freed memory is not taken again before the copies that use it have ended.
     """
 
     def needed(self, tensor: torch.Tensor) -> bool:
@@ -60,7 +60,7 @@ class Copies:
         _streams(device).wait_on_host(event, float("inf"))
 
     def join(self, tensor: torch.Tensor, event: Any) -> None:
-        """Have the stream that is current for ``tensor`` wait for ``event``; the host goes on."""
+        """Make the current stream of ``tensor``'s device wait for ``event``; the host does not wait."""
         _streams(tensor.device).wait(self.stream(tensor), event)
 
 
@@ -73,18 +73,18 @@ def _streams(device: torch.device) -> Streams:
 
 
 class Queued:
-    """Be one collective that the thread starts, by ``call()``, when its turn has come.
+    """Collective that the thread starts, by ``call()``, when its turn has come.
 
-    It is finished by the thread, as soon as that sees its end, or by who waits for it: some calls of Gloo's end only
-    where they are waited for.
+    The thread finishes it, as soon as that sees its end, or else a caller that waits for it: some calls of Gloo's end
+    only where they are waited for.
     """
 
     def __init__(self, call: Callable[[], Handle]) -> None:
         self._call = call
         self._handle: Handle | None = None  # of the backend, once it has been started
-        self._finishing = threading.Lock()  # held by who looks at the handle: its methods are not for two threads
+        self._finishing = threading.Lock()  # held to look at the handle: its methods are not for two threads
         self._finished = False
-        self._error: Exception | None = None  # what it ended with
+        self._error: Exception | None = None  # of its end
 
     @property
     def finished(self) -> bool:
@@ -97,10 +97,10 @@ class Queued:
         return self
 
     def Test(self) -> bool:  # the name is Progress's
-        """Return whether it is finished; raise what it ended with. On the thread only."""
+        """Return whether it is finished; raise its error. On the thread only."""
         assert self._handle is not None
         if not self._finishing.acquire(blocking=False):
-            return False  # somebody waits for it
+            return False  # another thread waits for it
         try:
             if not self._finished and self._handle.done():
                 self._finish(self._handle, ENDED)
@@ -109,7 +109,7 @@ class Queued:
             self._finishing.release()
 
     def result(self, timeout: float) -> None:
-        """Wait for it, up to ``timeout`` seconds, once it has begun; then what is queued comes behind its result."""
+        """Wait for it, up to ``timeout`` seconds, once it has begun; work queued later comes behind its result."""
         assert self._handle is not None
         with self._finishing:
             if self._error is not None:  # some handles say it once
@@ -119,7 +119,7 @@ class Queued:
 
     def _finish(self, handle: Handle, timeout: float) -> None:
         """Wait for the backend, up to ``timeout`` seconds."""
-        # Not wait(): what this rank is doing, and what peers say where it fails, is for our own handle to tell.
+        # Not wait(): our own handle records the phase of this rank, and asks peers where it fails.
         try:
             handle._wait(timeout)
             self._deliver()
@@ -129,11 +129,11 @@ class Queued:
         self._finished = True
 
     def _deliver(self) -> None:
-        """Bring the result where it belongs; it is there already."""
+        """Copy the result to where it belongs; here it is there already."""
 
 
 class Staged(Queued):
-    """Be one collective of tensors on a device, from the copy down, which is queued at once, to the copy up.
+    """Collective of tensors on a device, from the copy down, which is queued at once, to the copy up.
 
     ``call``: starts it on the backend, given twins of (out, tensor), or of (tensor,) where ``out`` is None: in place.
     """
@@ -144,7 +144,7 @@ class Staged(Queued):
         self._copies, self._device, self._stream = copies, tensor.device, copies.stream(tensor)
         twin = copies.twin(tensor)
         self._down = copies.copy(twin, tensor, self._device, self._stream)
-        self._out = tensor if out is None else out  # what the result is for
+        self._out = tensor if out is None else out  # where the result is copied to
         self._result = twin if out is None else copies.twin(out)
         self._up: Any = None  # the event behind the result
         given = (twin,) if out is None else (self._result, twin)
@@ -163,7 +163,7 @@ class Staged(Queued):
 
 
 class StagedHandle(Handle):
-    """Follow a collective on the thread. ``wait`` lets the host wait for the other ranks, never for the device."""
+    """Handle of a collective on the thread. In ``wait`` the host waits for the other ranks, never for the device."""
 
     def __init__(self, call: Call, queued: Queued, name: str, ranks: Sequence[int]) -> None:
         super().__init__(name, ranks)
@@ -182,14 +182,14 @@ class StagedHandle(Handle):
 
 
 class Line:
-    """Keep the thread that all communicators of one backend share. ``name``: the backend's."""
+    """Thread that all communicators of one backend share. ``name``: the backend's."""
 
     def __init__(self, name: str, copies: Copies) -> None:
         self.name, self.copies = name, copies
         self._progress: Progress | None = None  # from the first tensor of a device on
 
     def start(self, queued: Queued, device: torch.device) -> Call:
-        """Have the thread begin ``queued`` behind all that it was given before. ``device``: for the warning, once."""
+        """Hand ``queued`` to the thread, behind all earlier ones. ``device``: for the warning, which is given once."""
         if self._progress is None:
             warnings.warn(SLOW.format(name=self.name, device=device), stacklevel=3)
             self._progress = Progress(f"agmerge {self.name} staging")
@@ -197,7 +197,7 @@ class Line:
 
 
 class StagedBackend(Backend):
-    """Call collectives of ``inner``: those of the host's tensors as they are, those of a device's by way of the host.
+    """Backend that calls ``inner``: with the host's tensors as they are, with a device's through the host's memory.
 
     ``ranks``: those of ``inner``, by their numbers in the world.
     """
@@ -206,7 +206,7 @@ class StagedBackend(Backend):
         self._inner, self._line, self._ranks, self.name = inner, line, list(ranks), inner.name
         self.rank, self.size = inner.rank, inner.size
         self.local_rank, self.local_size = inner.local_rank, inner.local_size
-        self._last: Call | None = None  # the last one of this communicator that the thread was given
+        self._last: Call | None = None  # the last one of this communicator on the thread
 
     @property
     def stale(self) -> bool:
@@ -291,5 +291,5 @@ def staged(backend: Backend) -> Backend:
 
 
 def _root(backend: Backend, line: Line) -> StagedBackend:
-    """Return the communicator of all workers, whose calls go through ``line``."""
+    """Return the communicator of all workers, with calls through ``line``."""
     return StagedBackend(backend, line, range(backend.size))

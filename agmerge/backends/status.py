@@ -1,4 +1,4 @@
-"""Know what this rank is doing, and say in an error where it was and what the other ranks do.
+"""Record the activity of this rank, and complete errors with it and with that of the other ranks.
 
 A backend's handle notes which collective it waits for; an optimizer notes in which phase of which step it is. When a
 wait fails, :func:`annotate` adds the step to the error and, where ranks are processes, what the other ranks answer
@@ -19,7 +19,7 @@ from agmerge.errors import AGMergeError, NoAnswer
 
 @dataclass
 class RankStatus:
-    """Hold what one rank is doing, since when and in which step."""
+    """Activity of one rank: the phase, its start, and the step."""
 
     phase: str = "is in its script, before the first step"  # in words, to be read after "rank 3" or "it"
     since: float = field(default_factory=time.monotonic)  # seconds of the monotonic clock: when the phase began
@@ -39,7 +39,7 @@ class RankStatus:
         self.thread = threading.get_ident()
 
     def end(self, phase: str) -> None:
-        """Record that the script has ended, how ``phase`` says; step and thread stay those of the last step."""
+        """Record that the script has ended, as ``phase`` says; step and thread stay those of the last step."""
         self.phase, self.since, self.call = phase, time.monotonic(), ""
 
     def wait_for(self, call: str) -> None:
@@ -87,7 +87,7 @@ def bind_thread(is_rank: bool) -> None:
 
 
 def install_peer_query(query: PeerQuery | None) -> None:
-    """Have ``query(call, ranks)`` called when a wait of this process fails; None: ask nobody."""
+    """Install ``query(call, ranks)``, which runs when a wait of this process fails; None: no rank is asked."""
     global _peer_query
     _peer_query = query
 

@@ -1,6 +1,6 @@
-"""Name the streams and events of devices. No other module does, so that a test can stand in for a device.
+"""Streams and events of devices. No other module names them, so that a test can stand in for a device.
 
-A device does what is queued in one stream in that order, and streams side by side. An event marks a place in a stream:
+A device runs the work of one stream in order, and streams side by side. An event marks a place in a stream:
 another stream, or the host, can wait until the device has got there.
 """
 
@@ -17,7 +17,7 @@ SHORTEST, LONGEST = 20e-6, 1e-3  # seconds that the host sleeps between two look
 
 
 class Streams(ABC):
-    """Offer the streams and events of one kind of device. What these are, only this class and torch know."""
+    """Streams and events of one kind of device. Callers do not look inside these objects of torch."""
 
     @abstractmethod
     def current(self, device: torch.device) -> Any:
@@ -25,7 +25,7 @@ class Streams(ABC):
 
     @abstractmethod
     def new(self, device: torch.device) -> Any:
-        """Return a stream of its own, whose kernels go before those of others."""
+        """Return a new stream; its kernels go before those of others."""
 
     @abstractmethod
     def within(self, stream: Any) -> AbstractContextManager[Any]:
@@ -37,7 +37,7 @@ class Streams(ABC):
 
     @abstractmethod
     def wait(self, stream: Any, event: Any) -> None:
-        """Let what is queued in ``stream`` from now on wait for ``event``. The host does not wait."""
+        """Make work that is queued in ``stream`` from now on wait for ``event``. The host does not wait."""
 
     @abstractmethod
     def has_ended(self, event: Any) -> bool:
@@ -49,10 +49,10 @@ class Streams(ABC):
 
     @abstractmethod
     def is_capturing(self) -> bool:
-        """Return whether what this thread queues is captured in a graph, and not done now."""
+        """Return whether the work that this thread queues is captured in a graph, and not done now."""
 
     def wait_on_host(self, event: Any, timeout: float) -> bool:
-        """Wait until the device has got to ``event``, ``timeout`` seconds at most; tell whether it has."""
+        """Wait until the device has got to ``event``, ``timeout`` seconds at most; return whether it has."""
         deadline, pause = time.monotonic() + timeout, SHORTEST
         while not self.has_ended(event):
             if time.monotonic() > deadline:
@@ -63,7 +63,7 @@ class Streams(ABC):
 
 
 class CudaStreams(Streams):
-    """Offer those of CUDA."""
+    """Streams and events of CUDA."""
 
     def current(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
@@ -96,7 +96,7 @@ _kinds: dict[str, Streams] = {"cuda": CudaStreams()}  # by type of device; writt
 
 
 def register(kind: str, streams: Streams) -> None:
-    """Offer ``streams`` for devices of the type ``kind``, such as ``"cuda"``."""
+    """Register ``streams`` for devices of the type ``kind``, such as ``"cuda"``."""
     _kinds[kind] = streams
 
 

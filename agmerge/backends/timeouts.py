@@ -1,4 +1,4 @@
-"""Know how long a wait may last where the script does not say, and end calls of libraries that know no deadline."""
+"""Default time-out of waits, and deadlines for calls of libraries that know none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def default() -> float:
-    """Return seconds: ``AGMERGE_TIMEOUT``, else 300. Raises ``ValueError`` for what is no number of seconds."""
+    """Return the default time-out, seconds: ``AGMERGE_TIMEOUT``, else 300. Raises ``ValueError`` for other text."""
     text = os.environ.get(VARIABLE) or str(SECONDS)
     try:
         seconds = float(text)
@@ -32,7 +32,7 @@ def default() -> float:
 
 
 def bounded(call: Callable[[], T], timeout: float, what: str, advice: str = "") -> T:
-    """Return what ``call()`` returns, or raise what it raises.
+    """Return the result of ``call()``, or raise its error.
 
     Raises :class:`agmerge.CollectiveTimeout` after ``timeout`` seconds. The call runs on a thread of its own, which is
     left behind then. ``what``: its name, for errors. ``advice``: what to do, for the error where a rank is missing.

@@ -21,7 +21,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Nodes:
-    """Hold one rank's place among the machines."""
+    """Communicators of one rank inside its machine and across machines, and its place there."""
 
     inside: Backend  # over the ranks of its node
     across: Backend  # over the ranks of its place on every node
@@ -63,7 +63,7 @@ def grouped(hosts: Sequence[str], local_ranks: Sequence[int]) -> list[list[int]]
 
 
 def consecutive(workers: int, size: int) -> list[list[int]]:
-    """Return nodes of ``size`` ranks each out of ``workers``, the last one with what is left."""
+    """Return nodes of ``size`` ranks each out of ``workers``, the last one with the remaining ones."""
     return [list(range(start, min(start + size, workers))) for start in range(0, workers, size)]
 
 

@@ -1,4 +1,4 @@
-"""Read what a script has of torch.distributed: groups and meshes, DistributedDataParallel, files of checkpoints."""
+"""Read a script's objects of torch.distributed: groups and meshes, DistributedDataParallel, files of checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ranks_of(given: Any) -> list[int] | None:
 
 
 def averaged(parameters: Iterable[torch.Tensor]) -> str:
-    """Return the name of one of ``parameters`` whose gradient a living ``DistributedDataParallel`` averages.
+    """Return the name of one of ``parameters`` for which a living ``DistributedDataParallel`` averages gradients.
 
     Empty if there is none. Nothing keeps a list of them, so all objects are looked at once: some ten milliseconds.
     """
@@ -60,7 +60,7 @@ def averaged(parameters: Iterable[torch.Tensor]) -> str:
 
     if not found():
         return ""
-    gc.collect()  # one that nobody can reach any more averages nothing
+    gc.collect()  # one that is unreachable averages nothing
     return found()
 
 

@@ -1,4 +1,4 @@
-"""Let ranks of torch.distributed find each other in the launcher's store, before they are connected.
+"""Gather addresses of ranks of torch.distributed in the launcher's store, before Gloo connects them.
 
 Gloo knows neither why it could not connect nor a deadline: it tries each rank for five times its time-out, and listens
 at whatever address the machine's name leads to, which on Debian and Ubuntu is a loopback. So the ranks meet here first.
@@ -25,7 +25,7 @@ _opened = 0  # how often this process has met the others: a store outlives the g
 
 
 class Meeting:
-    """Bring all ranks that were launched together, within ``timeout`` seconds.
+    """Meeting of all launched ranks in the launcher's store, within ``timeout`` seconds.
 
     ``dist``: the module ``torch.distributed``. ``env``: the launcher's variables. Raises :class:`agmerge.AGMergeError`
     if rank 0 cannot serve, :class:`agmerge.CollectiveTimeout` if others cannot reach it.
@@ -114,7 +114,7 @@ class Meeting:
     def gather(self, text: bytes, name: str) -> list[bytes]:
         """Collective. Return every rank's ``text``, as :func:`agmerge.backends.handshake.gather_texts` gives it.
 
-        Anybody who reaches the store's port can read what lies in it, for the whole run, and tokens are among these
+        Every process that reaches the store's port can read its entries, for the whole run, and tokens are among these
         texts. So each rank deletes its own as soon as all have read it: when they have come to the next gathering.
         """
         keys = [f"{name}/{rank}" for rank in range(self.size)]
@@ -132,7 +132,7 @@ class Meeting:
         return texts
 
     def _ended(self, error: RuntimeError) -> PeerLost:
-        """Return the error that says that whoever serves the store does so no more."""
+        """Return the error that says that the store is served no more."""
         return PeerLost(f"init(): rank 0, at {self._where}, has ended", error)
 
     def _missing(self, keys: list[str], error: RuntimeError) -> PeerLost | CollectiveTimeout:
@@ -162,7 +162,7 @@ def check_interface() -> None:
 
 
 def choose_interface(address: str) -> None:
-    """Let Gloo listen at ``address``, at which other machines reach this one, if it would at a loopback.
+    """Make Gloo listen at ``address``, at which other machines reach this one, if it would listen at a loopback.
 
     By the environment, so that groups of the script's own do too. Nothing happens where the user has chosen.
     """

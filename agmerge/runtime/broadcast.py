@@ -50,8 +50,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Collective. Give every rank the state and the options of rank ``root_rank``'s ``optimizer``.
 
-    Works for every optimizer, also where only the root has state (after a checkpoint was loaded there); what
-    the root does not have, the others lose.
+    Works for every optimizer, also where only the root has state (after a checkpoint was loaded there); state
+    that the root does not have, the others lose.
     Neither parameters nor gradients are touched; group dictionaries keep their identity. Residuals of a
     :class:`agmerge.DistributedOptimizer` belong to their rank and stay where they are. ``root_rank`` and
     ``process_set``: as in :func:`broadcast_parameters`. Raises :class:`agmerge.RankMismatchError` on every rank if
@@ -95,8 +95,8 @@ def broadcast_optimizer_state(
 def plain_state(optimizer: torch.optim.Optimizer) -> tuple[Any, list[torch.Tensor]]:
     """Return the optimizer's state and options, by the order of its parameters, and the tensors that belong in them.
 
-    ``((states, options), tensors)``: in the first two a placeholder stands for each tensor. Of a DTensor it is what
-    this rank holds.
+    ``((states, options), tensors)``: in the first two a placeholder stands for each tensor. Of a DTensor it is this
+    rank's shard.
     """
     tensors: list[torch.Tensor] = []
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -117,7 +117,7 @@ def _separate(tensors: list[torch.Tensor]) -> bool:
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], str]:
-    """Return what a tensor alike is made from: dtype, shape, strides, kind of device.
+    """Return the form of a tensor, from which a tensor alike is made: dtype, shape, strides, kind of device.
 
     Strides too: sums over another order may have other bits.
     """
@@ -126,12 +126,12 @@ def _form(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int
 
 
 def _described(tensor: torch.Tensor) -> str:
-    """Return what must be the same on all ranks: dtype, shape, and which shard of it a rank holds."""
+    """Return the facts that must be the same on all ranks, as text: dtype, shape, and the shard of this rank."""
     return f"{tensor.dtype} {list(local_of(tensor).shape)} {shard_of(tensor)}".rstrip()
 
 
 def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
-    """Return names and tensors of ``params``, in the same order on all ranks; raise for what is no tensor."""
+    """Return names and tensors of ``params``, in the same order on all ranks; raise ``ValueError`` for others."""
     entries: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     if all(isinstance(entry, torch.Tensor) for entry in entries):
         return [(f"tensor {i}", entry) for i, entry in enumerate(entries)]
@@ -205,7 +205,7 @@ def _room(tensor: torch.Tensor) -> int:
 
 
 class _Place:
-    """Stand in a pickled structure for tensor number ``index``."""
+    """Placeholder in a pickled structure for tensor number ``index``."""
 
     def __init__(self, index: int, *, sharded: bool) -> None:
         self.index, self.sharded = index, sharded  # as the parameter is that it belongs to

@@ -1,4 +1,4 @@
-"""Let every rank say what it is about to do, before any tensor travels.
+"""Compare the ranks' next calls, before any tensor travels.
 
 All agreements of a communicator are one call to the backend, whatever they are about: ranks that make different calls
 meet here, and all of them get the same error.
@@ -23,8 +23,8 @@ ADVICE = "Every rank must make the same call."
 def agree(comm: Backend, label: str, facts: Sequence[Fact], what: str = "collective", advice: str = ADVICE) -> None:
     """Collective. Raise :class:`agmerge.RankMismatchError` on every rank unless all ranks state the same ``facts``.
 
-    ``label``: the call's name in messages and errors. ``facts``: (name, value) in a fixed order. ``what``: what the
-    error is about; ``advice``: what to do. One all-gather of 16 bytes a rank, more on a mismatch or where a rank has
+    ``label``: the call's name in messages and errors. ``facts``: (name, value) in a fixed order. ``what``: the subject
+    of the error; ``advice``: what to do. One all-gather of 16 bytes a rank, more on a mismatch or where a rank has
     joined: then :class:`agmerge.AGMergeError` is raised unless the call can do without it.
     """
     text = json.dumps(list(facts)).encode()
@@ -43,17 +43,17 @@ def agree(comm: Backend, label: str, facts: Sequence[Fact], what: str = "collect
 
 
 def exchange_digests(comm: Backend, label: str, own: bytes) -> list[bytes]:
-    """Collective. Return what every rank is about to do, in 16 bytes each."""
+    """Collective. Return a digest of every rank's next call, 16 bytes each, by rank."""
     return gather_bytes(comm, own, f"agreement ({label})", timeouts.default())
 
 
 def exchange_texts(comm: Backend, label: str, own: bytes) -> list[bytes]:
-    """Collective. Return what every rank is about to do, in full; nothing from one that has joined."""
+    """Collective. Return every rank's next call in full, by rank; b"" of one that has joined."""
     return gather_texts(comm, own, f"agreement ({label})", timeouts.default())
 
 
 def joinable(facts: Sequence[Sequence[str]]) -> bool:
-    """Return whether ranks that have joined can stand in with zeros for the call that ``facts`` describe."""
+    """Return whether ranks that have joined can take part, with zeros, in the call that ``facts`` describe."""
     values = dict((name, value) for name, value in facts)
     return values.get("call") == "allreduce" and values.get("op") in ("sum", "average")
 

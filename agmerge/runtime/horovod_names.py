@@ -1,4 +1,4 @@
-"""Understand what a script that was written for Horovod passes: its constants, its compressors and its process sets.
+"""Recognise objects of Horovod that scripts pass: its constants, its compressors and its process sets.
 
 Objects are known by where they come from, and Horovod is never imported: a script that passes one of its objects has
 imported it already.
@@ -10,7 +10,7 @@ import sys
 
 
 def reduction(op: object) -> str | None:
-    """Return what a constant of Horovod's means ("average", "sum", "adasum", ...); None for anything else."""
+    """Return the meaning of a constant of Horovod's ("average", "sum", "adasum", ...); None for anything else."""
     hvd = sys.modules.get("horovod.torch")
     if hvd is None or type(op) is not int:
         return None

@@ -1,4 +1,4 @@
-"""Let some of the ranks talk among themselves: ``process_set=`` of an optimizer and of a single collective."""
+"""Groups of ranks that communicate by themselves: ``process_set=`` of an optimizer and of a single collective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agmerge.runtime.call_agreement import agree
 
 
 def _checked_ranks(given: Any) -> list[int]:
-    """Return ranks in ascending order, or raise ``TypeError`` or ``ValueError`` for what cannot be a set of ranks."""
+    """Return ranks in ascending order, or raise ``TypeError`` or ``ValueError`` if ``given`` is no set of ranks."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(
             f"process_set={given!r}: give a process set, or a list of ranks, or torch's ProcessGroup or DeviceMesh of "
@@ -31,9 +31,9 @@ def _checked_ranks(given: Any) -> list[int]:
 
 
 class ProcessSet:
-    """Name ranks of the world that call collectives among themselves, once :func:`add_process_set` has been told.
+    """Ranks of the world that call collectives among themselves, once :func:`add_process_set` has registered them.
 
-    ``ranks``: integers in any order. Raises ``TypeError`` or ``ValueError`` for what cannot be a set of ranks.
+    ``ranks``: integers in any order. Raises ``TypeError`` or ``ValueError`` for anything else.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -61,7 +61,7 @@ class ProcessSet:
 
 
 class _AllRanks(ProcessSet):
-    """Name every rank of the world, however many there are when it is asked."""
+    """Set of all ranks of the world, as many as there are when it is asked."""
 
     def __init__(self) -> None:
         super().__init__([0])  # rank 0 is in every world
@@ -80,7 +80,7 @@ global_process_set: ProcessSet = _AllRanks()
 
 @dataclass(frozen=True)
 class Group:
-    """Hold a communicator, and the ranks of the world in it."""
+    """Communicator, and the ranks of the world in it."""
 
     comm: Backend
     ranks: Sequence[int]  # of the world, by their ranks in `comm`
@@ -88,7 +88,7 @@ class Group:
 
 @dataclass
 class _Known:
-    """Hold the communicators that one world's sets have."""
+    """Communicators of one world's sets."""
 
     # By the ranks of the world that a set of ours names; None: this rank is outside of it.
     by_ranks: dict[tuple[int, ...], Backend | None] = field(default_factory=dict)
@@ -98,12 +98,12 @@ class _Known:
     by_group: dict[tuple[int, ...], Backend] = field(default_factory=dict)
 
 
-# What add_process_set() and group() have made, by world: after shutdown() and init() there is another one.
+# Communicators of add_process_set() and group(), by world: after shutdown() and init() there is another one.
 _known: WeakKeyDictionary[Backend, _Known] = WeakKeyDictionary()
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Collective. Let the ranks of ``process_set`` call collectives among themselves.
+    """Collective. Make a communicator of the ranks of ``process_set``, for collectives among themselves.
 
     All ranks call it and name the same ranks, members or not, else all of them get :class:`agmerge.RankMismatchError`.
     Raises ``ValueError`` for a rank that does not exist and for ranks that have a set already. Returns the set, for
@@ -122,7 +122,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Collective. Forget what :func:`add_process_set` has made; return False if there is no such set.
+    """Collective. Close the communicator of :func:`add_process_set`; return False if there is no such set.
 
     All ranks call it, members or not.
     """
@@ -136,7 +136,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def group(given: Any, call: str) -> Group:
-    """Collective. Return those who take part in a call: all, or the members of ``given``, of whom this rank is one.
+    """Collective. Return the ranks that take part in a call: all, or the members of ``given``, with this rank.
 
     ``given``: None, a :class:`ProcessSet` that was added or its ranks, a process set of Horovod's, or torch's
     ``ProcessGroup`` or ``DeviceMesh``. Ranks communicate only where one of torch's is used first: then all ranks of the
@@ -193,7 +193,7 @@ def _of_torch(world: Backend, ranks: tuple[int, ...], call: str) -> Group:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Hold the ranks of the world that exchange gradients."""
+    """Ranks of the world that exchange gradients."""
 
     ranks: tuple[int, ...] = ()  # of the world; empty: all, or see `horovod`
     horovod: Any = None  # one of Horovod's process sets, which takes the place of ranks; None: there is none
@@ -211,7 +211,7 @@ def by_ranks(given: Any) -> Any:
 
 
 def parse_process_set(given: Any) -> Chosen:
-    """Return what ``process_set=`` of an optimizer means: None, a process set of ours, Horovod's or torch's, or ranks.
+    """Return the ranks of an optimizer's ``process_set=``: None, a set of ours, Horovod's or torch's, or ranks.
 
     Raises ``TypeError`` or ``ValueError`` for anything else.
     """
@@ -223,10 +223,10 @@ def parse_process_set(given: Any) -> Chosen:
 
 
 class Pair(NamedTuple):
-    """What one optimizer exchanges messages over."""
+    """Communicators of one optimizer."""
 
     comm: Backend | None  # None on a rank outside of its set
-    second: Backend | None  # of the same ranks, for what follows the first collective of a message; None: not wanted
+    second: Backend | None  # of the same ranks, for later phases of messages; None: not wanted
 
 
 def communicator(world: Backend, chosen: Chosen, timeout: float) -> Backend | None:
@@ -239,7 +239,7 @@ def communicators(world: Backend, chosen: Chosen, timeout: float, *, wants_secon
 
     All ranks of ``world`` call it, but for a set of Horovod's, which Horovod knows already: then its members do.
     Different ranks may name different sets. The same error on every rank if a set names a rank that
-    does not exist, or one that names another set. ``timeout``: seconds, for each message. ``wants_second``: those who
+    does not exist, or one that names another set. ``timeout``: seconds, for each message. ``wants_second``: ranks that
     share a set may differ; then all have one.
     """
     if chosen.horovod is not None:

@@ -1,4 +1,4 @@
-"""Offer collectives of the module's own, for losses, metrics and set-up.
+"""Collectives of the module's own, for losses, metrics and set-up.
 
 They use another communicator than the optimizers. Each first agrees on its arguments, so that a mistake is an error on
 every rank and never a hang or a crash inside the backend. That costs one all-gather of 16 bytes; these calls are not

@@ -16,7 +16,7 @@ from agmerge.runtime.collectives.raw import byte_view, described, plain, row_kin
 
 
 class Alltoall(Operation):
-    """Do what :func:`alltoall` says. Two results: the rows, and how many came from each rank."""
+    """Operation of :func:`alltoall`. Two results: the rows, and how many came from each rank."""
 
     kind = "alltoall"
 
@@ -33,7 +33,7 @@ class Alltoall(Operation):
         return [("dtype", row_kind(tensor)), ("trailing dimensions", str(list(tensor.shape[1:])))]
 
     def begin(self) -> list[Handle]:
-        """Collective. Start one message, when all know how much comes from whom."""
+        """Collective. Start one message, when all ranks know the rows that each sends to each."""
         (tensor,) = self.tensors
         splits_of_ranks = share_numbers(self.comm, self.label, self._splits)
         self._received = [splits[self.comm.rank] for splits in splits_of_ranks]

@@ -15,17 +15,17 @@ OPS = "agmerge.Average, Sum, Min, Max or Product"
 
 
 class Compressor(Protocol):
-    """Cast what travels, as :class:`agmerge.Compression` or one of Horovod's does."""
+    """Cast for tensors that travel, as :class:`agmerge.Compression` or one of Horovod's."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return what travels instead of ``tensor``, and a context."""
+        """Return the tensor that travels in place of ``tensor``, and a context."""
 
     def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """Return ``tensor`` as it was, but for what was lost. ``context``: what ``compress`` has returned."""
+        """Return ``tensor`` in its old dtype, with the loss of the cast. ``context``: the one of ``compress``."""
 
 
 def label(name: Any, call: str) -> str:
-    """Return what a call is named in errors: the script's name for it, or its own."""
+    """Return the name of a call in errors: the script's name for it, or its own."""
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{call}: name must be a string, not {name!r}")
     return name or call

@@ -1,4 +1,4 @@
-"""Broadcast: give every rank what the root gives."""
+"""Broadcast: every rank gets the root's tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agmerge.runtime.collectives.reduce import Allreduce
 
 
 class Broadcast(Operation):
-    """Do what :func:`broadcast` says. ``in_place``: the result is written over the tensor."""
+    """Operation of :func:`broadcast`. ``in_place``: the result is written over the tensor."""
 
     kind = "broadcast"
 

@@ -1,4 +1,4 @@
-"""All-gather: give every rank what all give, one after the other."""
+"""All-gather: every rank gets the tensors of all, one after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agmerge.runtime.collectives.reduce import Allreduce
 
 
 class Allgather(Operation):
-    """Do what :func:`allgather` says."""
+    """Operation of :func:`allgather`."""
 
     kind = "allgather"
 
@@ -65,7 +65,7 @@ class Allgather(Operation):
         return results
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Collective. Return the average over the ranks of what belongs to this rank's rows, as in Horovod."""
+        """Collective. Return the average over the ranks of the gradients of this rank's rows, as in Horovod."""
         given = (gradients, f"gradient of {self.label}", Average, 1.0, 1.0)
         back = Allreduce(*given, where=self.group)
         rank, wholes = self.comm.rank, run_all(back)
@@ -77,7 +77,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = 
 
     Its length may differ between ranks. Any dtype. ``process_set``: as in :func:`allreduce`. Differentiable: the
     gradient is the *average* over the ranks of the gradients of this rank's rows, as in Horovod (docs/migrate.md says
-    when that is what you mean).
+    when that is right).
     """
     arguments.check_tensor(tensor, arguments.label(name, "allgather"))
     return run(Allgather([tensor], name, process_set))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Let a rank that makes no more calls answer those of the others until all have joined: ``join()``."""
+"""Answer the other ranks' calls on a rank that makes no more of its own, until all have joined: ``join()``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LABEL = "join() of the module's own collectives; an optimizer has a join() of it
 
 
 def join(device: int | str = -1) -> int:
-    """Collective. Stand in, with zeros, for the sums and averages that other ranks still call; return who joined last.
+    """Collective. Take part, with zeros, in sums and averages that others still call; return the last rank to join.
 
-    For ``agmerge.allreduce`` and its kin over all ranks: of a :class:`agmerge.DistributedOptimizer`, whose steps are
-    no such calls, it is ``optimizer.join()``. Any other collective that is called while a rank has joined raises
-    :class:`agmerge.AGMergeError` on those who call it. Of ranks that join at the same call the highest counts as the
-    last. ``device``: of the zeros: the number of a GPU, or -1 for the CPU.
+    For ``agmerge.allreduce`` and its kin over all ranks: steps of a :class:`agmerge.DistributedOptimizer` are no such
+    calls; it has ``optimizer.join()``. Any other collective that is called while a rank has joined raises
+    :class:`agmerge.AGMergeError` on the ranks that call it. Of ranks that join at the same call the highest counts as
+    the last. ``device``: of the zeros: the number of a GPU, or -1 for the CPU.
     """
     comm, answered = workers.world(), 0
     place = torch.device("cpu" if device == -1 else f"cuda:{device}" if isinstance(device, int) else device)

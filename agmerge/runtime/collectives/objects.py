@@ -1,4 +1,4 @@
-"""Send Python objects, and wait for everybody."""
+"""Collectives of Python objects, and the barrier."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Run one collective of the module's own, from its arguments to its result and back.
+"""Run one collective of the module's own, from its arguments to its result and its gradient.
 
-Each kind says the facts that all ranks must state alike, how its messages start, what is done when they are in,
-and the gradient. Everything else is here: the agreement, the handle, the graph.
+Each kind defines the facts that all ranks must state alike, the start of its messages, its results and the gradient.
+Everything else is here: the agreement, the handle, the graph.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from agmerge.runtime.process_sets import Group, group
 
 
 class Operation(ABC):
-    """Describe a collective over ``tensors``, dense ones.
+    """Collective over ``tensors``, dense ones.
 
-    ``name``: the script's, or None. ``process_set``: as the script gave it. ``where``: the group of an operation whose
-    gradient this one is, in place of a process set.
+    ``name``: the script's, or None. ``process_set``: as the script gave it. ``where``: the group of the operation
+    that this one is the gradient of, in place of a process set.
     """
 
-    kind: str  # what ranks agree on that they call: "allreduce", ...
+    kind: str  # the call that ranks agree on: "allreduce", ...
     in_place = False  # the results are the given tensors, so they have no gradient
 
     def __init__(
@@ -42,12 +42,12 @@ class Operation(ABC):
 
     @property
     def comm(self) -> Backend:
-        """Return the communicator of those who take part."""
+        """Return the communicator of the ranks that take part."""
         return self.group.comm
 
     @abstractmethod
     def facts(self) -> list[Fact]:
-        """Return what must be the same on all ranks, as (name, value) in a fixed order."""
+        """Return the facts that must be the same on all ranks, as (name, value) in a fixed order."""
 
     @abstractmethod
     def begin(self) -> list[Handle]:
@@ -62,15 +62,15 @@ class Operation(ABC):
         """Collective. Return the gradients of ``tensors``, from those of the results."""
 
     def shaped(self, results: list[torch.Tensor]) -> Any:
-        """Return what the script gets."""
+        """Return ``results`` as the script gets them: one tensor, or a list."""
         return results[0] if self.single else results
 
 
 class Pending:
-    """Hold a collective under way, for :func:`agmerge.poll` and :func:`agmerge.synchronize`.
+    """Collective under way, for :func:`agmerge.poll` and :func:`agmerge.synchronize`.
 
-    ``operation``: which, with its messages started. ``handles``: of the messages. ``inputs``: the tensors that the
-    script gave, of which the results are functions.
+    ``operation``: the collective, with its messages started. ``handles``: of the messages. ``inputs``: the tensors that
+    the script gave, of which the results are functions.
     """
 
     def __init__(self, operation: Operation, handles: list[Handle], inputs: list[torch.Tensor]) -> None:
@@ -78,7 +78,7 @@ class Pending:
         learns = torch.is_grad_enabled() and not operation.in_place
         self._inputs = inputs if learns and any(tensor.requires_grad for tensor in inputs) else []
         self._results: list[torch.Tensor] | None = None  # once the messages are in
-        self._error: Exception | None = None  # or what went wrong
+        self._error: Exception | None = None  # or the error
 
     def __repr__(self) -> str:
         return f"<{self._operation.label}, {'done' if self.done() else 'under way'}>"
@@ -88,7 +88,7 @@ class Pending:
         return self._results is not None or self._error is not None or all(handle.done() for handle in self._handles)
 
     def settle(self) -> None:
-        """Collective. Wait for the messages, once; what comes of it is kept for :meth:`result`."""
+        """Collective. Wait for the messages, once; results or error are kept for :meth:`result`."""
         if self._results is not None or self._error is not None:
             return
         try:
@@ -101,7 +101,7 @@ class Pending:
         self._operation.tensors = []
 
     def result(self) -> Any:
-        """Collective. Return what the collective gives, also when it is asked for again. Raises what went wrong."""
+        """Collective. Return the result, also when called again; raise the error of the collective."""
         self.settle()
         if self._error is not None:
             raise self._error
@@ -115,7 +115,7 @@ class Pending:
 
 
 class _Differentiable(torch.autograd.Function):
-    """Make results that arrived from elsewhere functions of what this rank gave."""
+    """Autograd function that makes results from other ranks functions of this rank's inputs."""
 
     @staticmethod
     def forward(ctx: Any, operation: Operation, results: list[torch.Tensor], *inputs: torch.Tensor) -> Any:
@@ -134,7 +134,7 @@ class _Differentiable(torch.autograd.Function):
 
 @dataclass
 class _Line:
-    """Hold what is under way on one communicator, by the name of its messages, oldest first."""
+    """Operations under way on one communicator, by the name of their messages, oldest first."""
 
     agreed: int = 0  # operations so far: the same number on every rank, also where some have joined
     pending: dict[str, Pending] = field(default_factory=dict)
@@ -151,8 +151,8 @@ def start(operation: Operation, *, waits: bool = False) -> Pending:
     """
     line = _lines.setdefault(operation.comm, _Line())
     _sweep(line)
-    # Unnamed ones are numbered, since several may be under way; whoever waits for each needs no numbers, and messages
-    # with stable names are cheaper for Horovod.
+    # Unnamed ones are numbered, since several may be under way; a caller that waits for each needs no numbers, and
+    # messages with stable names are cheaper for Horovod.
     number = "" if operation.named or waits else f".{line.agreed}"
     operation.message = f"{operation.label}{number}".replace(" (", " [")
     if operation.message in line.pending:
@@ -171,7 +171,7 @@ def start(operation: Operation, *, waits: bool = False) -> Pending:
 
 
 def count(comm: Backend) -> None:
-    """Note that an operation was agreed on, by those who call it and by those who stand in."""
+    """Count an agreed operation, on the ranks that call it and on those that have joined."""
     _lines.setdefault(comm, _Line()).agreed += 1
 
 
@@ -187,7 +187,7 @@ def run_all(operation: Operation) -> list[torch.Tensor]:
 
 
 def _sweep(line: _Line) -> None:
-    """Let go of what has ended, also of what nobody will ask for."""
+    """Release operations that have ended, from the oldest on, also those with results that are never fetched."""
     for name, pending in list(line.pending.items()):
         if not pending.done():
             return
@@ -196,14 +196,14 @@ def _sweep(line: _Line) -> None:
 
 
 def poll(handle: Pending) -> bool:
-    """Return whether :func:`synchronize` would return at once. ``handle``: what an ``..._async`` call has returned."""
+    """Return whether :func:`synchronize` would return at once. ``handle``: of an ``..._async`` call."""
     return _checked(handle, "poll").done()
 
 
 def synchronize(handle: Pending) -> Any:
-    """Collective. Wait for an ``..._async`` call and return what the call without ``_async`` does, with its gradient.
+    """Collective. Wait for an ``..._async`` call and return the result of the call without ``_async``, differentiable.
 
-    ``handle``: what it has returned. Every wait ends after ``AGMERGE_TIMEOUT`` seconds (300), with
+    ``handle``: the result of the ``..._async`` call. Every wait ends after ``AGMERGE_TIMEOUT`` seconds (300), with
     :class:`agmerge.NoAnswer`.
     """
     return _checked(handle, "synchronize").result()

@@ -1,4 +1,4 @@
-"""See tensors as bytes, so that any dtype travels on any backend."""
+"""View tensors as bytes, so that any dtype travels on any backend."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def described(tensor: torch.Tensor) -> str:
 
 
 def _elsewhere(tensor: torch.Tensor) -> str:
-    """Return the kind of device where that is no CPU, to be put behind something."""
+    """Return the kind of device where that is no CPU, as the end of a text; else empty."""
     return "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"

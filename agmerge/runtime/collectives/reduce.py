@@ -1,4 +1,4 @@
-"""All-reduce: give every rank the sum, average, minimum, maximum or product of what all give."""
+"""All-reduce: every rank gets the sum, average, minimum, maximum or product of all ranks' tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NONE = Compression.none
 
 
 class Allreduce(Reduction):
-    """Do what :func:`allreduce` says. ``in_place``: results are written over the tensors."""
+    """Operation of :func:`allreduce`. ``in_place``: results are written over the tensors."""
 
     kind = "allreduce"
 
@@ -40,7 +40,7 @@ class Allreduce(Reduction):
         ]
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what travels: the tensor itself, scaled, where it may be overwritten, else a copy."""
+        """Return the tensor that travels: the given one, scaled, where it may be overwritten, else a copy."""
         if self.in_place and tensor.dtype in TRAVELS and tensor.is_contiguous() and not tensor.is_neg():
             return times(tensor.detach(), self.prescale)
         return self.prepared(tensor)
@@ -81,13 +81,13 @@ def allreduce(
     """Collective. Combine every rank's ``tensor`` into a new one of its shape and dtype.
 
     ``op``: ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``; ``average``: True or False, its old
-    form. An average of integers is cut towards zero, as in Horovod. ``compression``: a cast for the way.
-    ``prescale_factor``, ``postscale_factor``: what is multiplied before and after. ``process_set``: the ranks that
+    form. An average of integers is cut towards zero, as in Horovod. ``compression``: a cast of the messages.
+    ``prescale_factor``, ``postscale_factor``: factors before and after. ``process_set``: the ranks that
     take part, a :class:`agmerge.ProcessSet`, its ranks, or a set of Horovod's; None: all.
 
     Differentiable where ``op`` is an average or a sum: gradients are averaged or added likewise, in a collective of
-    their own. Ranks that differ in what they call get the same :class:`agmerge.RankMismatchError`; what cannot be
-    combined is a ``TypeError`` or ``ValueError``.
+    their own. Ranks with different calls get the same :class:`agmerge.RankMismatchError`; tensors
+    that cannot be combined raise ``TypeError`` or ``ValueError``.
     """
     label = arguments.label(name, "allreduce")
     arguments.check_tensor(tensor, label)

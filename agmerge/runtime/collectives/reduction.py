@@ -1,4 +1,4 @@
-"""Share what an all-reduce and a reduce-scatter have in common: numbers, an operation, factors before and after."""
+"""Common base of all-reduce and reduce-scatter: numbers, an operation, factors before and after."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COMPLEX = (torch.complex64, torch.complex128)
 
 
 class Reduction(Operation):
-    """Make numbers of all ranks one, by ``op``.
+    """Reduction of all ranks' numbers by ``op``.
 
     ``prescale``, ``postscale``: factors that the numbers get before, and the result after. Other arguments: as those of
     :class:`Operation`. Raises ``ValueError`` for dtypes that cannot be combined so.
@@ -65,7 +65,7 @@ class Reduction(Operation):
         return times(copied(tensor, _INTEGERS.get(tensor.dtype)), self.prescale)
 
     def finished(self, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the result, of ``dtype``, from what the backend has combined."""
+        """Return the result, of ``dtype``, from the backend's ``total``."""
         size = self.comm.size
         if self.op is not Average:
             return times(total, self.postscale).to(dtype)

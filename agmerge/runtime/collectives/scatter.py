@@ -1,4 +1,4 @@
-"""Reduce-scatter: make what all give one tensor, of which every rank gets its rows."""
+"""Reduce-scatter: the tensors of all ranks are combined to one, of which every rank gets its rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NONE = Compression.none
 
 
 class ReduceScatter(Reduction):
-    """Do what :func:`reducescatter` says."""
+    """Operation of :func:`reducescatter`."""
 
     kind = "reducescatter"
 

@@ -16,7 +16,7 @@ from agmerge.runtime.collectives.operation import start
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: Any = Average, process_set: Any = None
 ) -> Callable[[], torch.Tensor]:
-    """Collective. Start the average or sum of every rank's ``tensor``, of COO layout; call what is returned for it.
+    """Collective. Start the average or sum of every rank's ``tensor``, of COO layout; call the result for it.
 
     Ranks may hold different numbers of elements. An element that several hold stands several times in the result,
     as in Horovod: it adds up in ``to_dense()`` and ``coalesce()``. ``name``, ``op`` (``Average`` or ``Sum``) and

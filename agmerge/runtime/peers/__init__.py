@@ -1,6 +1,6 @@
 """Find out which peer is missing and what it was doing, so that a time-out says more than that.
 
-``monitor``: asks and answers. ``answers``: what ranks say of themselves, checked. ``report``: says who is missing, from
-the answers. ``status_server``: the TCP port behind it. ``pauses``: when this process did not run. ``exit_guard``: tells
-the others why a process ends, and ends it.
+``monitor``: asks and answers. ``answers``: ranks' accounts of themselves, checked. ``report``: which ranks are missing,
+by the answers. ``status_server``: the TCP port behind it. ``pauses``: when this process did not run. ``exit_guard``:
+tells the others why a process ends, and ends it.
 """

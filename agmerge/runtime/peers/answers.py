@@ -1,6 +1,6 @@
-"""Read and write what a rank says of itself; another process may claim to be one.
+"""Read and write a rank's account of itself; another process may claim to be a rank.
 
-Whatever comes from outside is checked here, field by field, before it is stored, handed on or printed.
+All input from outside is checked here, field by field, before it is stored, handed on or printed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PORTS = 1 << 16
 
 @dataclass(frozen=True)
 class Answer:
-    """Account of what a rank does, in its own words."""
+    """Account of a rank's activity, in its own words."""
 
     words: str  # to be read after "it"
     since: float  # seconds of this process's monotonic clock: when that began
@@ -30,7 +30,7 @@ class Answer:
     given_up: bool = False  # it has waited in vain
     ended: bool = False  # its script has come to a normal end
     over: bool = False  # its script has ended, by an error or normally
-    trouble: str = ""  # what is wrong with its own process, to be read after "it"; empty: nothing that it knows
+    trouble: str = ""  # a problem of its own process, to be read after "it"; empty: none that it knows
 
     def said(self) -> dict[str, Any]:
         """Return it as JSON can hold it, with seconds in place of a clock that is this process's own."""
@@ -39,7 +39,7 @@ class Answer:
 
     @classmethod
     def read(cls, said: object) -> Answer:
-        """Return what :meth:`said` gave on another rank; raise ``ValueError`` where ``said`` is no such thing."""
+        """Return the answer that :meth:`said` packed on another rank; raise ``ValueError`` for anything else."""
         fields = _dict(said)
         seconds, step = fields.get("seconds"), fields.get("step")
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not abs(seconds) < LONGEST_TIME:
@@ -60,7 +60,7 @@ class Answer:
 
 
 def heard(said: Mapping[str, Any], ranks: int) -> dict[int, Answer]:
-    """Return, by rank, what a rank has heard of others' ends; raise ``ValueError`` where that is no such thing.
+    """Return, by rank, the others' ends that a rank has heard of; raise ``ValueError`` for a malformed answer.
 
     ``said``: its answer. ``ranks``: how many there are.
     """
@@ -76,19 +76,19 @@ def number(rank: object, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Peer:
-    """Address of a rank: its process, its port, and what it wants to see there."""
+    """Address of a rank: its process, its port, and the token that questions need."""
 
     host: str  # the name of its machine
     pid: int  # of its process
     space: str = ""  # in which that number means this process: see :func:`space`
     address: str = ""  # where it listens
     port: int = 0
-    token: str = ""  # what a question must hold to be answered
+    token: str = ""  # which a question must have to be answered
     problem: str = ""  # why it cannot be reached; empty: it can
 
     @classmethod
     def read(cls, text: bytes) -> Peer:
-        """Return a peer from the JSON of its fields; where ``text`` is no such thing, one that cannot be reached."""
+        """Return a peer from the JSON of its fields; for any other ``text``, one that cannot be reached."""
         try:
             return cls._checked(json_object(text))
         except ValueError as error:
@@ -123,11 +123,11 @@ class Peer:
             return False
         except (OSError, IndexError):
             return None
-        return state not in "ZX"  # what has ended is there until its parent has asked for it
+        return state not in "ZX"  # an ended process is there until its parent has asked for it
 
 
 def space() -> str:
-    """Return what tells apart where process numbers mean different processes; empty where that cannot be known."""
+    """Return an identity of this machine's space of process numbers; empty where that cannot be known."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

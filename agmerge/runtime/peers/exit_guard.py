@@ -1,4 +1,4 @@
-"""End a process whose exchange is broken: never wait for ranks that do not come.
+"""End a process after its exchange broke: never wait for ranks that do not come.
 
 At their end Gloo, MPI and Horovod wait for their threads, and those for the other ranks. Once a wait has failed
 here, or the script has ended with an error, the process gets a few seconds to end by itself; then it is ended, with
@@ -30,7 +30,7 @@ _script_failed = False  # the script has ended with an error, and there are othe
 
 
 def install() -> None:
-    """See to it that this process will end, and that others hear of an error of its script.
+    """Ensure that this process will end, and that others hear of an error of its script.
 
     Called after a backend was opened, so that it acts before the backend does: handlers of ``atexit`` run in the
     reverse order. Those that are registered later run before it, and take the time they take. May be called again.
@@ -82,12 +82,12 @@ def _watch_for_errors() -> None:
     if multiprocessing.parent_process() is not None:
         from multiprocessing import util
 
-        # In its children an error reaches no hook: it is on its way through this when it is printed, or handed on.
+        # In its children an error reaches no hook: it passes through this when it is printed, or handed on.
         util.Finalize(None, _at_exit_of_child, exitpriority=100)
 
 
 def _at_exit_of_child() -> None:
-    """Tell the others how a child of multiprocessing ends, whose end runs no handlers of ``atexit`` after a fork."""
+    """Tell the others how a child of multiprocessing ends: after a fork it runs no handlers of ``atexit``."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         error = error.__context__ if error.code else None  # torch.multiprocessing.spawn has caught it, and exits

@@ -1,8 +1,8 @@
-"""Find out which ranks are still there, and where: they are asked when a wait has failed, whatever the backend.
+"""Find out which ranks are still there, and where: they are asked when a wait has failed, with any backend.
 
-Every process listens at a port of its own, where a thread says what the script does. Addresses, ports and tokens are
-gathered when a process joins the others. A rank that misses one asks all of them at once, and tells them that it gives
-up: those that miss it later know that it was not the first.
+Every process listens at a port of its own, where a thread tells the activity of the script. Addresses, ports and tokens
+are gathered when a process joins the others. A rank that misses one asks all of them at once, and tells them that it
+gives up: those that miss it later know that it was not the first.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from agmerge.runtime.peers.status_server import (
 )
 
 FIRST = 10.0  # seconds, for the first question of all: a machine that starts many processes is busy
-AGAIN = 4.0  # seconds for which who refuses is asked again: networks reset connections for some of them
+AGAIN = 4.0  # seconds for which a rank that refuses is asked again: networks reset connections for some of them
 ONCE_MORE = 1.0  # seconds, where nothing has failed yet
-PAUSE = 0.2  # seconds between two questions to who refuses
+PAUSE = 0.2  # seconds between two questions to a rank that refuses
 TEXT = 1000  # characters of an error that is told
 TOLD = 8  # ranks that are told of a normal end: any of them can be asked
 HURRY = 0.3  # seconds for each of them
@@ -53,10 +53,10 @@ OPEN = (
 
 
 class PeerMonitor:
-    """Answer other ranks what this one does, and ask them when one is missing.
+    """Monitor that tells other ranks what this one does, and asks them when one is missing.
 
-    Making one is collective. ``rank``: this one's number. ``gather`` moves texts between the ranks. ``status``: what
-    this rank does, read whenever it is asked. ``env``: of the launcher, which may say at what address all can be
+    Making one is collective. ``rank``: this one's number. ``gather`` moves texts between the ranks. ``status``: the
+    activity of this rank, read whenever it is asked. ``env``: of the launcher, which may say at what address all can be
     reached. Warns on rank 0 if a rank cannot be reached, and raises nothing for that.
     """
 
@@ -98,7 +98,7 @@ class PeerMonitor:
         return replace(own, address=address, port=self._server.port)
 
     def _check(self, gather: Gather) -> None:
-        """Collective. Ask the next rank once now: what cannot be reached cannot be told from what has ended."""
+        """Collective. Ask the next rank once now: an unreachable rank cannot be told from one that has ended."""
         size = len(self.peers)
         following = (self.rank + 1) % size
         problem = self.peers[following].problem
@@ -125,9 +125,9 @@ class PeerMonitor:
     # -- answer and ask ---------------------------------------------------------------------------------------------
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return what this rank does, and which others have told it their end. Runs on the server's thread.
+        """Return this rank's activity, and which others have told it their end. Runs on the server's thread.
 
-        Raises ``ValueError`` or ``KeyError`` where that is no question of a rank's.
+        Raises ``ValueError`` or ``KeyError`` for anything but a rank's question.
         """
         asked = number(question["rank"], self._size)
         if question.get("says") is not None:
@@ -136,7 +136,7 @@ class PeerMonitor:
         return {**self._own_answer().said(), "heard": ends}
 
     def _own_answer(self) -> Answer:
-        """Return what this rank does, as others get it."""
+        """Return this rank's activity, as others get it."""
         own = self._status
         call, trouble = printable(own.call, LONGEST_CALL), self._pause() or limits.shortage(self._size)
         gave_up = own.given_up or (self._over and self._gave_up)
@@ -152,7 +152,7 @@ class PeerMonitor:
         return {**self._heard.copy(), **self._told.copy()}
 
     def _ask(self, rank: int, says: Answer | None, patience: float = PATIENCE) -> Answer:
-        """Return what ``rank`` answers, and tell it ``says``; raise :class:`PeerUnreachable` if it does not answer."""
+        """Return the answer of ``rank``, and tell it ``says``; raise :class:`PeerUnreachable` if it does not answer."""
         peer = self.peers[rank]
         question = {"rank": self.rank, "says": None if says is None else says.said()}
         reply = query_peer(peer.address, peer.port, peer.token, question, patience)
@@ -163,7 +163,7 @@ class PeerMonitor:
             raise PeerUnreachable(UNREADABLE) from error
 
     def _ask_again(self, rank: int, says: Answer | None, patience: float, again: float) -> Answer | PeerUnreachable:
-        """Return what ``rank`` answers, or what its silence means.
+        """Return the answer of ``rank``, or the meaning of its silence.
 
         ``says``, ``patience``: as those of :meth:`tell`. ``again``: seconds for which one that refuses is asked again,
         unless it is known to have ended: it may be there, and the network be at fault.
@@ -184,7 +184,7 @@ class PeerMonitor:
     def tell(
         self, says: Answer, ranks: Sequence[int] = (), patience: float = PATIENCE, again: float = 0.0
     ) -> dict[int, Answer | PeerUnreachable]:
-        """Say something to ``ranks`` at once and return, by rank, what each answers or what its silence means.
+        """Send ``says`` to ``ranks`` at once and return, by rank, the answer of each or the meaning of its silence.
 
         ``ranks``: none given: all. Those that cannot be reached are left out. ``patience``: seconds for a connection,
         and again for an answer; the call takes half a second more at most. ``again``: seconds for which those that
@@ -206,7 +206,7 @@ class PeerMonitor:
         return {rank: answers.get(rank, PeerUnreachable(STUCK)) for rank in reachable}
 
     def describe_missing(self, call: str, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-        """Return who of ``ranks`` is missing from the collective ``call``: as text, and by number.
+        """Return which of ``ranks`` are missing from the collective ``call``: as text, and by number.
 
         ``ranks``: of the world; empty: all. Asks all of them at once, and tells them that this rank gives up.
         """
@@ -241,7 +241,7 @@ class PeerMonitor:
         self.tell(self._own_answer())
 
     def ended(self, how: str) -> None:
-        """Tell some ranks, of whom those that will wait in vain can hear it, that the script has ended normally.
+        """Tell some ranks that the script has ended normally; ranks that will wait in vain can hear it from these.
 
         ``how``: in words, to be read after "it".
         """
@@ -257,7 +257,7 @@ class PeerMonitor:
             self._server.close()
 
     def forget(self) -> None:
-        """Let go of the port in a forked child: it is the parent's."""
+        """Release the port in a forked child: it is the parent's."""
         if self._server is not None:
             self._server.forget()
 

@@ -1,6 +1,6 @@
 """Notice when this process did not run: a thread that wakes up twice a second has not woken up for longer.
 
-Who was stopped waits no longer than others, by its own clock, but in vain: they have given up in the meantime.
+A stopped process waits no longer than others, by its own clock, but in vain: they have given up in the meantime.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Pause:
 
 
 class Pauses:
-    """Record of when this process did not run. :meth:`beat` is called by one thread, anything else by any.
+    """Times at which this process did not run. :meth:`beat` is called by one thread, anything else by any.
 
     Before the first beat nothing is known: where no thread beats, there was no pause.
     """
@@ -44,8 +44,8 @@ class Pauses:
     def describe(self, moment: float, least: float = SHORTEST) -> str:
         """Return for how long this process did not run, to be read after "it"; empty if less than ``least`` seconds.
 
-        ``moment``: of the monotonic clock; only pauses that ended later count. What may be just the end of a pause,
-        before its beat, does.
+        ``moment``: of the monotonic clock; only pauses that ended later count. A pause that
+        has just ended, before its beat, does.
         """
         pauses = [*self._pauses.copy(), self._since_last()]
         pauses = [pause for pause in pauses if pause.end > moment and pause.seconds >= SHORTEST]

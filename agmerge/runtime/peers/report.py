@@ -1,4 +1,4 @@
-"""Find out who is missing from a collective, from what all ranks have answered. Pure functions of the answers."""
+"""Find out which ranks are missing from a collective, by all ranks' answers. Pure functions of the answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Report:
     elsewhere: dict[int, str] = field(default_factory=dict)  # of the missing: those that wait for another collective
     uneven: bool = False  # a rank came to the end of its script while this one is in a step
     late: bool = False  # all others had given up when this rank began to wait
-    troubled: bool = False  # a rank has said what is wrong with its own process
+    troubled: bool = False  # a rank has told a problem of its own process
 
     def text(
         self,
@@ -40,11 +40,11 @@ class Report:
         listed: Callable[[Mapping[int, str]], str],
         own_trouble: Sequence[str] = (),
     ) -> str:
-        """Return all of it in a few sentences, with what to do where that can be told.
+        """Return the report in a few sentences, with advice where there is any.
 
-        ``call``: what this rank waits for. ``unknown``: the ranks that could not be asked, and why. ``own_problem``:
-        why others cannot ask this one; empty if they can. ``listed``: turns descriptions by rank into one line.
-        ``own_trouble``: sentences about this process, which may be to blame.
+        ``call``: the collective that this rank waits for. ``unknown``: the ranks that could not be asked, and why.
+        ``own_problem``: why others cannot ask this one; empty if they can. ``listed``: turns descriptions by rank into
+        one line. ``own_trouble``: sentences about this process, which may be to blame.
         """
         groups = {"Missing": self.missing, "Not known": unknown, "Waiting too": self.waiting}
         parts = [f"{title}: {listed(group)}." for title, group in groups.items() if group]
@@ -60,9 +60,9 @@ class Report:
 
 
 def report(own: Answer, answers: Mapping[int, Answer | PeerUnreachable], last_words: Mapping[int, Answer]) -> Report:
-    """Return who is missing from the collective that this rank waits for, and who is not.
+    """Return which ranks are missing from the collective that this rank waits for, and which are not.
 
-    ``own``: what this rank says of itself. ``answers``: by rank, of those that were asked now. ``last_words``: by rank,
+    ``own``: this rank's account of itself. ``answers``: by rank, of those that were asked now. ``last_words``: by rank,
     what it has said unasked before: it counts for ranks that do not answer any more.
     """
     made, call, step = Report(), own.call, own.step
@@ -74,12 +74,12 @@ def report(own: Answer, answers: Mapping[int, Answer | PeerUnreachable], last_wo
         else:
             last, text = answer, f"it {answer.words}, for {time.monotonic() - answer.since:.1f} s"
         text += f"; it {last.trouble}" if last is not None and last.trouble else ""
-        # Who has given up, wherever that was, was not the first to be missing.
+        # A rank that has given up, at any call, was not the first to be missing.
         arrived = last is not None and (last.given_up or (last.call, last.step) == (call, step))
         (made.waiting if arrived else made.missing)[rank] = text
         known.append(last)
         if last is not None:
-            # Who had given up before it left had batches left.
+            # A rank that had given up before it left had batches left.
             made.uneven = made.uneven or (last.ended and not last.given_up and None not in (last.step, step))
             made.troubled = made.troubled or bool(last.trouble)
             if last.step == step and _different(last.call, call):
@@ -97,7 +97,7 @@ def listed(texts: Mapping[int, tuple[str, str]]) -> str:
 
 
 def _description_of_silent(silence: PeerUnreachable, last: Answer | None) -> str:
-    """Return what is known of a rank that does not answer: its last words, and what its silence means."""
+    """Return the description of a rank that does not answer: its last words, and the meaning of its silence."""
     if last is None:
         return str(silence)
     if last.ended and str(silence) == ENDED:

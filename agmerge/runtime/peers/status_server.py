@@ -22,7 +22,7 @@ from agmerge.runtime.peers.answers import json_object
 from agmerge.runtime.peers.pauses import EVERY, Pauses
 
 PATIENCE = 1.0  # seconds for a connection, and again for the answer
-SILENCE = 3.0  # seconds from a connection to the end of its question: who asks does so at once
+SILENCE = 3.0  # seconds from a connection to the end of its question: a rank asks at once
 LONGEST = 16384  # bytes of a line
 MOST = 64  # connections that have not asked yet
 
@@ -38,7 +38,7 @@ UNASKED = "this process cannot ask it: too many open files"
 
 
 class PeerUnreachable(Exception):
-    """Report that there is no answer; the text says what that means.
+    """Error of a peer that gives no answer; its text says what that means.
 
     ``again``: asked again, it might be there: a connection was refused or reset, which may be the network's doing.
     """
@@ -49,10 +49,10 @@ class PeerUnreachable(Exception):
 
 
 class StatusServer:
-    """Listen at a port of ``address`` and answer there, on a thread, those that know ``token``.
+    """Server at a port of ``address``, which answers, on a thread, those that know ``token``.
 
-    ``answer(question)`` gets what was asked and returns what to say; both are dicts that JSON can hold. ``pauses``: is
-    told twice a second that this process runs; None: nobody.
+    ``answer(question)`` returns the answer; both are dicts that JSON can hold. ``pauses``: is told twice a second that
+    this process runs; None: nothing is.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class StatusServer:
         self._give_up_spare()
 
     def _turn(self) -> None:
-        """Wait for something to come, at most until it is time for a beat, and see to it."""
+        """Wait for connections and questions, at most until the next beat, and handle them."""
         if self._spare is None:
             with suppress(OSError):
                 self._spare = os.open(os.devnull, os.O_RDONLY)
@@ -105,7 +105,7 @@ class StatusServer:
             self._hang_up(connection)
 
     def _accept(self) -> None:
-        """Let in who has come; where there is no place, in that of who has been silent for longest."""
+        """Accept a new connection; where there are too many, in place of the one that has been silent for longest."""
         connection = self._next()
         if connection is None:
             return
@@ -117,7 +117,7 @@ class StatusServer:
         self._hear(connection)  # its question may be here already
 
     def _next(self) -> socket.socket | None:
-        """Return the connection of who has come, if need be in the place of another file; None if there is none."""
+        """Return a new connection, if need be in place of another open file; None if there is none."""
         while True:
             try:
                 return self._socket.accept()[0]
@@ -151,18 +151,18 @@ class StatusServer:
         except BlockingIOError:
             return
         except Exception:
-            over = True  # not one of us
+            over = True  # no rank of ours
         if over:
             self._hang_up(connection)
 
     def _reply(self, connection: socket.socket, line: bytes) -> None:
-        """Answer the question in ``line``; raise where it is none."""
+        """Answer the question in ``line``; raise for anything else."""
         answer = self._answer(json_object(line))
         connection.settimeout(PATIENCE / 2)  # it fits into the buffers of a connection that has sent nothing yet
         connection.sendall(self._opening() + json.dumps(answer, ensure_ascii=False).encode() + b"\n")
 
     def _opening(self) -> bytes:
-        """Return what every line begins with."""
+        """Return the beginning of every line."""
         return _opening(self._token)
 
     def _hang_up(self, connection: socket.socket) -> None:
@@ -182,7 +182,7 @@ class StatusServer:
         self._socket.close()
 
     def forget(self) -> None:
-        """Let go of the port in a forked child, which would keep it open when its parent has ended."""
+        """Release the port in a forked child, which would keep it open when its parent has ended."""
         self._end = True
         self._socket.close()
         for connection in list(self._talks):
@@ -198,9 +198,9 @@ class _Talk:
         self.line = b""  # the question, once it is complete
 
     def read(self, connection: socket.socket, opening: bytes) -> bool:
-        """Read what is there, and return whether the question is complete; raise ``OSError`` where it is none.
+        """Read the bytes that have come; return whether the question is complete; raise ``OSError`` for anything else.
 
-        ``opening``: what it has to begin with. Raises ``BlockingIOError`` where nothing has come.
+        ``opening``: its required beginning. Raises ``BlockingIOError`` where nothing has come.
         """
         part = connection.recv(LONGEST)
         self._came += part
@@ -218,10 +218,10 @@ class _Talk:
 def query_peer(
     address: str, port: int, token: str, question: dict[str, Any], patience: float = PATIENCE
 ) -> dict[str, Any]:
-    """Return what the process that listens at ``address`` and ``port`` answers.
+    """Return the answer of the process that listens at ``address`` and ``port``.
 
-    Takes at most twice ``patience`` seconds. ``token``: what it wants to see. ``question``: for its ``answer``. Raises
-    :class:`PeerUnreachable` if nothing is said, or nothing that a rank would say.
+    Takes at most twice ``patience`` seconds. ``token``: the one that it expects. ``question``: for its ``answer``.
+    Raises :class:`PeerUnreachable` if nothing is said, or nothing that a rank would say.
     """
     opening = _opening(token)
     try:
@@ -248,12 +248,12 @@ def query_peer(
 
 
 def _opening(token: str) -> bytes:
-    """Return what a line begins with that knows ``token``."""
+    """Return the beginning of a line with ``token``."""
     return f"agmerge {token} ".encode()
 
 
 def _line(connection: socket.socket, patience: float) -> bytes:
-    """Return what was sent up to the end of the line.
+    """Return the bytes up to the end of the line.
 
     ``patience``: seconds for all of it, else ``TimeoutError``. Raises ``ConnectionResetError`` if the end never came.
     """
