@@ -1,12 +1,12 @@
-"""Measure what messages cost, and make or change the plan between steps.
+"""Measured costs of messages, and plans made or changed between steps.
 
-``replanner``: when to look again, and what follows. ``measurer``: what plans are made from, a part after each step: of
-``cost_probe``, ``message_timing`` and ``measuring``, with what ``seen_messages`` adds; ``probe_budget``: what that may
-cost. ``drift``: whether times have changed. ``earlier_run`` and ``known_plans``: plans of earlier runs, in files.
-``plan_choice``: the best plan, and what is predicted of it.
-``wire_choice`` and ``codec_costs``: the rule for value codecs, and what it goes by. ``candidates``: what to try;
-``plan_trial``: steps under several plans, side by side. ``first_choices``: budgets by importance and the cutoff of
-``dense="partial"``, once. ``advice``: what ``python -m agmerge advise`` prints.
+``replanner``: when to measure again, and what follows. ``measurer``: the measurements for plans, a part after each
+step. It uses ``cost_probe``, ``message_timing`` and ``measuring``, and the bounds of ``seen_messages``;
+``probe_budget``: their limit. ``drift``: whether times have changed. ``earlier_run`` and ``known_plans``: plans of
+earlier runs, in files. ``plan_choice``: the best plan, and its prediction. ``wire_choice`` and ``codec_costs``: the
+rule for value codecs, and its measurements. ``quantiser_choice`` and ``quantiser_costs``: likewise for quantisers.
+``candidates``: plans to try; ``plan_trial``: steps under several plans, in turn. ``first_choices``: budgets by
+importance and the cutoff of ``dense="partial"``, once. ``advice``: the text of ``python -m agmerge advise``.
 
 May import step/, options/, metrics/ and below, and the package ``merging``.
 """

@@ -1,7 +1,7 @@
-"""Predict what each strategy would cost on this machine and network, from what a run has measured.
+"""Prediction of each strategy's cost on this machine and network, from the measurements of a run.
 
-Prediction is by the curves that were measured, so it takes seconds, not a training run for each strategy.
-``python -m agmerge advise`` prints it, see ``cli/advise.py``.
+It uses the measured curves, so it takes seconds, not a training run for each strategy. ``python -m agmerge advise``
+prints it, see ``cli/advise.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparsifiers import budget
 DENSITIES = (0.1, 0.01, 0.001)
 RANKS = (1, 4, 16)
 WORTH = 0.03  # a gain below this share of the step is not worth compressing for
-# What docs/parity.md says of small models, by density: with Adam's relatives, and with SGD and momentum.
+# Results of docs/parity.md for small models, by density: with Adam's relatives, and with SGD and momentum.
 KNOWN = {
     True: {
         0.1: "with AdamW it cost 0.1 to 5.7 % of the loss of small language models",
@@ -39,26 +39,27 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class Row:
-    """Hold what is predicted of one strategy."""
+    """Prediction of one strategy."""
 
     strategy: str  # as it is printed
     step: float  # seconds
     finish: float  # seconds from the start of backward to the end of the last exchange
     buffers: int  # merge buffers
-    dense: int  # of these, those that are sent whole
-    density: float | None = None  # None: all is sent, or factors are
+    dense: int  # of these, those that are sent dense
+    density: float | None = None  # None: dense tensors or factors are sent
 
 
 def predicted_step(plan: merging.Plan, measured: Measurements, rest: float) -> float:
-    """Return the seconds of a step under ``plan``; ``rest``: those of its seconds that are not the exchange's."""
+    """Return the seconds of a step under ``plan``. ``rest``: its seconds without backward and exchanges."""
     return rest + step_end(plan, measured, mode_of(plan, measured))
 
 
 def compare(measured: Measurements, step: float, finish: float) -> tuple[Row, ...]:
     """Return the strategies, fastest first. ``step``, ``finish``: measured seconds of a step, and of its last exchange.
 
-    A strategy changes when the last exchange ends; the rest of a step (forward, update) is taken as it was measured.
-    Densities and ranks change how much is sent; what selection, or projection, costs is that of the compressor in use.
+    A strategy changes when the last exchange ends; the overhead of a step (forward, update) is taken as measured.
+    Densities and ranks change how much is sent; selection, or projection, costs as much as that of the compressor in
+    use.
     """
     planner = merging.get("agmerge")
     rest = max(0.0, step - finish)
@@ -99,15 +100,18 @@ def at(measured: Measurements, density: float) -> Measurements:
 
 
 def at_rank(measured: Measurements, rank: int, other: int) -> Measurements:
-    """Return the measurements of ``rank`` as they would be at another one: tensors that are sent whole stay so.
+    """Return the measurements of ``rank`` as they would be at another one: dense tensors stay as they are.
 
-    Matrices with fewer rows, or columns, than ``other`` have smaller factors than that in truth.
+    In truth, matrices with fewer rows or columns than ``other`` have smaller factors.
     """
     return _with_loads(measured, lambda numel, load: min(math.ceil(load * other / rank), numel))
 
 
 def _with_loads(measured: Measurements, load_of: Callable[[int, int], int]) -> Measurements:
-    """Return the measurements with other loads. ``load_of``: asked with elements and load of what is compressed."""
+    """Return the measurements with other loads.
+
+    ``load_of``: maps elements and load of a compressed tensor to its load.
+    """
     profile = measured.profile
     load = [
         load_of(numel, load) if work else load
@@ -117,9 +121,9 @@ def _with_loads(measured: Measurements, load_of: Callable[[int, int], int]) -> M
 
 
 def text(rows: Sequence[Row], step: float, predicted: float, optimizer: str) -> str:
-    """Return the table and a recommendation, with what is known of its accuracy with this class of ``optimizer``.
+    """Return the table and a recommendation, with known accuracy figures for this class of ``optimizer``.
 
-    ``step``: measured seconds; ``predicted``: what would have been predicted of it. A gain that is no larger than the
+    ``step``: measured seconds; ``predicted``: the prediction for the same steps. A gain that is no larger than the
     difference of the two is not recommended.
     """
     lines = [f"{'strategy':24} {'ms a step':>10} {'gain':>7} {'merge buffers':>14} {'dense':>6}"]

@@ -1,8 +1,8 @@
-"""Find the plans to try, with the value codec of each: on rank 0, from what all ranks have measured.
+"""Search for the plans to try, with the value codec of each: on rank 0, from the measurements of all ranks.
 
-Beside the plan that is predicted to be the best is the one in use, for predictions may be wrong. Where merge buffers go
-dense or sparse by choice, all dense and all compressed are, too; and where values may be rounded, the best one that
-rounds them, or does not, whichever the first one is not.
+They are the plan that is predicted to be the best, and the one in use, for predictions may be wrong. Where the planner
+chooses merge buffers to send dense, also the best plan with all dense and with all compressed. Where values may be
+rounded, also the best plan with a rounding codec, or without, unlike the first one.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from merging.pieces import go_on
 
 @dataclass(frozen=True)
 class Candidate:
-    """Hold one way to go on. Its plan's labels say how it sends, see :class:`agmerge.exchanges.way.Way`."""
+    """Candidate for the next steps. Its plan's labels name its send mode, see :class:`agmerge.exchanges.way.Way`."""
 
     plan: merging.Plan
-    measured: Measurements  # what is predicted of it goes by
-    delivered: float = 1.0  # share of the energy of what is selected that receivers read
-    wire: str = OWN  # the value codec of what is selected
-    exchange: str = OWN  # of what is selected
-    quantiser: str = OWN  # of what is quantised
+    measured: Measurements  # the basis of its prediction
+    delivered: float = 1.0  # share of the energy of the selection that receivers read
+    wire: str = OWN  # the value codec of selected values
+    exchange: str = OWN  # of sparse merge buffers
+    quantiser: str = OWN  # of quantised merge buffers
 
     @property
     def finish(self) -> float:
@@ -45,17 +45,17 @@ class Candidate:
 
     @property
     def shape(self) -> tuple[int, int, str, str]:
-        """Return in how many messages it sends, how many of them whole, and how the others."""
+        """Return the numbers of messages and dense merge buffers, the codec and the exchange."""
         return sum(self.plan.parts), sum(self.plan.dense), self.wire, self.exchange
 
     @property
     def is_dense(self) -> bool:
-        """Return whether nothing is selected, so that the value codec has no say."""
+        """Return whether nothing is selected, so that the value codec does not matter."""
         return all(self.plan.dense)
 
 
 def dumps(candidates: Sequence[Candidate]) -> dict[str, Any]:
-    """Return candidates as what a record may hold: what several of them go by is in it once."""
+    """Return candidates as a record of plain values, in which equal measurements occur once."""
     texts = {each.plan: each.measured.dumps() for each in candidates}
     distinct = list(dict.fromkeys(texts.values()))
     rows = [
@@ -75,14 +75,15 @@ def loads(record: Mapping[str, Any]) -> list[Candidate]:
 
 
 class Search:
-    """Look for the plans to try, from one set of measurements, over several steps where that takes long.
+    """Search for the plans to try, from one set of measurements, over several steps where that takes long.
 
     Args:
-        planner: who makes plans.
+
+        planner: makes plans.
         buffers: the merge buffers in use.
-        latest: what was measured, in the value codec in use.
-        codecs: those that may be taken, by name, with the one in use; the gradient's own dtype first. Empty: nothing is
-            known, and the one in use stays.
+        latest: the measurements, in the value codec in use.
+        codecs: those that may be chosen, by name, with the one in use; the gradient's own dtype first. Empty: no codec
+            was measured, and the one in use stays.
         step: the one to come.
         usual: seconds of a step as it is.
         stays: the plan in use was made from times, and is kept where no other one is worth a change.
@@ -100,28 +101,27 @@ class Search:
         stays: bool,
     ) -> None:
         self._planner, self._buffers, self._latest, self._codecs, self._step = planner, buffers, latest, codecs, step
-        self._known: dict[tuple[str, ...], merging.Plan] = {}  # what :meth:`_made` has
-        self._measured = {buffers.wire: latest}  # as it would be in a codec, by name
+        self._known: dict[tuple[str, ...], merging.Plan] = {}  # plans that :meth:`_made` has made
+        self._measured = {buffers.wire: latest}  # converted to each codec, by name
         self._rest = max(0.0, usual - predicted_finish(buffers.plan, latest))  # seconds of a step that no plan changes
         self._pieces = self._to_try(stays)
 
     def go_on(self, seconds: float) -> list[Candidate] | None:
-        """Look on for so many seconds; return what there is to try, the one to go on with first.
+        """Search for ``seconds``; return the plans to try, the one to continue with first.
 
-        None: that is not known yet, and this is to be called again after the next step. What is found does not depend
-        on how often that is.
+        None: not known yet, call again after the next step. The result does not depend on the number of calls.
         """
         return go_on(self._pieces, seconds)
 
     def _to_try(self, stays: bool) -> Pieces[list[Candidate]]:
-        """Return, in pieces, what to go on with, and after it what a trial compares it with."""
+        """Return, in pieces, the candidate to continue with, and after it those that a trial compares it with."""
         chosen, current = (yield from self.chosen()), self.current()
         if stays and (chosen.plan == current.plan or not self.is_worth(chosen, current)):
             return [current]
         return [chosen, *(yield from self.others(chosen))]
 
     def _made(self, make: Pieces[merging.Plan], *key: str) -> Pieces[merging.Plan]:
-        """Return, in pieces, the plan of this name, which ``make`` makes unless it is there."""
+        """Return, in pieces, the plan of this key, made by ``make`` unless it was made before."""
         if key not in self._known:
             self._known[key] = yield from make
         return self._known[key]
@@ -131,27 +131,27 @@ class Search:
         return self._candidate(self._buffers.plan, self._latest, self._buffers.wire)
 
     def chosen(self) -> Pieces[Candidate]:
-        """Return, in pieces, the candidate with the fewest predicted seconds for what arrives."""
+        """Return, in pieces, the candidate with the fewest predicted seconds per delivered share of the energy."""
         ways = yield from self._codings()
         return ways[wire_choice.best([self._seconds(each) for each in ways], [each.delivered for each in ways])]
 
     def is_worth(self, chosen: Candidate, current: Candidate) -> bool:
-        """Return whether ``chosen`` gains so much over the plan in use that it is taken in its place."""
+        """Return whether ``chosen`` gains enough over the plan in use to replace it."""
         gain = 1 + self._planner.min_gain
         if chosen.wire == current.wire or chosen.is_dense or current.is_dense:
             return not current.finish <= chosen.finish * gain
         if OWN in (chosen.wire, current.wire) or current.delivered < LEAST:
-            return True  # whether rounding is worth it has been decided, with a margin
+            return True  # the choice of a codec already includes a margin
         scores = [self._seconds(each) / each.delivered for each in (current, chosen)]
         return not scores[0] <= scores[1] * gain
 
     def others(self, chosen: Candidate) -> Pieces[list[Candidate]]:
-        """Return, in pieces, what to try beside ``chosen``: what is predicted to end not much later.
+        """Return, in pieces, the plans to try beside ``chosen``: those that are not predicted to end much later.
 
-        The plan in use is one of these, but where as many messages that are sent alike are tried, and where a planner
-        makes one plan.
+        The plan in use is one of these, unless one with as many messages, sent in the same mode, is tried, or the
+        planner never plans again.
         """
-        doubted = bool(self._planner.recheck_every)  # what the plans of others promise is not
+        doubted = bool(self._planner.recheck_every)  # predictions of a planner that never plans again are trusted
         codings = yield from self._codings()
         found = [each for each in codings if each.wire != chosen.wire and (doubted or chosen.wire != OWN)]
         if chosen.measured.dense is not None:
@@ -176,10 +176,10 @@ class Search:
         return self._rest + candidate.finish
 
     def _sums(self, chosen: Candidate) -> Pieces[list[Candidate]]:
-        """Return, in pieces, the best plan with each exchange that may take the usual one's place, in the same codec.
+        """Return, in pieces, the best plan with each exchange that may replace the usual one, in the same codec.
 
-        Those are left out that are not predicted to end before the usual one: of their later rounds it is predicted
-        that backward hides them, too. Once one of them is in use, it stays: what the usual one takes is not measured.
+        Only those that are predicted to end before the usual one: the prediction assumes that backward hides their
+        later rounds, too. Once one of them is in use, it stays, since the usual one's costs are no longer measured.
         """
         buffers = self._buffers
         if buffers.exchange != OWN or not buffers.config.exchanges:
@@ -200,9 +200,9 @@ class Search:
         return [each for each in found if each.finish < usual.finish and not each.is_dense]
 
     def _codings(self) -> Pieces[list[Candidate]]:
-        """Return, in pieces, the best plan in each value codec in question: one that rounds nothing, one that does.
+        """Return, in pieces, the best plan without rounding, and the best one in a rounding codec, if there are any.
 
-        The second is in the codec that is best with the plans that there are: planning for each would take long.
+        The second uses the codec that is best with the plans known so far: planning for each codec would take long.
         """
         if not self._codecs:
             return [(yield from self._best(self._buffers.wire))]
@@ -222,7 +222,7 @@ class Search:
         return [exact, (yield from self._best(promising))]
 
     def _best(self, wire: str, *, compressed: bool = False) -> Pieces[Candidate]:
-        """Return, in pieces, the best plan in a codec. ``compressed``: in which nothing goes dense."""
+        """Return, in pieces, the best plan in a codec. ``compressed``: without dense merge buffers."""
         measured = self._in(wire)
         assumed = replace(measured, dense=None) if compressed else measured
         key = ("compressed" if compressed else "best", wire)
@@ -232,11 +232,14 @@ class Search:
     def _candidate(
         self, plan: merging.Plan, measured: Measurements, wire: str, exchange: str | None = None
     ) -> Candidate:
-        """Return a plan with a codec and an exchange (None: the one in use), no use for a plan that selects nothing."""
+        """Return the candidate of a plan with a codec and an exchange (None: the one in use).
+
+        A plan that selects nothing gets neither.
+        """
         if all(plan.dense):
             wire = OWN if self._codecs else self._buffers.wire
             return Candidate(plan, self._in(wire), wire=wire)
-        if self._buffers.config.wires:  # else the script has said which one
+        if self._buffers.config.wires:  # else the script has chosen the codec
             plan = with_wire(plan, wire)
         exchange = exchange or self._buffers.exchange
         if self._buffers.config.exchanges:
@@ -245,7 +248,7 @@ class Search:
         return Candidate(plan, measured, delivered, wire, exchange)
 
     def _in(self, wire: str) -> Measurements:
-        """Return what was measured as it would be in a codec."""
+        """Return the measurements converted to a codec."""
         if wire not in self._measured:
             now, other = self._codecs[self._buffers.wire], self._codecs[wire]
             ready = self._latest.profile.backward.cumsum()
@@ -255,15 +258,15 @@ class Search:
 
 
 def all_dense(planner: merging.Planner, measured: Measurements) -> Pieces[merging.Plan]:
-    """Return, in pieces, the planner's plan if everything went dense."""
+    """Return, in pieces, the planner's plan if all merge buffers were dense."""
     whole = sent_whole(measured)
     plan = yield from planner.plan_in_pieces(whole.profile, whole.costs, "dense")
-    mode = "behind" if "behind" in measured.modes else measured.modes[0]  # as a plan with a choice has it
+    mode = "behind" if "behind" in measured.modes else measured.modes[0]  # the same as for a plan with a choice
     return replace(with_mode(plan, mode), dense=(True,) * len(plan.counts))
 
 
 def why(candidates: Sequence[Candidate], seconds: Sequence[float], taken: int) -> str:
-    """Say why the wire of the candidate number ``taken`` was: seconds of a step with each of ``candidates``."""
+    """Return why the wire of candidate number ``taken`` was chosen. ``seconds``: of a step with each candidate."""
     fastest: dict[str, float] = {}
     for each, took in zip(candidates, seconds, strict=True):
         if not each.is_dense:
@@ -274,7 +277,7 @@ def why(candidates: Sequence[Candidate], seconds: Sequence[float], taken: int) -
 
 
 def why_without_trial(candidate: Candidate, measured: bool) -> str:
-    """Say why the wire of ``candidate`` is used without a trial. ``measured``: codecs were."""
+    """Return why the wire of ``candidate`` is used without a trial. ``measured``: whether codecs were measured."""
     if not measured:
         return "no values were at hand to measure codecs on, so it stays"
     if candidate.wire == OWN:
@@ -283,12 +286,12 @@ def why_without_trial(candidate: Candidate, measured: bool) -> str:
 
 
 def named(wire: str) -> str:
-    """Return what a wire is called in texts."""
+    """Return the name of a wire for texts."""
     return "the gradient's own dtype" if wire == OWN else wire
 
 
 def why_exchange(candidates: Sequence[Candidate], seconds: Sequence[float]) -> str:
-    """Say what steps took with the exchanges of ``candidates``, the best plan of each, in ``seconds``."""
+    """Return a text with the ``seconds`` of a step for each exchange of ``candidates``, with its best plan."""
     fastest: dict[str, float] = {}
     for each, took in zip(candidates, seconds, strict=True):
         name = "dense" if each.is_dense else "sparse" if each.exchange == OWN else each.exchange

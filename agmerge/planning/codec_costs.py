@@ -1,4 +1,4 @@
-"""Measure what value codecs make of the values that all ranks have selected, between steps."""
+"""Costs of value codecs, measured between steps on the values that all ranks have selected."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ NOTHING = Handling(0.0, 0.0, 0.0, 0.0)
 
 
 def measure_codecs(buffers: MergeBuffers, values: Tensor | None, step: int) -> dict[str, Codec]:
-    """Collective. Return the codecs that plans may take, by name, the gradient's own dtype first, and the one in use.
+    """Collective. Return the codecs that plans may use, by name: the gradient's own dtype first, then the one in use.
 
-    Of the others those that are smaller than the gradient's own. It is the energy that arrives of all ranks' values,
-    and the seconds of the slowest rank that count. Where some rank has no values, nothing is known of any codec. The
-    same on every rank.
+    Other codecs follow if they are smaller than the gradient's own dtype. The delivered energy of all ranks' values
+    counts, and the seconds of the slowest rank. Empty where some rank has no values. The same on every rank.
 
     Args:
-        buffers: whose codecs are asked for.
-        values: that this rank has selected, some of them, see :meth:`MergeBuffers.sample_values`.
-        step: the one to come, whose density counts.
+
+        buffers: the merge buffers in use.
+        values: a sample of those that this rank has selected, see :meth:`MergeBuffers.sample_values`.
+        step: the one to come; its density counts.
     """
     lane = measured_lane(buffers.layout)
     sizes = {wire: bytes_of_element(buffers, lane, step, wire) for wire in (OWN, buffers.wire, *buffers.config.wires)}

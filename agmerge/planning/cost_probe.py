@@ -1,7 +1,7 @@
 """Measure what selection and the exchange cost here, on the messages, the collective and the packing in use.
 
-A little after each of some steps, within a :class:`agmerge.planning.probe_budget.Budget`: no step shall be much longer
-for it. Functions here that return a generator yield where the rest has to wait for the end of the next step.
+Probes are spread over steps, within a :class:`agmerge.planning.probe_budget.Budget`: no step shall be much longer for
+them. Functions that return a generator yield where they have to wait for the end of the next step.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from sparsifiers import Kind
 
 GROWTH = 2.0  # of the sizes, at least
 RUNS = 6  # of one size in one visit, at most
-SIZES = 0.8  # of the budget: the rest is for what follows
+SIZES = 0.8  # of the budget: the remainder is for later probes
 VISITS = 2  # to each size, after different steps where a step has room for one of them only
-SLOPED = 2.0  # times the seconds of the smallest size: beyond, elements are what costs; what was seen bounds the slope
+SLOPED = 2.0  # times the seconds of the smallest size: beyond, costs grow with elements; seen messages bound the slope
 
-ENOUGH = 1 << 20  # elements of a quantised message, which need memory of their own: training's own say the rest
+ENOUGH = 1 << 20  # elements of a quantised message, which need memory of their own; training shows larger ones
 
 PIECE = 1e-5  # seconds: no processor does a piece of work sooner
 ROUNDS = 5  # so often are small messages in a row timed, at most
@@ -38,9 +38,9 @@ PAIRS = 2  # of messages from one vector and from several
 
 
 class Run(NamedTuple):
-    """Say what one run of one size costs, on the slowest rank and that which sends most."""
+    """Cost of one run of one size, on the slowest rank and that which sends most."""
 
-    elements: int  # selected from, or sent whole
+    elements: int  # selected from, or sent dense
     seconds: float
     sent: float  # bytes
 
@@ -52,16 +52,16 @@ Spread = Generator[None, None, T]
 
 
 class MeasuredCosts(NamedTuple):
-    """Hold the curves that plans are made from: seconds over elements, the same on every rank."""
+    """Curves for planning: seconds over elements, the same on every rank."""
 
     sparsify: Curve | None  # of selection, over elements that are selected from; None: nothing is compressed
     exchange: Curve  # over elements of a message
     dense: Curve | None  # of a dense exchange, over elements; None: no merge buffer has the choice
-    message: Curve | None = None  # what a message takes of the processor, over its elements; None: not known
+    message: Curve | None = None  # processor time of a message, over its elements; None: not known
 
 
 class SampledTimes(NamedTuple):
-    """Hold the seconds of one exchange's messages, of all sizes that there was room for."""
+    """Times of one exchange's messages, in seconds, of all sizes within the budget."""
 
     selection: Samples  # by elements that were selected from
     packing: Samples  # by elements of the message
@@ -73,35 +73,36 @@ def probe(
 ) -> Iterator[MeasuredCosts | None]:
     """Collective. Measure what selection and exchanges cost, between steps: a part at each ``next``, the costs last.
 
-    Whatever is yielded before them, None, asks for another step in between. Runs of tensors of one lane, see
-    :func:`measured_lane`, of sizes that double, are selected from, or projected, and exchanged as in a step; nothing
-    of it is written to a residual or an update, or known to a sparsifier afterwards. Selection, which projecting counts
-    as, and packing are means of several calls with one key, since thresholds may be reused; an exchange is the median
-    from the moment its message is packed. All are the maximum over ranks, and of two visits to a size the faster one
-    counts. When sizes become too dear, the rest follows the slope. What small messages take of the processor beside
-    that, its share of the network's threads for one, is part of ``message``.
+    Each None that is yielded before them asks for another step in between. Runs of tensors of one lane, see
+    :func:`measured_lane`, of sizes that double, are selected from, or projected, and exchanged as in a step. No
+    residual, update or sparsifier state keeps anything of it. Selection (or projection) and packing are means of
+    several calls with one key, since thresholds may be reused. An exchange is the median from the moment its message is
+    packed. All are the maximum over ranks, and of two visits to a size the faster one counts. Sizes that are too costly
+    follow the slope of smaller ones. The other processor time of small messages, as that of the network's threads, is
+    part of ``message``.
 
     Args:
-        buffers: whose messages are timed.
-        step: the one to come, whose density counts.
+
+        buffers: the merge buffers in use, with the messages to be timed.
+        step: the one to come; its density counts.
         backward: seconds of a backward pass on this rank.
-        budget: what this may cost; the same on all ranks.
-        bounded: training's own messages say what large ones take, so none is probed that makes a step too long.
+        budget: the limit, the same on all ranks.
+        bounded: training's own messages bound the cost of large ones: none is probed that makes a step too long.
     """
     costs = yield from _Prober(buffers, step, backward, budget, bounded).costs()
     yield costs
 
 
 def measured_lane(layout: Layout) -> Lane:
-    """Return the lane whose messages are timed: the largest that is compressed, if one is, else the largest."""
+    """Return the lane to be timed: the largest that is compressed, if there is one, else the largest."""
     return max(layout.lengths, key=lambda lane: (lane.kind is not Kind.DENSE, layout.lengths[lane]))
 
 
 def sizes(layout: Layout) -> list[Segment]:
     """Return runs of tensors of the measured lane: from its smallest tensor to all of them.
 
-    Each is at least ``GROWTH`` times as large as the one before, but for the last one, which is the whole lane. Of a
-    quantised lane none but the first has more than ``ENOUGH`` elements.
+    Each is at least ``GROWTH`` times as large as the one before, except the last one, which is the whole lane. Of a
+    quantised lane only the first may have more than ``ENOUGH`` elements.
     """
     lane = measured_lane(layout)
     slots = [slot for slot in layout.slots if slot.lane == lane]
@@ -118,7 +119,7 @@ def sizes(layout: Layout) -> list[Segment]:
 
 
 class _Prober:
-    """Time messages of one agreement, and count what that costs."""
+    """Timing of messages of one agreement, with an account of its costs."""
 
     def __init__(self, buffers: MergeBuffers, step: int, backward: float, budget: Budget, bounded: bool) -> None:
         self.buffers, self.step, self.backward, self.budget, self.bounded = buffers, step, backward, budget, bounded
@@ -149,7 +150,7 @@ class _Prober:
             Curve.fit(_plus(overhead, _least(times.packing))),
         )
 
-    # -- one probe, and what it cost ----------------------------------------------------------------------------
+    # -- one probe and its costs ---------------------------------------------------------------------------------
 
     def _timer(self, segment: Segment, exchange: Exchange) -> MessageTimer:
         """Return a timer for use after this step alone."""
@@ -162,9 +163,9 @@ class _Prober:
             self.budget.next_step()
 
     def _told(self, timers: list[MessageTimer], *seconds: float) -> list[float]:
-        """Collective. Count a probe with these timers, which is over, and forget what sparsifiers have kept of it.
+        """Collective. Count an ended probe with these timers, and drop the state that it has left in sparsifiers.
 
-        Returns the maximum over ranks of each of ``seconds``, of the seconds that it took, and of the bytes it sent.
+        Returns the maximum over ranks of each of ``seconds``, then of the probe's seconds and sent bytes.
         """
         took, sent = timers[0].now() - timers[0].began, sum(timer.sent for timer in timers)
         for part in map(self.buffers.config.compressor.part, self.buffers.config.compressor.kinds):
@@ -174,7 +175,7 @@ class _Prober:
         return told
 
     def _meet(self) -> None:
-        """Collective. Have ranks begin together: a wait for a rank is no exchange, and nothing that a probe costs."""
+        """Collective. Make ranks begin together: a wait for a late rank is no cost of an exchange or a probe."""
         self._max_over_ranks(0.0)
 
     def _max_over_ranks(self, *seconds: float) -> list[float]:
@@ -187,14 +188,14 @@ class _Prober:
     # -- sizes that double --------------------------------------------------------------------------------------
 
     def _sample(self, exchange: Exchange, part: float, *, packs: bool = True) -> Spread[SampledTimes]:
-        """Collective. Time the sizes, smallest first, within this part of the budget: one of them at least.
+        """Collective. Time the sizes, smallest first, within this share of the budget: one of them at least.
 
         ``packs``: selecting and packing are timed, too.
         """
         times = SampledTimes({}, {}, {})
         known: list[Run] = []  # of each size
         for segment in self.segments:
-            if not known:  # one message to begin with: what a run takes is not known at all
+            if not known:  # one message to begin with: the cost of a run is not known at all
                 run = yield from self._visit(segment, exchange, SampledTimes({}, {}, {}), 1, UNKNOWN, part, packs)
             else:
                 run = _expected(known, segment.numel)
@@ -222,7 +223,7 @@ class _Prober:
     ) -> Spread[Run]:
         """Collective. Time up to ``most`` runs of one size, and add them to ``times``; return what a run has cost.
 
-        ``expected``: what one is thought to cost. ``part``, ``packs``: as for :meth:`_sample`.
+        ``expected``: the predicted cost of a run. ``part``, ``packs``: as for :meth:`_sample`.
         """
         yield from self._room(expected.seconds)
         runs = self.budget.runs(expected.seconds, expected.sent, most, part)
@@ -231,21 +232,20 @@ class _Prober:
         selecting, packing = timer.time_selection(runs) if packs else (0.0, 0.0)
         travel = timer.time_exchange(runs)
         selecting, packing, travel, took, sent = self._told([timer], selecting, packing, travel)
-        if timer.prepares:  # what takes the processor is not packing, but the passes over the tensors
+        if timer.prepares:  # processor time goes into passes over the tensors, not into packing
             selecting, packing = selecting + packing, 0.0
         times.exchange.setdefault(timer.capacity, []).append(travel)
         times.packing.setdefault(timer.capacity, []).append(packing)
         times.selection.setdefault(segment.numel, []).append(selecting)
         return Run(segment.numel, took / runs, sent / runs)
 
-    # -- what else a message takes of the processor -------------------------------------------------------------
+    # -- other processor time of a message ----------------------------------------------------------------------
 
     def _cpu_overhead_of_message(self, exchange: Exchange, times: SampledTimes) -> Spread[float]:
-        """Collective. Return the seconds that a small message takes of the processor beside selection and packing.
+        """Collective. Return the processor seconds of a small message beside selection and packing.
 
-        That is how much longer the same work takes when messages leave in between and arrive, the maximum over ranks.
-        The work hides their way through the network; where that is long, nothing else about a message matters, and it
-        is 0.
+        That is how much longer the same work takes when messages leave and arrive in between, the maximum over ranks.
+        The work hides their transfer. Where that takes long, nothing else about a message matters, and the result is 0.
         """
         between = max(BETWEEN[0], 1.5 * _fastest(times.exchange))
         on_host = self.segments[0].lane.device.type == "cpu"  # a device computes while the host waits and packs
@@ -267,7 +267,7 @@ class _Prober:
         return max(0.0, per_message - (_fastest(times.selection) + _fastest(times.packing)))
 
     def _overhead_per_extra_vector(self, exchange: Exchange) -> Spread[float]:
-        """Collective. Return the seconds to pack what was selected from one more vector into the same message.
+        """Collective. Return the seconds to pack the selection of one more vector into the same message.
 
         The maximum over ranks: a message of several vectors is compared with one of as many elements from one vector.
         They are the smallest tensors that follow each other.
@@ -292,7 +292,7 @@ class _Prober:
 
 
 def _expected(known: list[Run], elements: int) -> Run:
-    """Return what a run of so many elements will cost at most, by the sizes that are ``known``, smaller ones."""
+    """Return the largest cost of a run of ``elements``, extrapolated from the ``known``, smaller sizes."""
     last = known[-1]
     seconds = last.seconds * elements / last.elements
     if len(known) > 1:  # that is too much where most of it is a start-up

@@ -1,4 +1,4 @@
-"""Detect that a plan no longer fits: measured times have drifted away from those that it was made for."""
+"""Drift: a plan no longer fits, because times have changed since it was made."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from agmerge.planning.plan_choice import predicted_exchange_seconds, predicted_f
 from merging import Measurements
 from merging.checks import Elements
 
-STEADY = (0.8, 1.25)  # an exchange within these, of what it took after the plan was made, is as it was
-LATE = 0.15  # of the finish: backward that moved by less is as it was
+STEADY = (0.8, 1.25)  # times the exchange seconds after the plan was made: within these, unchanged
+LATE = 0.15  # of the finish: backward that moved by less is unchanged
 CONFIRMATIONS = 2  # looks in a row that must see a change
 
 
 class Finding(IntEnum):
-    """Say what a look at the measured times calls for; of two findings the larger one counts."""
+    """Conclusion from measured times; of two findings the larger one counts."""
 
     KEEP = 0  # nothing: times are as they were when the plan was made
-    PLAN = 1  # another plan, from the costs as they are known
-    PROBE = 2  # another plan, from costs that are measured anew
+    PLAN = 1  # another plan, from the known costs
+    PROBE = 2  # another plan, from costs that are measured again
 
 
 class DriftDetector:
-    """Compare looks at the measured times of one plan with what it was made from. Rank 0's; nothing communicates."""
+    """Comparison of measured times with the measurements behind the plan in use. Rank 0's; nothing communicates."""
 
     def __init__(self) -> None:
         self._findings: list[Finding] = []  # of the looks since the plan was made, or confirmed
@@ -34,24 +34,25 @@ class DriftDetector:
         self.usual_ratio: float | None = None
 
     def restart(self, usual_ratio: float | None = None) -> None:
-        """Begin anew: a plan was made. The next look says how long exchanges take beside the prediction.
+        """Begin again: a plan was made. The next look shows how long exchanges take, relative to the prediction.
 
-        ``usual_ratio``: what an earlier run with this plan has found that they do.
+        ``usual_ratio``: that relation, if an earlier run with this plan has found it.
         """
         self._findings, self.usual_ratio = [], usual_ratio
 
     def look(
         self, plan: merging.Plan, planned_from: Measurements, ready: Seconds, travel: Seconds, load: Elements
     ) -> Finding:
-        """Return what is to be done: something if ``CONFIRMATIONS`` looks in a row have seen a change.
+        """Return the finding: other than KEEP if ``CONFIRMATIONS`` looks in a row have seen a change.
 
         Args:
+
             plan: the one in use.
-            planned_from: what it was made from, or what was measured last without a better one.
+            planned_from: the measurements behind it, or the last ones that led to no better plan.
             ready: when each tensor is ready, (n,), on the slowest rank.
-            travel: seconds of each merge buffer's exchange, (W, m). The rank that came last to an exchange saw it as
-                it is; the others waited for that one, so the minimum counts.
-            load: elements that each tensor sends from now on, (n,). If they are others, there is no doubt.
+            travel: seconds of each merge buffer's exchange, (W, m). The last rank to reach an exchange sees its own
+                duration; the others waited for that rank, so the minimum counts.
+            load: elements that each tensor sends from now on, (n,). Other loads than before need no confirmation.
         """
         ratio = float(travel.min(axis=0).sum() / predicted_exchange_seconds(plan, planned_from).sum())
         if self.usual_ratio is None:

@@ -1,4 +1,4 @@
-"""Go on from what an earlier run like this one has settled on, and keep this run's plan for the next."""
+"""Recall the plan of an earlier run like this one, and keep this run's plan for the next."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from agmerge.step.merge_buffers import MergeBuffers
 
 
 class EarlierRun:
-    """Stand for the runs before this one, of one agreement. Rank 0 reads and writes files, the others hear of it."""
+    """Earlier runs, of one agreement. Rank 0 reads and writes files, and tells the others."""
 
     def __init__(self, buffers: MergeBuffers) -> None:
         self._buffers = buffers
-        self._file: Path | None = None  # rank 0's, for a plan that is settled on; None: it is kept already, or nowhere
+        self._file: Path | None = None  # rank 0's, for the plan of this run; None: it is kept already, or nowhere
 
     def recall(self) -> KnownPlan | None:
         """Collective. Return the plan that an earlier run like this one has kept; None: there is none."""

@@ -1,6 +1,6 @@
-"""Choose, once the first steps are measured, what is not asked again: budgets by importance and the dense cutoff.
+"""Choose, once the first steps are measured, budgets by importance and the dense cutoff, for good.
 
-Rank 0 chooses, and every rank hears of it. Nothing here changes merge buffers: who asks applies the answer.
+Rank 0 chooses, and tells every rank. Nothing here changes merge buffers: the caller applies the answer.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ def choose_budgets(buffers: MergeBuffers) -> tuple[int, ...]:
 def choose_cutoff(buffers: MergeBuffers, planner: merging.Planner, measured: merging.Measurements) -> DenseCutoff:
     """Collective. Return the cutoff of ``dense="partial"`` with which steps are predicted to end first; it is final.
 
+    The compressor's density counts, not that of the step: a warm-up ends, the cutoff stays.
+
     Args:
+
         buffers: its cutoff in use is the largest that may be chosen, for tensors only become sparse.
         planner: makes the plans that are compared, on rank 0.
         measured: of steps with the cutoff in use; rank 0's counts.
-
-    It goes by the compressor's density, not by that of the step: a warm-up ends, the cutoff stays.
     """
     config = buffers.config
     cutoff = config.partial

@@ -1,6 +1,6 @@
-"""Keep plans, with what they were made from, in the user's cache, and find the one of a training that was seen before.
+"""Plans with their measurements, kept in the user's cache, and found again for the same training.
 
-A file is read and written by rank 0 alone. What is wrong with one is said in one line, and it is measured as ever.
+A file is read and written by rank 0 alone. A file that is wrong causes a warning of one line, and new measurements.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.version import __version__
 from merging import Measurements, storage
 
-VARIABLE = "AGMERGE_CACHE"  # the folder for all that is kept; "off": nothing is
+VARIABLE = "AGMERGE_CACHE"  # the folder for kept plans; "off": none are kept
 MOST = 200  # files that are kept, the latest ones
-FRESH = 86400.0  # seconds: what was measured wrong, on a machine that was busy, shall not last for ever
+FRESH = 86400.0  # seconds: measurements of a busy machine shall not last for ever
 _KIND = "agmerge.KnownPlan"
 
 
 @dataclass(frozen=True)
 class KnownPlan:
-    """Hold a plan that was settled on."""
+    """Plan that a run has settled on, with its measurements."""
 
     plan: merging.Plan
-    measured: Measurements  # what it was made from
+    measured: Measurements  # the basis of the plan
     ratio: float  # seconds of its exchanges in training, measured / predicted
 
     def dumps(self) -> str:
-        """Return it as text, with a checksum."""
+        """Return the plan as text, with a checksum."""
         body = {"plan": self.plan.dumps(), "measured": self.measured.dumps(), "ratio": self.ratio}
         return storage.seal(_KIND, body)
 
     @classmethod
     def loads(cls, text: str) -> KnownPlan:
-        """Return an equal one. ``ValueError`` for a text that is foreign, damaged or of another format."""
+        """Return the plan of a text. ``ValueError`` for a text that is foreign, damaged or of another format."""
         return storage.unseal(text, _KIND, _build)
 
 
 def _build(*, plan: str, measured: str, ratio: Any) -> KnownPlan:
-    """Return what a record holds as text."""
+    """Return the plan from the fields of a record."""
     return KnownPlan(merging.Plan.loads(plan), Measurements.loads(measured), float(ratio))
 
 
 def folder() -> Path | None:
-    """Return where plans are kept: below ``AGMERGE_CACHE``, else the user's cache; None: nowhere."""
+    """Return the folder for plans: below ``AGMERGE_CACHE``, else in the user's cache; None: nowhere."""
     chosen = os.environ.get(VARIABLE, "")
     if chosen == "off":
         return None
-    with suppress(RuntimeError):  # nobody's home
+    with suppress(RuntimeError):  # there is no home folder
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agmerge"
         return (Path(chosen).expanduser() if chosen else home) / "plans"
     return None
@@ -69,7 +69,7 @@ def folder() -> Path | None:
 def path_of(where: Path, buffers: MergeBuffers, hosts: Sequence[str]) -> Path:
     """Return the file for this training: its tensors, arguments, backend, launcher, workers, hosts and versions.
 
-    The tensors as they become ready: a plan keeps their order. ``hosts``: of every rank, and so which ranks share one.
+    The tensors in readiness order, which a plan keeps. ``hosts``: of every rank, which shows the ranks that share one.
     The launcher by the variables that it sets: one backend may have several, as Horovod has over MPI and over Gloo.
     """
     slots = [(slot.name, list(slot.shape), repr(slot.lane)) for slot in buffers.tensors.slots]
@@ -81,9 +81,9 @@ def path_of(where: Path, buffers: MergeBuffers, hosts: Sequence[str]) -> Path:
 
 
 def recall(path: Path, buffers: MergeBuffers) -> str:
-    """Return the text of the plan that is kept at ``path``; "" where there is none that is fresh and fits.
+    """Return the text of the plan at ``path``; "" where there is none that is fresh and fits.
 
-    What is wrong with a file is said in one line.
+    A file that is wrong causes a warning of one line.
     """
     try:
         if time.time() - path.stat().st_mtime > FRESH:
@@ -101,7 +101,7 @@ def recall(path: Path, buffers: MergeBuffers) -> str:
 
 
 def keep(path: Path, known: KnownPlan) -> None:
-    """Keep a plan at ``path``, and of all files there the latest ones. Where that is impossible, say so in one line."""
+    """Keep a plan at ``path``, and delete all files there but the latest ones. Where that is impossible, warn."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         storage.write(path, known.dumps())

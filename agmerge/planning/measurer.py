@@ -1,4 +1,4 @@
-"""Measure, between steps, what plans are made from: what steps have shown, and what probes find."""
+"""Measurements for plans, made between steps: the times of steps, and the results of probes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from merging import Measurements
 
 
 class Look(NamedTuple):
-    """Hold what the steps since the look before have taken, typically; the same on every rank."""
+    """Typical times of the steps since the last look; the same on every rank."""
 
     ready: Seconds  # when each tensor is ready, on the slowest rank, since the first; (n,)
-    making: Seconds  # of the processor for each merge buffer's messages, of every rank; (W, m)
+    making: Seconds  # processor time of each merge buffer's messages, of every rank; (W, m)
     travel: Seconds  # of each merge buffer's exchange, of every rank; (W, m)
     step: float  # seconds of a whole step, on the slowest rank
 
 
 class Measurer:
-    """Measure for the plans of one agreement. A subclass may measure more, or otherwise."""
+    """Measure for the plans of one agreement. A subclass may measure more, or differently."""
 
     def __init__(self, buffers: MergeBuffers, times: RunningStepTimes) -> None:
         self.buffers, self.times = buffers, times  # read, and never changed here but for restart() of averages
@@ -36,24 +36,25 @@ class Measurer:
         self.bytes_probed = 0  # handed to collectives by probes, by the rank that sent most
 
     def look(self) -> Look:
-        """Collective. Return what the averages of all ranks say; they begin anew."""
+        """Collective. Return the averages of all ranks, and begin new ones."""
         own = self.times.ready(), self.times.making(), self.times.travel(), np.array([self.whole.typical()])
         ready, making, travel, step = gather_seconds(self.buffers, *own)
         self.times.restart()
         return Look(ready.max(axis=0), making, travel, float(step.max()))
 
     def measure(self, step: int, look: Look | None = None, *, at_once: bool = False) -> Iterator[Measurements | None]:
-        """Collective. Measure a part at each ``next``, between steps, and yield None; yield what plans need at last.
+        """Collective. Measure a part at each ``next``, between steps, and yield None; yield the measurements last.
 
         Args:
+
             step: the one to come.
-            look: what steps have shown; None: is asked for.
+            look: the times of steps; None: they are asked for.
             at_once: nothing is left for later steps.
         """
         look = self.look() if look is None else look
         budget = Budget(look.step, 4 * self.buffers.layout.numel, at_once=at_once)
         before = self.bytes_probed
-        if budget.is_spread:  # what ranks have told each other so far took its time, too
+        if budget.is_spread:  # the exchange of times has taken time, too
             yield None
         for costs in measure_costs(self.buffers, step, float(look.ready[-1]), budget, self.seen(step, look)):
             self.bytes_probed = before + int(budget.bytes)
@@ -63,13 +64,14 @@ class Measurer:
                 yield self.with_costs(step, look.ready, costs)
 
     def seen(self, step: int, look: Look) -> SeenMessages | None:
-        """Return what steps have shown of their messages; None: nothing that bounds what probes find."""
+        """Return what steps have shown of their messages; None: nothing that bounds the results of probes."""
         return seen_in(self.buffers.plan, profile(self.buffers, look.ready, step), look.making, look.travel)
 
     def with_costs(self, step: int, ready: Seconds, costs: MeasuredCosts) -> Measurements:
-        """Collective. Return what plans are made from; rank 0's counts.
+        """Collective. Return the measurements for planning; rank 0's counts.
 
         Args:
+
             step: the one to come.
             ready: when each tensor is ready, (n,).
             costs: of selection and exchanges.

@@ -1,4 +1,4 @@
-"""Put together what plans are made from: the tensors with their times and loads, and what all ranks have measured."""
+"""Input of planners: the tensors with their times and loads, and the costs that all ranks have measured."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from merging import Measurements
 from sparsifiers import Compressor, Kind, LowRank, Quantiser
 from sparsifiers.quantising.blocks import block_size, blocks_in
 
-LOW_RANK, BY_NAME = "low rank", "by name"  # a fact of measurements, and its value where there is no one rank
+LOW_RANK, BY_NAME = "low rank", "by name"  # a fact of measurements, and its value where tensors have different ranks
 
 
 def gather_seconds(buffers: MergeBuffers, *columns: Seconds) -> list[Seconds]:
     """Collective. Return every rank's ``columns``, float64 of shape (k,): one array (W, k) for each of them.
 
-    Every rank hands in as many numbers, seconds or others that are compared between ranks.
+    Every rank passes as many numbers, seconds or others that are compared between ranks.
     """
     data = np.concatenate(columns).astype(np.float64).tobytes()
     rows = np.array([np.frombuffer(row) for row in gather_bytes(buffers.comm, data, "times", buffers.config.timeout)])
@@ -44,9 +44,10 @@ def measurements(buffers: MergeBuffers, step: int, ready: Seconds, costs: Measur
     """Collective. Return all that planning needs; the same on every rank but for rounding: rank 0's counts.
 
     Args:
+
         step: the one to come.
         ready: when each tensor is ready, on the slowest rank, in seconds since the first; (n,), in the plan's order.
-        costs: what selection and exchanges take.
+        costs: of selection and exchanges.
     """
     config = buffers.config
     return Measurements(
@@ -65,7 +66,7 @@ def measurements(buffers: MergeBuffers, step: int, ready: Seconds, costs: Measur
 
 
 def _low_rank_facts(compressor: Compressor) -> tuple[tuple[str, str], ...]:
-    """Return the rank of all factors, or that it differs from tensor to tensor; nothing where none are sent."""
+    """Return the rank of all factors as a fact, or that it differs from tensor to tensor; empty where none are sent."""
     low_rank = compressor.part(Kind.LOW_RANK)
     if not isinstance(low_rank, LowRank):
         return ()
@@ -76,7 +77,7 @@ def _low_rank_facts(compressor: Compressor) -> tuple[tuple[str, str], ...]:
 def residual_energy(buffers: MergeBuffers) -> Energies | None:
     """Collective. Return the squared L2 norm of each tensor's residual, (n,), the mean over ranks: its noise.
 
-    None where nothing is kept, or a residual is not finite.
+    None where there are no residuals, or one is not finite.
     """
     residuals: dict[str, torch.Tensor] = {}
     if buffers.config.compressor.compresses:
@@ -99,15 +100,17 @@ def profile(
 ) -> merging.Profile:
     """Return the tensors that take part as planners see them.
 
-    A load is in elements of the lane whose messages are timed: selected ones, index and value as they are sent, or
-    those of factors. What is sent otherwise counts by its bytes.
+    A load is in elements of the timed lane: selected ones with index and value as they are sent, or those of factors.
+    Other tensors count by their bytes.
 
     Args:
+
+        buffers: the merge buffers in use.
         ready: when each tensor is ready, in seconds since the first, never falling; (n,).
-        step: whose density counts.
+        step: its density counts.
         noise: energy that selection leaves behind, (n,); None: not known.
         wire: the value codec; None: the one in use.
-        quantiser: of what is quantised; None: the one in use.
+        quantiser: of quantised tensors; None: the one in use.
     """
     wire = buffers.wire if wire is None else wire
     names, numel, work, load = [], [], [], []
@@ -136,9 +139,9 @@ def _elements_sent(buffers: MergeBuffers, slot: Slot, step: int) -> int:
 def bytes_of_element(
     buffers: MergeBuffers, lane: Lane, step: int, wire: str, quantiser: Quantiser | None = None
 ) -> float:
-    """Return what an element that is sent takes in a message, about: with its index, where it was selected.
+    """Return the bytes of a sent element in a message, about: with its index, where it was selected.
 
-    ``quantiser``: of what is quantised; None: the one in use.
+    ``quantiser``: of quantised tensors; None: the one in use.
     """
     quantiser = buffers.quantiser if quantiser is None else quantiser
     if lane.kind is Kind.QUANTISED and quantiser is not None:
@@ -152,7 +155,7 @@ def bytes_of_element(
 
 
 def bytes_of_quantised(buffers: MergeBuffers, lane: Lane, quantiser: Quantiser) -> float:
-    """Return what an element of a lane takes in a message of this quantiser, with its share of a scale."""
+    """Return the bytes of an element of a lane in a message of this quantiser, with its share of a scale."""
     slots = [slot for slot in buffers.layout.slots if slot.lane == lane]
     sizes = [(slot.numel, block_size(slot.shape)) for slot in slots]
     taken = sum(blocks_in(numel, size) * quantiser.record_bytes(size) for numel, size in sizes)

@@ -15,25 +15,26 @@ from agmerge.tensors.layout import Segment
 from sparsifiers import Compressor, Kind, Selection, Sparsifier
 from sparsifiers.observed import Observed
 
-PIECE_OF_WORK = torch.ones(128, 128)  # its product with itself takes a tenth of a millisecond, more or less
+PIECE_OF_WORK = torch.ones(128, 128)  # its product with itself takes about a tenth of a millisecond
 BURST = 4  # small messages in a row
 
 
 class MessageTimer:
     """Time the same message again and again: one segment, selected from and exchanged as in a step.
 
-    All times are this rank's own. Nothing is written to a residual or an update that anyone reads. Used between two
-    steps and not after the next one, in which memory changes places.
+    All times are this rank's own. No residual or update that is still needed is written to. Used between two steps and
+    not after the next one, in which memory changes places.
     """
 
     def __init__(self, buffers: MergeBuffers, segment: Segment, exchange: Exchange, step: int, backward: float) -> None:
-        """Select once, so that it is known how long the message is.
+        """Select once, so that the length of the message is known.
 
         Args:
-            buffers: whose memory and sparsifier are used.
+
+            buffers: the merge buffers in use, with their memory and sparsifier.
             segment: what the message carries.
-            exchange: how it is sent: selected from if that is a sparse one, else whole.
-            step: whose density and number count.
+            exchange: how it is sent: selected from if that is a sparse one, else dense.
+            step: its density and number count.
             backward: seconds of a backward pass on this rank; half of it goes on after a message has left.
         """
         self.buffers, self.segment, self.step, self._exchange = buffers, segment, step, exchange
@@ -47,7 +48,7 @@ class MessageTimer:
             self.segment_buffers = _in_use(self.segment_buffers) if quantises else _zeros(self.segment_buffers)
         self.on_host = segment.lane.device.type == "cpu"
         self._shares_cores = self.on_host and exchange.can_poll  # backward and the network's threads
-        self.selection = self._select()  # the last one; None: the segment is sent whole
+        self.selection = self._select()  # the last one; None: the segment is sent dense
         self.factorises = exchange.factorises  # segments are matrices, and factors of these are sent
         self.capacity = self._elements()  # of a message
 
@@ -78,7 +79,7 @@ class MessageTimer:
     def time_exchange(self, runs: int) -> float:
         """Collective. Return the seconds from the packed message to its arrival, the median of ``runs`` messages.
 
-        Where all is sent, packing counts too.
+        For dense segments packing counts, too.
         """
         seconds = []
         for _ in range(runs):
@@ -115,7 +116,7 @@ class MessageTimer:
         return self.now() - begin
 
     def now(self) -> float:
-        """Return a time in seconds, when the device has done all that it was given."""
+        """Return a time in seconds, when the device has finished all queued work."""
         device = self.segment.lane.device
         if device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)  # between steps: nothing else runs
@@ -128,7 +129,7 @@ class MessageTimer:
         return self.segment.numel if self.selection is None else self.selection.indices.numel()
 
     def _select(self) -> Selection | None:
-        """Select from the segment under a key of its own; return None where it is sent whole."""
+        """Select from the segment under a key of its own; return None where it is sent dense."""
         if not self._exchange.sparse or not self.segment.lane.sparse:
             return None
         sparsifier = unobserved(self.buffers.config.compressor.part(Kind.SPARSE))
@@ -155,7 +156,7 @@ class MessageTimer:
 def _zeros(segment_buffers: SegmentBuffers) -> SegmentBuffers:
     """Return buffers that may be summed where they lie, again and again.
 
-    Between steps ``work`` is nobody's, unless the last update is in it.
+    Between steps ``work`` is free to be overwritten, unless the last update is in it.
     """
     shared = segment_buffers.work.data_ptr() == segment_buffers.update.data_ptr()
     work = torch.zeros_like(segment_buffers.work) if shared else segment_buffers.work.zero_()
@@ -163,13 +164,13 @@ def _zeros(segment_buffers: SegmentBuffers) -> SegmentBuffers:
 
 
 def _in_use(segment_buffers: SegmentBuffers) -> SegmentBuffers:
-    """Return buffers of their own, with numbers in them: of zeros a tensor might be quantised sooner."""
+    """Return separate buffers, with numbers in them: zeros might be quantised faster."""
     work = torch.linspace(-1.0, 1.0, segment_buffers.segment.length, device=segment_buffers.work.device)
     update = torch.empty_like(segment_buffers.update)
     return SegmentBuffers(segment_buffers.segment, work.to(segment_buffers.work.dtype), update)
 
 
 def unobserved(compressor: Compressor | None) -> Compressor:
-    """Return the compressor without the one that watches it: figures are of training, and not of probes."""
+    """Return the compressor without its observer: figures are of training, and not of probes."""
     assert compressor is not None
     return compressor.wrapped if isinstance(compressor, Observed) else compressor

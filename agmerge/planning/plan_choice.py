@@ -1,6 +1,6 @@
-"""Choose the best plan for what was measured, and predict what it takes: pure functions.
+"""Choice of the best plan for given measurements, and its prediction: pure functions.
 
-``planner`` is the one in training, ``buffers`` the merge buffers that there are; neither is changed.
+``planner`` is the one in training, ``buffers`` the merge buffers in use; neither is changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from merging import Measurements
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class FixedCounts(merging.Planner):
-    """Keep a partition as it is; what goes dense and in how many messages is still chosen."""
+    """Planner that keeps a partition; which merge buffers are dense, and in how many messages, is still chosen."""
 
     name: ClassVar[str] = "fixed"
     timed: ClassVar[bool] = False
@@ -39,7 +39,7 @@ def planner_of(buffers: MergeBuffers, planner: merging.Planner) -> merging.Plann
 def best_plan(planner: merging.Planner, buffers: MergeBuffers, measured: Measurements) -> merging.Pieces[merging.Plan]:
     """Return, in pieces, the plan with which the planner predicts steps to end first.
 
-    It is divided into messages where that helps.
+    Its merge buffers are divided into messages where that helps.
     """
     fitting = planner_of(buffers, planner)
     plan, mode = yield from merging.best_in_pieces(fitting, measured)
@@ -49,7 +49,7 @@ def best_plan(planner: merging.Planner, buffers: MergeBuffers, measured: Measure
 
 
 def mode_of(plan: merging.Plan, measured: Measurements) -> str:
-    """Return the mode in which ``plan`` is to be predicted: "ahead" where it says so, else the other one allowed."""
+    """Return the mode in which ``plan`` is to be predicted: "ahead" by its labels, else the other allowed one."""
     return AHEAD if is_ahead(plan) else next((mode for mode in measured.modes if mode != AHEAD), AHEAD)
 
 

@@ -1,8 +1,8 @@
-"""Train a few steps with each of several plans: what a prediction promises must be seen in the time of whole steps.
+"""Train a few steps with each of several plans: a predicted gain has to show in the time of whole steps.
 
-Which plans these are, ``candidates`` says: their labels say how they send, so a trial of value codecs is one of plans.
-Plans take turns several times, so that other load that comes or goes meets all of them, and of the steps of each the
-fastest third counts, since other load only adds. What is predicted to be the best has to be beaten beyond chance.
+The plans come from ``candidates``, with their send mode as labels, so a trial of value codecs is one of plans. Plans
+take turns several times, so that a changing load of the machine affects all of them. Of the steps of each the fastest
+third counts, since other load only adds. The plan that is predicted to be the best has to be beaten beyond chance.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from collections.abc import Sequence
 import merging
 
 TURN = 3  # steps of a plan until the next one has its turn; the first of them is not counted
-ROUNDS = 3  # turns that a plan has, at most
+ROUNDS = 3  # most turns of a plan
 HOPELESS = 1.4  # times as long as each step of another plan: where all of one turn are, there is no further turn,
 SURE = 2  # nor where all of so many turns are longer at all
 DOUBTFUL = 1.5  # times as late: a plan that is predicted to end later is not tried
 
 
 class PlanTrial:
-    """Train with plans in turn, ``TURN`` steps each, and time this rank's steps: who has a turn next, rank 0 says."""
+    """Train with plans in turn, ``TURN`` steps each, and time this rank's steps; rank 0 chooses the next turn."""
 
     def __init__(self, *plans: merging.Plan) -> None:
         """Begin with the first of ``plans`` in the next step."""
         self.plans = plans
         self._counted: list[list[float]] = [[] for _ in plans]  # seconds of steps
-        self._turns = [0] * len(plans)  # that each plan has begun
+        self._turns = [0] * len(plans)  # begun, of each plan
         self._now, self._steps = 0, 0  # the plan in use, and its steps in this turn
         self._last_end = time.perf_counter()
         self.begin_turn(0)
 
     def count_step(self) -> bool:
-        """Count a step that has ended; tell whether the turn of the plan in use is over: for all ranks alike."""
+        """Count a step that has ended; return whether the turn of the plan in use is over: equal on all ranks."""
         now = time.perf_counter()
         self._steps += 1
         if self._steps > 1:
@@ -50,13 +50,13 @@ class PlanTrial:
         return min(waiting, key=self._turns.__getitem__) if waiting and len(left) > 1 else -1
 
     def begin_turn(self, number: int) -> merging.Plan:
-        """Return the plan of this number, whose turn begins."""
+        """Begin the turn of a plan, by its number, and return it."""
         self._turns[number] += 1
         self._now, self._steps = number, 0
         return self.plans[number]
 
     def seconds(self) -> list[float]:
-        """Return what a step takes with each plan on this rank: the mean of the fastest third, in seconds."""
+        """Return the seconds of a step with each plan on this rank: the mean of the fastest third."""
         return [_fastest_third(counted) for counted in self._counted]
 
     def doubts(self) -> list[float]:
@@ -65,7 +65,7 @@ class PlanTrial:
         return [median - fast for median, fast in zip(medians, self.seconds(), strict=True)]
 
     def _is_out(self, number: int) -> bool:
-        """Return whether a plan, which has had a turn as all have, is not the fastest one beyond doubt."""
+        """Return whether a plan, which has had a turn as all have, is certainly not the fastest one."""
         seconds = self.seconds()
         best = min(range(len(seconds)), key=seconds.__getitem__)
         is_sure = min(self._turns[number], self._turns[best]) >= SURE
@@ -74,14 +74,14 @@ class PlanTrial:
 
 
 def _fastest_third(seconds: list[float]) -> float:
-    """Return the mean of the fastest third of these steps, of one at least."""
+    """Return the mean of the fastest third of these steps, of at least one."""
     return statistics.fmean(sorted(seconds)[: max(1, len(seconds) // 3)])
 
 
 def taken(best: int, seconds: Sequence[float], doubts: Sequence[float]) -> int:
-    """Return the number of the plan to go on with: ``best``, or the first, which is predicted to be the best.
+    """Return the number of the plan to continue with: ``best``, or the first, which is predicted to be the best.
 
-    That one stays unless ``best`` is faster by more than steps with one of both differ among themselves: on a machine
-    with other work a few steps say less than what was measured before.
+    The first one stays unless ``best`` is faster by more than the steps with one plan vary: on a machine with other
+    work a few steps are weaker evidence than the earlier measurements.
     """
     return best if seconds[best] + max(doubts[best], doubts[0]) < seconds[0] else 0

@@ -1,4 +1,4 @@
-"""Bound what probes and planning cost: how much longer a step takes; of probes also their time and bytes in all."""
+"""Limits of probes and planning: how much longer a step takes; of probes also their time and bytes in all."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 
 SECONDS = 1.0  # for all probes together,
 STEPS = 3.0  # or so many steps' worth of time, whichever is more
-SHARE = 0.05  # of a step: so much longer it may take for probes, or for a part of planning
-LEAST = 1e-3  # seconds that any step may take longer: below, nothing can be timed at all
+SHARE = 0.05  # of a step: limit of the time for probes, or for a part of planning, after it
+LEAST = 1e-3  # seconds that are allowed after any step: in less nothing can be timed
 GRADIENTS = 8.0  # times the bytes of all gradients, for all probes together: docs/merging.md says why
 FLOOR = 1 << 16  # bytes that any model may spend: below, its messages are headers and little else
 
@@ -18,12 +18,15 @@ def share_of(step: float) -> float:
 
 
 class Budget:
-    """Count what probes have cost. Figures are the maximum over ranks, so that every rank counts, and ends, alike."""
+    """Account of probes.
+
+    Figures are the maximum over ranks, so that every rank counts, and stops, at the same point.
+    """
 
     def __init__(self, step: float, gradient: int, *, at_once: bool = False) -> None:
-        """Allow what probes may cost where a step takes ``step`` seconds and all gradients ``gradient`` bytes.
+        """Set the limits where a step takes ``step`` seconds and all gradients ``gradient`` bytes.
 
-        ``at_once``: after one step, as long as that takes.
+        ``at_once``: all probes follow one step, however long they take.
         """
         self.share = math.inf if at_once else share_of(step)  # seconds, after one step
         self._seconds = max(SECONDS, STEPS * step)
@@ -41,7 +44,7 @@ class Budget:
         self.seconds, self.bytes, self._here = self.seconds + seconds, self.bytes + sent, self._here + seconds
 
     def next_step(self) -> None:
-        """Go on after the next step."""
+        """Begin the account of the next step."""
         self._here = 0.0
 
     def fits(self, seconds: float) -> bool:
@@ -51,7 +54,7 @@ class Budget:
     def runs(self, seconds: float, sent: float, most: int, part: float = 1.0) -> int:
         """Return how many runs of so many seconds and bytes each fit after this step, at least 1, at most ``most``.
 
-        Within this part of what may be spent in all.
+        ``part``: share of the whole budget that may be used.
         """
         room = min(self.share - self._here, part * self._seconds - self.seconds)
         bytes_left = part * self._bytes - self.bytes
@@ -59,5 +62,5 @@ class Budget:
         return max(1, int(min([most, *fitting])))
 
     def allows(self, seconds: float, sent: float, part: float = 1.0) -> bool:
-        """Return whether so much more is within this part of what may be spent in all."""
+        """Return whether so many more seconds and bytes fit into ``part``, a share of the whole budget."""
         return self.seconds + seconds <= part * self._seconds and self.bytes + sent <= part * self._bytes

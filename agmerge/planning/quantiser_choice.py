@@ -1,6 +1,6 @@
-"""Choose in how many bits gradients travel: the most exact candidate whose step takes about as long as the fastest.
+"""Choose the bits of gradients: the most exact candidate with a step about as long as the fastest one's.
 
-On rank 0, from what all ranks have measured. Predictions say which candidates are tried; trials of whole steps decide.
+On rank 0, from the measurements of all ranks. Predictions select the candidates to try; trials of whole steps decide.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from merging import Measurements, Pieces
 from merging.pieces import go_on
 from sparsifiers.quantising.choice import NONE
 
-ABOUT = 1.05  # times the fastest step: what the steps of a trial cannot tell from it
-HOPELESS = 1.5  # times the fastest step that is predicted: such a candidate is not tried
+ABOUT = 1.05  # times the fastest step: a trial cannot tell such steps from it
+HOPELESS = 1.5  # times the fastest predicted step: slower candidates are not tried
 HOPELESS_OTHERS = f"every other candidate is predicted to take {HOPELESS:g} times as long"
 MOST = 3  # candidates that are tried
-CLEAR = 1.2  # times as fast: what a less exact candidate has to be, seen twice, to take the place of the one in use
+CLEAR = 1.2  # times as fast, in two trials, has a less exact candidate to be to replace the one in use
 AGAIN = 1000  # steps after a choice until there may be another one
 
 
 class QuantiserSearch:
-    """A search for the plans to try, from one set of measurements, over several steps where that takes long.
+    """Search for the plans to try, from one set of measurements, over several steps where that takes long.
 
     Args:
-        planner: who makes plans.
+
+        planner: makes plans.
         buffers: the merge buffers in use.
-        latest: what was measured, with the quantiser in use.
+        latest: the measurements, with the quantiser in use.
         speeds: of all quantisers among the candidates, by name.
         step: the one to come.
         usual: seconds of a step as it is.
-        settled: what has been chosen so far, and whether another candidate may be now, or another plan alone.
+        settled: the choice so far, and whether another candidate may be chosen now, or only another plan.
     """
 
     def __init__(
@@ -57,7 +58,10 @@ class QuantiserSearch:
         self._pieces = self._all() if settled.may_change(step) else self._same()
 
     def go_on(self, seconds: float) -> list[Candidate] | None:
-        """Look on for so many seconds; return what there is to try, the one to begin with first. None: go on later."""
+        """Search for ``seconds``; return the plans to try, the first one first.
+
+        None: call again after the next step.
+        """
         return go_on(self._pieces, seconds)
 
     def _same(self) -> Pieces[list[Candidate]]:
@@ -74,9 +78,9 @@ class QuantiserSearch:
         return [best, current]
 
     def _all(self) -> Pieces[list[Candidate]]:
-        """Return, in pieces, the best plan of each candidate that is not hopeless: what goes dense last.
+        """Return, in pieces, the best plan of each candidate that is not hopeless, dense last.
 
-        The one that was settled on is always among them: what is in use costs nothing to try.
+        The candidate in use is always among them: trying it costs nothing.
         """
         found, names = [], self._buffers.config.compressor.candidates
         for name in self._buffers.config.quantisers:
@@ -97,32 +101,33 @@ class QuantiserSearch:
         return self._other + candidate.finish
 
     def _best(self, name: str) -> Pieces[Candidate]:
-        """Return, in pieces, the best plan with a quantiser; merge buffers may go dense by themselves, but not all."""
+        """Return, in pieces, the best plan with a quantiser; some merge buffers may be dense, but not all."""
         measured = in_quantiser(self._latest, self._buffers, self._step, self._speeds[self._now], self._speeds[name])
         plan = yield from best_plan(self._planner, self._buffers, measured)
-        if all(plan.dense):  # that is another candidate
+        if all(plan.dense):  # all dense is another candidate
             plan = yield from best_plan(self._planner, self._buffers, replace(measured, dense=None))
         return Candidate(with_quantiser(plan, name), measured, quantiser=name)
 
     def _dense(self) -> Pieces[Candidate]:
-        """Return, in pieces, the best plan in which everything goes dense."""
+        """Return, in pieces, the best plan with all merge buffers dense."""
         plan = yield from all_dense(planner_of(self._buffers, self._planner), self._latest)
         return Candidate(with_quantiser(plan, self._now), self._latest, quantiser=self._now)
 
 
 def exactness(candidate: Candidate, candidates: Sequence[str]) -> int:
-    """Return the place of a candidate among ``candidates``, names of which the most exact one comes first."""
+    """Return the place of a candidate among ``candidates``, names with the most exact one first."""
     return candidates.index(NONE if candidate.is_dense and NONE in candidates else candidate.quantiser)
 
 
 def taken(tried: Sequence[Candidate], names: Sequence[str], seconds: Sequence[float], doubts: Sequence[float]) -> int:
-    """Return the number of the candidate to go on with: the most exact one that is about as fast as the fastest.
+    """Return the number of the candidate to continue with: the most exact one that is about as fast as the fastest.
 
     Args:
+
         tried: the candidates.
         names: of all, the most exact one first.
         seconds: of a step with each, on the slowest rank.
-        doubts: by how much steps with each differ among themselves.
+        doubts: by how much steps with each vary.
     """
     limit = ABOUT * min(seconds)
     near = [number for number, took in enumerate(seconds) if took - doubts[number] <= limit]
@@ -130,40 +135,41 @@ def taken(tried: Sequence[Candidate], names: Sequence[str], seconds: Sequence[fl
 
 
 class Settled:
-    """What one agreement has settled on so far. All ranks count alike; what is chosen, rank 0 says.
+    """Choice that one agreement has settled on so far. All ranks count alike; rank 0 chooses.
 
     Args:
-        plan: the one in use at first, which says for how many workers its quantiser was chosen.
-        workers: that there are.
+
+        plan: the first one in use, which records for how many workers its quantiser was chosen.
+        workers: their present number.
     """
 
     def __init__(self, plan: merging.Plan, workers: int) -> None:
         self._workers = workers
         self._step = 0  # the step to come when it was chosen, or when this agreement began
-        self.is_clear = False  # a less exact candidate was clearly faster in the last trial: look again
-        self.why = ""  # what steps took in the last trial; "": there was none
+        self.is_clear = False  # a less exact candidate was clearly faster in the last trial: try again
+        self.why = ""  # the step times of the last trial, as text; "": there was none
         self.take_over(plan, 0)
 
     def take_over(self, plan: merging.Plan, step: int) -> None:
-        """Go on with what an earlier agreement, or an earlier run, has chosen among as many workers, if it did.
+        """Adopt the choice of an earlier agreement or run, if it was made for the same number of workers.
 
         ``step``: the one to come.
         """
         name, among = quantiser_of(plan)
-        self._candidate = all(plan.dense), name  # what was chosen: whether all goes dense, and the quantiser
+        self._candidate = all(plan.dense), name  # the choice: whether all is dense, and the quantiser
         self._is_open, self._step = name == OWN or among != self._workers, step
 
     @property
     def is_open(self) -> bool:
-        """True if nothing has been chosen so far."""
+        """Return whether no choice has been made so far."""
         return self._is_open
 
     def is_on(self, candidate: Candidate) -> bool:
-        """Return whether this is the candidate that was chosen."""
+        """Return whether this is the chosen candidate."""
         return not self._is_open and (candidate.is_dense, candidate.quantiser) == self._candidate
 
     def reopen(self) -> None:
-        """Forget what was chosen: it was for another network."""
+        """Forget the choice: it was made for another network."""
         self._is_open = True
 
     def may_change(self, step: int) -> bool:
@@ -173,9 +179,9 @@ class Settled:
     def best(
         self, tried: Sequence[Candidate], names: Sequence[str], seconds: Sequence[float], doubts: Sequence[float]
     ) -> int:
-        """Return the number of the candidate to go on with after a trial; the arguments are those of :func:`taken`.
+        """Return the number of the candidate to continue with after a trial; the arguments are those of :func:`taken`.
 
-        Where one was settled on before, that is a more exact one, or one that was clearly faster twice, else that one.
+        An earlier choice is replaced only by a more exact candidate, or by one that was clearly faster twice.
         """
         chosen = taken(tried, names, seconds, doubts)
         now = next((number for number, each in enumerate(tried) if self.is_on(each)), None)
@@ -187,7 +193,7 @@ class Settled:
         return chosen if twice else now
 
     def settle(self, candidate: Candidate, step: int) -> merging.Plan:
-        """Return the plan of a candidate that was chosen, with the number of workers. ``step``: the one to come."""
+        """Return the plan of a chosen candidate, labelled with the number of workers. ``step``: the one to come."""
         if not self.is_on(candidate) or (self.may_change(step) and not self.is_clear):
             self._step = step
         self._candidate, self._is_open = (candidate.is_dense, candidate.quantiser), False
@@ -195,6 +201,6 @@ class Settled:
 
 
 def why(tried: Sequence[Candidate], seconds: Sequence[float]) -> str:
-    """Say what steps took with each candidate."""
+    """Return a text with the seconds of a step with each candidate."""
     names = (NONE if each.is_dense else each.quantiser for each in tried)
     return ", ".join(f"{1e3 * took:.3g} ms a step with {name}" for name, took in zip(names, seconds, strict=True))

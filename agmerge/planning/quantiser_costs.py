@@ -1,4 +1,4 @@
-"""Measure what quantisers take of the processor here, and say what a step measured with one takes with another."""
+"""Measure the processor time of quantisers here, and convert measurements made with one to another."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from merging import Measurements
 from sparsifiers.quantising.draws import Draws
 
 SIZE = 256  # coordinates of a block
-BLOCKS = 256  # that are timed
+BLOCKS = 256  # timed
 TURNS = 3  # times; the fastest counts
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a quantiser takes, on the slowest rank."""
+    """Costs of a quantiser, on the slowest rank."""
 
     name: str
     size: float  # bytes of an element in a message, scales included
@@ -33,7 +33,7 @@ class Speed:
 
 
 def measure_quantisers(buffers: MergeBuffers, names: Iterable[str]) -> dict[str, Speed]:
-    """Collective. Return what quantisers of these names take, the same on every rank. Milliseconds, between steps."""
+    """Collective. Return the costs of quantisers of these names, equal on every rank. Milliseconds, between steps."""
     lane = measured_lane(buffers.layout)
     made = {name: sparsifiers.quantiser(name) for name in names}
     own = np.array([_seconds(quantiser, lane.device) for quantiser in made.values()])
@@ -67,12 +67,13 @@ def _now(device: torch.device) -> float:
 def in_quantiser(
     measured: Measurements, buffers: MergeBuffers, step: int, now: Speed, other: Speed
 ) -> Measurements:
-    """Return what was measured with the quantiser ``now`` as it would be with another one.
+    """Return measurements made with the quantiser ``now`` as they would be with ``other``.
 
-    An exchange takes what one of as many bytes took. A rank encodes its gradients, and a share of their mean; it
+    An exchange takes as long as one of as many bytes took. A rank encodes its gradients, and a share of their mean; it
     decodes as many elements as it has, before the second phase.
 
     Args:
+
         measured: with ``now``.
         buffers: of the training.
         step: the one to come.

@@ -1,7 +1,7 @@
-"""Decide, between steps, what changes from the next step on: measure the first steps, plan, and look again.
+"""Changes between steps: measure the first steps, plan, and check times again later.
 
-Everything here happens at steps that every rank counts alike, with nothing in flight. Rank 0 decides from what all
-ranks have measured; a plan is checked by every rank against its own model before it is used.
+Everything here happens at steps that every rank counts alike, with nothing in flight. Rank 0 decides from the
+measurements of all ranks; a plan is checked by every rank against its own model before it is used.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from merging import Measurements
 from sparsifiers import Kind
 
 FIRST = 10  # steps that are measured before the first plan
-_DONE = Decision()  # what takes several steps is over
-LOOKS = (5, FIRST)  # steps after which a plan of an earlier run is looked at first: it may be for another network
+_DONE = Decision()  # an activity of several steps has ended
+LOOKS = (5, FIRST)  # steps after which a plan of an earlier run is checked first: it may be for another network
 
 
 class Replanner:
-    """Run the planner of one agreement. ``measured``: what the plan in use was made from.
+    """Run the planner of one agreement. ``measured``: the measurements behind the plan in use.
 
-    ``measurer``: whose measurements count; None: those of merge buffers that are sent under backward alone.
+    ``measurer``: makes the measurements; None: one for merge buffers that are sent under backward alone.
     """
 
     def __init__(self, buffers: MergeBuffers, times: RunningStepTimes, measurer: Measurer | None = None) -> None:
@@ -60,25 +60,25 @@ class Replanner:
         self._step = 0  # the one to come
         self._under_way: Iterator[Decision | None] | None = None  # probing and planning, over several steps
         self._trial: PlanTrial | None = None  # under way
-        self._tried: list[Candidate] = []  # in the last trial, or what was taken without one
-        self._values: torch.Tensor | None = None  # some of those that a step before planning has selected
-        self._is_sampling = False  # the step to come, for these
-        self._why = ""  # the value codec in use was taken in this agreement; "": it was not chosen
-        self._why_exchange = ""  # what steps take, each sent in another way, in this agreement; "": nothing is known
+        self._tried: list[Candidate] = []  # in the last trial, or chosen without one
+        self._values: torch.Tensor | None = None  # sample of those that a step before planning has selected
+        self._is_sampling = False  # whether the step to come makes that sample
+        self._why = ""  # the reason for the value codec, of this agreement; "": it was not chosen
+        self._why_exchange = ""  # step times by exchange, of this agreement; "": not known
         self._is_known = False  # the plan in use is one of an earlier run, and nothing has been measured in this one
         self._earlier = EarlierRun(buffers)
         kinds = {slot.lane.kind for slot in buffers.layout.slots}
-        self._chooses = bool(buffers.config.quantisers) and Kind.QUANTISED in kinds  # in how many bits is sent
+        self._chooses = bool(buffers.config.quantisers) and Kind.QUANTISED in kinds  # the quantiser
         self._settled = Settled(buffers.plan, buffers.comm.size)
-        self._planner = buffers.config.planner  # None: nobody makes plans
+        self._planner = buffers.config.planner  # None: plans are not made
         if self._planner is None and self._chooses and self._settled.is_open:  # of a plan that the script gives
             self._planner = FixedCounts(counts=buffers.plan.counts)
 
     def after_step(self, step: int) -> Iterator[Decision]:
-        """Collective. Yield what changes before ``step``, the one to come; at most steps nothing does.
+        """Collective. Yield changes before ``step``, the one to come; at most steps there are none.
 
-        Ranks communicate at steps that all of them count alike. Whoever asks applies each decision before asking for
-        the next one: costs are measured with the budgets that were chosen. A cutoff of another size is the last one.
+        Ranks communicate at steps that all of them count alike. The caller applies each decision before asking for the
+        next one: costs are measured with the chosen budgets. A cutoff of another size is the last decision.
         """
         self._measurer.whole.end()
         self._step = step
@@ -93,7 +93,7 @@ class Replanner:
         self._measurer.whole.begin()
 
     def _decide(self, step: int) -> Iterator[Decision]:
-        """Collective. Yield what :meth:`after_step` does."""
+        """Collective. Yield the decisions of :meth:`after_step`."""
         planner = self._planner
         self._steps += 1
         if self._steps == 1:
@@ -115,7 +115,7 @@ class Replanner:
                 yield from self._recheck(planner, step)
 
     def _may_plan_after(self, steps: int) -> bool:
-        """Return whether after so many steps of this agreement times are measured, or looked at, for a plan."""
+        """Return whether after so many steps of this agreement times are measured, or checked, for a plan."""
         planner = self._planner
         if planner is None or not self._plans_by_times:
             return False
@@ -130,7 +130,7 @@ class Replanner:
         return self._latest is None or (self._chooses and self._settled.is_open)
 
     def measure(self, step: int) -> Measurements:
-        """Collective. Measure now, for reports, and return it; the plan stays."""
+        """Collective. Measure now, for reports, and return the measurements; the plan stays."""
         *_, latest = self._measurer.measure(step, at_once=True)
         assert latest is not None
         decision = decide_on_rank_0(
@@ -142,7 +142,7 @@ class Replanner:
 
     @property
     def state(self) -> str:
-        """Say what it does: "timing" the first steps, "probing", "trying" plans, "settled", or "fixed": nothing."""
+        """Return the activity: "timing" the first steps, "probing", "trying", "known", "settled", or "fixed": none."""
         if not self._plans_by_times:
             return "fixed"
         if self._trial is not None:
@@ -155,12 +155,12 @@ class Replanner:
 
     @property
     def bytes_probed(self) -> int:
-        """Return what probes have handed to collectives, on the rank that sent most."""
+        """Return the bytes that probes have handed to collectives, on the rank that sent most."""
         return self._measurer.bytes_probed
 
     @property
     def why_wire(self) -> str:
-        """Say why the value codec in use is what it is."""
+        """Return the reason for the value codec in use."""
         config = self.buffers.config
         if not config.wires:
             return "these options leave no choice" if config.wire == AUTO else f"wire={config.wire!r} was given"
@@ -168,7 +168,7 @@ class Replanner:
 
     @property
     def why_exchange(self) -> str:
-        """Say why the exchange in use is what it is."""
+        """Return the reason for the exchange in use."""
         config = self.buffers.config
         if not config.exchanges:
             given = f"exchange={config.exchange!r} was given"
@@ -177,7 +177,7 @@ class Replanner:
 
     @property
     def why_quantiser(self) -> str:
-        """Say why the quantiser in use is what it is."""
+        """Return the reason for the quantiser in use."""
         if not self._chooses:
             return "it was named" if self.buffers.quantiser is not None else "nothing is quantised"
         if self._settled.is_open:
@@ -186,7 +186,7 @@ class Replanner:
 
     @property
     def _why_undecided(self) -> str:
-        """Say why this run has decided nothing about how is sent; empty: it has, or will."""
+        """Return why this run has not chosen a codec or exchange; empty: it has chosen, or will."""
         if not self._plans_by_times:
             return "nothing is planned from times"
         return "it was settled on in an earlier run" if self._is_known else ""
@@ -199,10 +199,10 @@ class Replanner:
             return False
         return (planner.timed and config.groups is None) or config.chooses_dense or self._chooses
 
-    # -- what an earlier run has found ----------------------------------------------------------------------------
+    # -- plans of an earlier run -----------------------------------------------------------------------------------
 
     def _remembers(self, planner: merging.Planner) -> bool:
-        """Return whether a plan may come from an earlier run: it is looked at again, and is all that is decided here.
+        """Return whether an earlier run's plan may be used: it is checked again, and nothing else is decided here.
 
         A checkpoint brings a plan of its own: only the first step of a training asks.
         """
@@ -211,7 +211,7 @@ class Replanner:
         return bool(planner.recheck_every) and config.groups is None and not decides_more
 
     def _recall(self) -> Decision:
-        """Collective. Go on with the plan that an earlier run like this one has kept, if there is one."""
+        """Collective. Change to the plan that an earlier run like this one has kept, if there is one."""
         known = self._earlier.recall()
         if known is None:
             return Decision()
@@ -222,7 +222,7 @@ class Replanner:
         return self._changed_to(known.plan)
 
     def _keep(self) -> None:
-        """Keep the plan in use for later runs, once it was looked at and stays. On rank 0."""
+        """Keep the plan in use for later runs, once it was checked and stays. On rank 0."""
         ratio = self._drift.usual_ratio
         if self._latest is not None and ratio is not None and not self._is_known:
             self._earlier.keep(KnownPlan(self.buffers.plan, self._latest, ratio))
@@ -230,7 +230,7 @@ class Replanner:
     # -- when it plans --------------------------------------------------------------------------------------
 
     def _go_on(self, under_way: Iterator[Decision | None]) -> Iterator[Decision]:
-        """Collective. Do a part of what takes several steps, and yield what follows from it once it is there."""
+        """Collective. Continue an activity of several steps, and yield its decisions once it has any."""
         self._under_way, began = under_way, time.time()
         part = next(under_way, None)
         if self.times.trace is not None:
@@ -243,7 +243,7 @@ class Replanner:
                 return
 
     def _renew(self, planner: merging.Planner, measuring: Iterator[Measurements | None]) -> Iterator[Decision | None]:
-        """Collective. Measure and plan, a part at each ``next``, and yield None; yield what changes at last.
+        """Collective. Measure and plan, a part at each ``next``, and yield None; yield the changes last.
 
         Before the first plan that may be the cutoff of dense="partial", if it is still to be chosen.
         """
@@ -261,19 +261,19 @@ class Replanner:
         yield from self._plan(planner, latest)
 
     def _recheck(self, planner: merging.Planner, step: int) -> Iterator[Decision]:
-        """Collective. Compare times with what was predicted, and plan anew, or probe first, where they have changed."""
+        """Collective. Compare times with the prediction, and plan again, or probe first, where they have changed."""
         look, finding = self._measurer.look(), Finding.KEEP
         assert self._latest is not None
         if self.buffers.comm.rank == 0:
             load = profile(self.buffers, look.ready, step).load
             finding = self._drift.look(self.buffers.plan, self._latest, look.ready, look.travel, load)
         finding = Finding(number_of_rank_0(self.buffers, finding))
-        if self._settled.is_clear:  # what was seen once is looked at again
+        if self._settled.is_clear:  # a clear gain has to be seen twice
             finding = Finding.PROBE
         if finding is Finding.KEEP:
             self._keep()
             return
-        if finding is Finding.PROBE and self._is_known:  # what an earlier run has settled on was for another network
+        if finding is Finding.PROBE and self._is_known:  # the earlier run's choice was for another network
             self._settled.reopen()
         if finding is Finding.PROBE:
             yield from self._go_on(self._renew(planner, self._measurer.measure(step, look)))
@@ -283,7 +283,7 @@ class Replanner:
             yield from self._go_on(self._plan(planner, self._measurer.with_costs(step, look.ready, costs)))
 
     def _advance_trial(self, trial: PlanTrial) -> Decision:
-        """Collective. Return the trial's next plan, and when it is over the one to go on with, by the slowest rank."""
+        """Collective. Return the trial's next plan, and at its end the one to continue with, by the slowest rank."""
         if not trial.count_step():
             return Decision()
         following = number_of_rank_0(self.buffers, trial.following())
@@ -305,29 +305,32 @@ class Replanner:
         return self._changed_to(plan)
 
     def _best_of_trial(self, seconds: list[float], doubts: list[float]) -> int:
-        """Return the number of the candidate to go on with. ``seconds``, ``doubts``: of a step, on the slowest rank."""
+        """Return the number of the candidate to continue with.
+
+        ``seconds``, ``doubts``: of a step, on the slowest rank.
+        """
         if self._chooses:
             return self._settled.best(self._tried, self.buffers.config.compressor.candidates, seconds, doubts)
         best = wire_choice.best(seconds, [each.delivered for each in self._tried])
         return plan_trial.taken(best, seconds, doubts)
 
     def _settle_on(self, taken: Candidate) -> merging.Plan:
-        """Return the plan of a candidate that is gone on with."""
+        """Return the plan of a candidate, and record it as the choice."""
         return self._settled.settle(taken, self._step) if self._chooses else taken.plan
 
-    # -- what is decided ------------------------------------------------------------------------------------
+    # -- decisions ------------------------------------------------------------------------------------------
 
     def _plan(self, planner: merging.Planner, latest: Measurements) -> Iterator[Decision | None]:
-        """Collective. Let rank 0 plan, a part at each ``next``, and yield None; yield the change at last, if it is one.
+        """Collective. Plan on rank 0, a part at each ``next``, and yield None; yield the change last, if there is one.
 
-        Every rank checks the plans, which travel with what they were made from. Where merge buffers go dense or sparse
-        by choice, a new plan has to show what it promises, in a trial beside its alternatives.
+        Every rank checks the plans, which travel with their measurements. Where the planner chooses between dense and
+        sparse merge buffers, a new plan has to prove its gain in a trial beside its alternatives.
         """
         buffers, usual = self.buffers, self._measurer.whole.typical()
         names, share = [slot.name for slot in buffers.layout.slots], share_of(usual)
         codecs = measure_codecs(buffers, self._values, self._step) if buffers.config.wires else {}
         speeds = measure_quantisers(buffers, self._quantisers()) if self._chooses else {}
-        if (codecs or speeds) and share < math.inf:  # that took its time, too
+        if (codecs or speeds) and share < math.inf:  # measuring took time, too
             yield None
         search: Search | QuantiserSearch
         if self._chooses:
@@ -372,7 +375,7 @@ class Replanner:
         return list(dict.fromkeys([*self.buffers.config.quantisers, self.buffers.quantiser.name]))
 
     def _changed_to(self, plan: merging.Plan) -> Decision:
-        """Return the decision for ``plan``: none if it is the one in use. A trace has a note of another codec."""
+        """Return the decision for ``plan``: none if it is the one in use. A new codec is noted in the trace."""
         wire = wire_of(plan)
         if self.times.trace is not None and wire != wire_of(self.buffers.plan):
             self.times.trace.note(f"values in {candidates.named(wire)}", time.time(), 0.0)

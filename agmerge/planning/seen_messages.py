@@ -1,10 +1,10 @@
-"""Hold what probes find against what training itself has shown: how long its messages took to be made and to travel.
+"""Bounds on the results of probes: how long training's own messages took to be made and to travel.
 
-Probes are short, and most of them small. On a slow link they end before the sizes that messages have, and on a machine
-with other work one that was held up makes every size beyond it look dear: a message was thought to take 1 s, not 0.04.
-Of the messages of training there are many steps, so the seconds that all of one step took together are known well.
-They bound every curve: messages in one take no longer than one after the other, and beside its start-up a message of a
-share of the elements takes about that share of the seconds.
+Probes are short, and most of them small. On a slow link they end before the sizes of training's messages. On a busy
+machine one delayed probe makes every larger size look costly: a message was predicted to take 1 s, not 0.04. Training
+has sent its messages in many steps, so the seconds that all of one step took together are known well. They bound every
+curve. Messages in one take no longer than one after the other, and beside its start-up a message of a share of the
+elements takes about that share of the seconds.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
 from sparsifiers import Kind
 
-SLACK = 2.0  # times its share of the seconds seen: what a message may take beside its start-up
+SLACK = 2.0  # times its share of the seconds seen: limit of a message beside its start-up
 
 
 class SeenMessages(NamedTuple):
-    """Say what training has shown of the compressed messages of one step together."""
+    """Times of the compressed messages of one training step together."""
 
     work: int  # elements that are selected from
     load: int  # elements of the messages
-    making: float  # seconds of the slowest rank to select and pack; NaN: part of it is not seen, or takes another way
+    making: float  # seconds of the slowest rank to select and pack; NaN: not all of it is timed
     travel: float  # seconds of the exchanges, waiting for late ranks left out
 
 
 def measure_costs(
     buffers: MergeBuffers, step: int, backward: float, budget: Budget, seen: SeenMessages | None
 ) -> Iterator[MeasuredCosts | None]:
-    """Collective. Do as :func:`agmerge.planning.cost_probe.probe`, and bound what it finds by what was seen.
+    """Collective. Yield as :func:`agmerge.planning.cost_probe.probe`, with costs bounded by what was seen.
 
     ``seen``: None: nothing was.
     """
@@ -47,22 +47,23 @@ def measure_costs(
 
 
 def _whole(buffers: MergeBuffers, step: int) -> tuple[int, float]:
-    """Return the elements of a dense exchange of everything, and of messages that bring as many bytes as one of it."""
+    """Return the elements of a dense exchange of everything, and how many message elements have one's bytes."""
     lane = measured_lane(buffers.layout)
     as_many = lane.dtype.itemsize / bytes_of_element(buffers, lane, step, buffers.wire)
-    if lane.kind is not Kind.QUANTISED:  # which goes by shards, or between two, as an all-reduce does
+    if lane.kind is not Kind.QUANTISED:  # those are exchanged by shards, or between two, as in an all-reduce
         as_many *= 2 / buffers.across.size  # of an all-reduce, beside an all-gather
     return buffers.layout.numel, as_many
 
 
 def seen_in(plan: merging.Plan, profile: merging.Profile, making: Seconds, travel: Seconds) -> SeenMessages | None:
-    """Return what steps under ``plan`` have shown; None where nothing is compressed.
+    """Return the times of steps under ``plan``; None where nothing is compressed.
 
     Args:
+
         plan: that training has sent by.
         profile: of the tensors.
-        making, travel: seconds of each merge buffer, (W, m). The rank that came last to an exchange saw it as it is;
-            the others waited for that one, so of ``travel`` the minimum counts.
+        making, travel: seconds of each merge buffer, (W, m). The last rank to reach an exchange sees its own duration;
+            the others waited for that rank, so of ``travel`` the minimum counts.
     """
     compressed = [number for number, dense in enumerate(plan.dense) if not dense]
     if not compressed:
@@ -78,13 +79,14 @@ def seen_in(plan: merging.Plan, profile: merging.Profile, making: Seconds, trave
 
 
 def bounded(costs: MeasuredCosts, seen: SeenMessages, numel: int, as_many: float) -> MeasuredCosts:
-    """Return ``costs`` as what was seen leaves them. Pure.
+    """Return ``costs``, bounded by what was seen. Pure.
 
     Args:
+
         costs: as probed.
         seen: in training.
         numel: elements of all tensors.
-        as_many: elements of a message that bring as many bytes as one that is sent whole.
+        as_many: elements of a message with as many bytes as one dense element.
     """
     exchange = bounded_exchange(costs.exchange, seen.load, seen.travel)
     sparsify, message = costs.sparsify, costs.message
@@ -104,9 +106,9 @@ def bounded_exchange(curve: Curve, load: int, seconds: float) -> Curve:
 
 
 def bounded_making(sparsify: Curve, message: Curve, seen: SeenMessages) -> tuple[Curve, Curve]:
-    """Return the costs of selection and of messages where the making of all that a step sends took ``seen.making``.
+    """Return the costs of selection and of messages where making all messages of a step took ``seen.making`` seconds.
 
-    What a message takes beside selection and packing, ``message(0)``, is not among the seconds seen.
+    Other processor time of a message, ``message(0)``, is not among the seconds seen.
     """
     if not seen.making > 0.0:
         return sparsify, message
@@ -124,21 +126,22 @@ def _below(curve: Curve, start: float, elements: int, seconds: float) -> tuple[t
 
 
 def _ending(curve: Curve, elements: int, seconds: float) -> Curve:
-    """Return the curve with a point more where it ends before ``elements``; it does not fall."""
+    """Return the curve with one more point where it ends before ``elements``; it does not fall."""
     if elements <= curve.elements[-1]:
         return curve
     return Curve((*curve.elements, elements), (*curve.seconds, max(seconds, curve.seconds[-1])))
 
 
 def bounded_dense(dense: Curve, exchange: Curve, whole: int, as_many: float) -> Curve:
-    """Return the cost of dense exchanges where messages of ``exchange`` that bring as many bytes take what they do.
+    """Return the cost of dense exchanges, bounded by the cost of messages of ``exchange`` with as many bytes.
 
-    Where one size alone was probed, all elements are another point: a constant would have them cost nothing.
+    Where only one size was probed, all elements are another point: a constant would make them cost nothing.
 
     Args:
+
         dense, exchange: seconds over elements.
-        whole: elements, those of all tensors.
-        as_many: elements of ``exchange`` that bring as many bytes as one that is sent whole.
+        whole: elements of all tensors.
+        as_many: elements of ``exchange`` with as many bytes as one dense element.
     """
     start, seconds = dense.seconds[0], float(exchange(as_many * whole))
     within = Curve(*_below(dense, start, whole, seconds))

@@ -1,8 +1,8 @@
-"""Choose the value codec: the fewest seconds for what arrives. Pure functions; rank 0 asks them.
+"""Choice of the value codec: the fewest seconds per delivered share of the energy. Pure functions, for rank 0.
 
-What rounding leaves behind is sent later, so a step of which the share d arrives counts for as much: of all codecs
-the one with the least seconds / d is taken, if that is clearly less than with the gradient's own dtype. One of which
-too little arrives is none of them: see ``LEAST``.
+Quantisation errors are sent later, so a step that delivers the share d counts for d: of all codecs the one with the
+least seconds / d is chosen, if that is clearly less than with the gradient's own dtype. A codec that delivers too
+little is excluded: see ``LEAST``.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from merging import Curve, Measurements
 from merging.checks import Elements
 
 FAR = 1 << 31  # elements: where a curve of one point has another one
-GAIN = 0.01  # share of a step's seconds: a codec that loses something has to gain more
-LEAST = 0.9999  # of the energy that is selected: a codec of which less arrives is not taken, see docs/parity.md
+GAIN = 0.01  # share of a step's seconds: a codec that rounds has to gain more
+LEAST = 0.9999  # of the selected energy: a codec that delivers less is not chosen, see docs/parity.md
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Say what a value codec does to the values that training selects now, on all ranks."""
+    """Costs and losses of a value codec on the values that training selects now, on all ranks."""
 
     wire: str
     size: float  # bytes of an element in a message, with its index
-    delivered: float  # share of the energy that is selected which receivers read
+    delivered: float  # share of the selected energy that receivers read
     encode: float  # seconds a value
     decode: float  # seconds a value
 
 
 def best(seconds: Sequence[float], delivered: Sequence[float]) -> int:
-    """Return the number of the way with the least seconds / delivered, the first of equals.
+    """Return the number of the candidate with the least seconds / delivered, the first of equals.
 
-    Ways that lose something have to gain more than ``GAIN``, as a share, over the best one that does not, if there is
-    one. A way of which nothing arrives is none.
+    Candidates that round have to gain more than ``GAIN``, as a share, over the best one that does not, if there is one.
+    A candidate that delivers nothing is excluded.
     """
     scores = [took / share if share > 0 else float("inf") for took, share in zip(seconds, delivered, strict=True)]
     exact = [number for number, share in enumerate(delivered) if share == 1.0]
@@ -46,14 +46,17 @@ def best(seconds: Sequence[float], delivered: Sequence[float]) -> int:
 
 
 def in_wire(measured: Measurements, load: Elements, now: Codec, other: Codec, workers: int) -> Measurements:
-    """Return what was measured in the codec ``now`` as it would be in another one.
+    """Return measurements made in the codec ``now`` as they would be in ``other``.
 
-    An exchange takes what one of as many bytes took, and what reading all ranks' values takes more or less. A message
-    takes the processor as long as it did, and what writing takes more or less.
+    An exchange takes as long as one of as many bytes took, plus the difference in decoding all ranks' values. A message
+    takes as much processor time as before, plus the difference in encoding.
 
     Args:
-        load: (n,), as :func:`agmerge.planning.measuring.profile` has it for the other codec.
-        workers: whose values each rank reads.
+
+        measured: in ``now``.
+        load: (n,), of :func:`agmerge.planning.measuring.profile` for the other codec.
+        now, other: of :func:`agmerge.planning.codec_costs.measure_codecs`.
+        workers: the number of ranks with values that each rank reads.
     """
     profile = merging.Profile(**{**measured.profile.plain(), "load": load})
     exchange = stretched(measured.exchange, now.size / other.size)
@@ -74,7 +77,7 @@ def stretched(curve: Curve, factor: float) -> Curve:
 
 
 def tilted(curve: Curve, slope: float) -> Curve:
-    """Return the curve with ``slope`` seconds more for each element; it stays one that does not fall, from 0 on."""
+    """Return the curve with ``slope`` seconds more for each element; it still does not fall, nor below 0."""
     if slope == 0.0:
         return curve
     at = curve.elements if len(curve.elements) > 1 else (*curve.elements, FAR)

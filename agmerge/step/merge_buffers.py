@@ -76,7 +76,7 @@ class MergeBuffers:
         self.layout = self.tensors if nodes is None else sharded(self.tensors, nodes.places)
         self.across = comm if nodes is None else nodes.across  # the ranks that exchange messages with this one
         self.second = second
-        self._place = 0 if nodes is None else nodes.place  # rank in the node, whose shards this rank has
+        self._place = 0 if nodes is None else nodes.place  # in the node: the number of this rank's shards
         self.slot_of = dict(zip(plan.names, self.layout.slots, strict=True))
         self.arenas = {lane: self._arena(lane, length) for lane, length in self.layout.lengths.items()}
         self.arena_of = [self.arenas[slot.lane] for slot in self.layout.slots]
@@ -96,7 +96,7 @@ class MergeBuffers:
         self.side = SideStreams(dict.fromkeys(lane.device for lane in self.arenas))
         self.clock = clock_for(lane.device for lane in self.arenas)
         self.budgets = Budgets(config.density, self.layout.slots, selects=config.compressor.selects)
-        # In this round, of lanes whose memory hands back what is not sent: what was sent, and what all ranks have sent
+        # In this round, of lanes with a memory that hands back: values that this rank, and that all ranks have sent
         # where that takes the place of an update.
         self.sent: list[Sent] = []
         self.received: list[Received] = []
@@ -345,7 +345,7 @@ class MergeBuffers:
     def commit_residuals(self, left_out: Iterable[Slot] = ()) -> None:
         """End a step: ``work`` becomes the residual, and the residual of before is lost.
 
-        ``left_out``: tensors whose update comes to nothing; their residuals and momenta stay as they were.
+        ``left_out``: tensors with an update that comes to nothing; their residuals and momenta stay as they were.
         """
         for slot in left_out:
             self.arena_of[slot.index].keep(slot)
