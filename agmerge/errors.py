@@ -1,4 +1,4 @@
-"""Define what can go wrong in a step, and warn. Mistakes in arguments are ``ValueError`` or ``TypeError`` instead."""
+"""Errors of a step, and warnings. Mistakes in arguments are ``ValueError`` or ``TypeError`` instead."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ NO_GRADIENT = (
 )
 
 
-NAMED = 5  # parameters that an error names
-# What ECMA-48 has terminals do: a control sequence, a string with its end (a window's title, say), a single escape.
+NAMED = 5  # most parameters that an error names
+# Of ECMA-48: a control sequence, a string with its end (a window's title, say), a single escape.
 _ESCAPES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?|\x1b[ -~]")
 
 
@@ -77,15 +77,15 @@ def and_more(names: Sequence[str]) -> str:
 
 
 class AGMergeError(RuntimeError):
-    """Be the base of every error that is not a mistake in an argument."""
+    """Base of every error that is not a mistake in an argument."""
 
 
 class RankMismatchError(AGMergeError):
-    """Report that ranks disagree on something that must be the same on all of them. Raised on every rank."""
+    """Error: ranks disagree on something that must be the same on all of them. Raised on every rank."""
 
 
 class NoAnswer(AGMergeError):
-    """Report that a collective did not end, because a rank is missing from it. ``words``: the backend's own."""
+    """Error: a collective did not end, because a rank is missing from it. ``words``: the backend's own."""
 
     call: str = ""  # the collective's name, such as "buffer 3"
     step: int | None = None  # committed exchanges so far; None outside of steps
@@ -100,16 +100,16 @@ class NoAnswer(AGMergeError):
         self.missing = tuple(missing)
 
     def advise(self, advice: str) -> None:
-        """Have the error say what to do, once it is located."""
+        """Set the advice that :meth:`locate` adds to the text."""
         self.advice = advice
 
     def locate(
         self, call: str, step: int | None, waited: float, answers: str = "", missing: Sequence[int] | None = None
     ) -> None:
-        """Say in which step this rank was and for how long it waited, what others say of it, and what to do.
+        """Add to the text the step of this rank, how long it waited, the answers of others, and the advice.
 
-        ``call``: the collective. ``step``: None: outside of steps. ``waited``: seconds. ``answers``: what the other
-        ranks say, and ``missing``: who of them has not come as far; None: they were not asked.
+        ``call``: the collective. ``step``: None: outside of steps. ``waited``: seconds. ``answers``: those of the other
+        ranks, and ``missing``: the ranks that have not come as far; None: they were not asked.
         """
         self.call, self.step, self.waited = call, step, waited
         if missing is not None:
@@ -122,19 +122,19 @@ class NoAnswer(AGMergeError):
 
 
 class CollectiveTimeout(NoAnswer):
-    """Report that a collective did not end within its deadline."""
+    """Error: a collective did not end within its deadline."""
 
 
 class PeerLost(NoAnswer):
-    """Report that another rank has left, so that a collective can never end."""
+    """Error: another rank has left, so that a collective can never end."""
 
 
 class MessageError(AGMergeError):
-    """Report that a message that arrived is damaged, or belongs to another step, plan or buffer."""
+    """Error: a message that arrived is damaged, or belongs to another step, plan or buffer."""
 
 
 class NonFiniteError(AGMergeError):
-    """Report that a gradient is infinite or NaN.
+    """Error: a gradient is infinite or NaN.
 
     Raised on every rank; nothing of the step is kept, and the next one works. ``where``: which rank has found which
     parameters.
@@ -146,17 +146,17 @@ class NonFiniteError(AGMergeError):
 
 
 class DivergenceError(AGMergeError):
-    """Report that replicas that must be equal to the bit are not."""
+    """Error: replicas that must be equal to the bit are not."""
 
 
 def shortened(words: str) -> str:
-    """Return the first sentence of a library's error: neither its place in the sources nor guesses and advice."""
+    """Return the first sentence of a library's error, without its place in the sources, guesses and advice."""
     words = re.sub(r"\[\S+\.(cc|cpp|h):\d+\] ?", "", words.strip())
     return re.split(r"\.\s|\n", words, maxsplit=1)[0][:300].rstrip(".")
 
 
 def printable(text: str, most: int = 2000) -> str:
-    """Return ``text``, which another process has said, as one line that does nothing to a terminal or a log.
+    """Return ``text`` from another process, as one line that does nothing to a terminal or a log.
 
     Escape sequences are left out, and runs of other characters that cannot be printed, such as newlines, become a
     space. ``most``: characters of the result.
@@ -167,7 +167,7 @@ def printable(text: str, most: int = 2000) -> str:
 
 
 def warn(text: str, rank: int) -> None:
-    """Warn on rank 0, in the name of the script's line that has called this library.
+    """Warn on rank 0, at the script's line that has called this library.
 
     Where warnings are errors (``python -W error``) it is raised on every rank: one that ended alone would keep the
     others waiting. So all ranks call this, each with its number ``rank``.

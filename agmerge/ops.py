@@ -1,4 +1,4 @@
-"""Name how contributions are combined, and Horovod's two casts."""
+"""Reductions of the ranks' contributions, and Horovod's two casts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class ReduceOp(enum.Enum):
-    """Say how the contributions of all ranks become one tensor."""
+    """Reduction that makes one tensor of the contributions of all ranks."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -31,19 +31,19 @@ Adasum = ReduceOp.ADASUM
 
 
 class Compression(enum.Enum):
-    """Spell ``compression="none" | "fp16" | "bf16"`` as Horovod does."""
+    """Horovod's names of ``compression="none" | "fp16" | "bf16"``."""
 
     none = "none"
     fp16 = "fp16"
     bf16 = "bf16"
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """Cast a floating-point ``tensor`` for the wire; return it and what ``decompress`` wants to know."""
+        """Cast a floating-point ``tensor`` for the wire; return it and the context that ``decompress`` needs."""
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.value)
         if dtype is None or not tensor.dtype.is_floating_point:
             return tensor, None
         return tensor.to(dtype), tensor.dtype
 
     def decompress(self, tensor: torch.Tensor, context: torch.dtype | None) -> torch.Tensor:
-        """Cast ``tensor`` back to the dtype that ``compress`` has seen."""
+        """Cast ``tensor`` back to its dtype before ``compress``."""
         return tensor if context is None else tensor.to(context)

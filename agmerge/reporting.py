@@ -1,4 +1,4 @@
-"""Report on a distributed optimizer: its plan, its figures, its tables and its traces."""
+"""Reports on a distributed optimizer: its plan, its figures, its tables and its traces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparsifiers.observed import Observed
 
 
 class ReportingMixin:
-    """Report on what :class:`agmerge.DistributedOptimizer` does, and change nothing of it."""
+    """Reports of :class:`agmerge.DistributedOptimizer`, none of which changes it."""
 
     _reducer: Synchronizer
 
@@ -42,7 +42,7 @@ class ReportingMixin:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return what ranks must agree on, by name and as text: what compressor, memory, planner the arguments came to.
+        """Return the settings that ranks must agree on, by name and as text: compressor, memory, planner and others.
 
         ``"density"`` is the compressor's own target, ``"merging"`` a planner with its options, ``"plan"`` and a digest,
         or ``"groups"``.
@@ -53,22 +53,22 @@ class ReportingMixin:
         """Return totals since construction, of this rank; ``buffers`` and ``residual_norm`` (L2) are as of now.
 
         ``steps``: of the optimizer; ``exchanges`` are as many, unless ``every=`` leaves steps out.
-        ``bytes_sent``: handed to collectives for gradients, headers and padding included; ``wire``: the same bytes
-        by codecs of indices and values, ``header``, and ``plain``, without codecs. ``bytes_dense``: what a
-        dense float32 all-reduce would be handed. ``link_bytes``: of ``bytes_sent``, what has left this rank by the
-        algorithm that carries it, so that exchanges compare among any number of workers: 2 (W-1)/W of what an
-        all-reduce is handed (a ring), W - 1 copies of what is gathered, of shards those of others; within nodes and
-        between them. ``link_bytes_dense``: of ``bytes_dense``. Alone both are 0.
-        ``elements_sent``: dense lane included. ``density``: elements sent / elements. ``steps_skipped``: see
-        ``nonfinite``; what they sent is counted. ``exposed_seconds``: waiting for messages in ``synchronize()``; of
+        ``bytes_sent``: handed to collectives for gradients, with headers and padding; ``wire``: the same bytes
+        by codecs of indices and values, ``header``, and ``plain``, without codecs. ``bytes_dense``: those of a
+        dense float32 all-reduce. ``link_bytes``: of ``bytes_sent``, those that have left this rank by the
+        collective's algorithm, so that exchanges compare for any number of workers: 2 (W-1)/W of the bytes of an
+        all-reduce (a ring), W - 1 copies of gathered ones, of shards those of other ranks; within nodes and
+        between them. ``link_bytes_dense``: likewise, of ``bytes_dense``. For a lone worker both are 0.
+        ``elements_sent``: dense tensors included. ``density``: elements sent / elements. ``steps_skipped``: see
+        ``nonfinite``; their bytes are counted. ``exposed_seconds``: waiting for messages in ``synchronize()``; of
         gradients on a device, in the steps that were measured. ``compressor``: in use now, by its canonical name.
         ``planning``: "timing" (the first steps), "probing" (small messages between
         steps), "trying" (some steps with each of several plans), "settled", "known" (from an earlier run), or "fixed".
-        ``values``: the codec that selected values travel in now, "auto" the gradient's own dtype; ``values_why``: why.
-        ``exchange``: how what is selected is combined now; with ``exchange="fastest"`` "auto" is what it is by default.
-        ``exchange_why``: why. ``quantiser``: in what whole gradients are quantised now, and ``bits``: of a coordinate,
-        scales not counted; "none" and None where they are not; ``quantiser_why``: why.
-        ``norm_inflation``: how many times :meth:`grad_norm` the norm of what was combined last is, 1 where nothing is
+        ``values``: the codec of selected values now, "auto" the gradient's own dtype; ``values_why``: the reason.
+        ``exchange``: that of sparse merge buffers now; with ``exchange="fastest"`` "auto" is the default one.
+        ``exchange_why``: the reason. ``quantiser``: that of dense gradients now, and ``bits``: of a coordinate,
+        scales not counted; "none" and None where there is none; ``quantiser_why``: the reason.
+        ``norm_inflation``: the norm of the last combined gradients over :meth:`grad_norm`, 1 where nothing is
         quantised: the noise of a quantiser makes it larger. ``bytes_probed``: of probes, since ranks agreed last; not
         in ``bytes_sent``, nor in ``link_bytes``. ``selection``: only while :meth:`measure_selection` is on.
         """
@@ -110,18 +110,18 @@ class ReportingMixin:
         }
 
     def grad_norm(self) -> float:
-        """Return the L2 norm of the combined gradient of the last step, without what quantising has added to it.
+        """Return the L2 norm of the combined gradient of the last step, without the noise of quantisation.
 
-        That is what dense training would log: the norm of the mean over workers (of the sum, with ``op=Sum``), without
+        Dense training would log the same: the norm of the mean over workers (of the sum, with ``op=Sum``), without
         a loss scale, before the script clips or changes anything. It is there from ``synchronize()`` on, or from the
         end of ``step()``, until the next gradients are combined; under DistributedDataParallel from the end of
         ``backward()``. All ranks get the same bits, without communication. Waits for a device. Where nothing is
-        quantised gradients are read from the first call on: it is of what they are then, so make it before clipping.
+        quantised, gradients are read from the first call on, with their present values: make it before clipping.
 
-        Exact where nothing is quantised; else an estimate, whose square is right on average, and within 1 % from some
-        hundred thousand elements on (``qsgd`` and ``terngrad``, whose noise depends on the gradient, are further off).
-        With a sparsifier or low rank, and with error feedback of a quantiser, it is the norm of what ``p.grad`` holds:
-        what was sent, of several steps, and no gradient's. Of DTensors it is the norm of this rank's shards.
+        Exact where nothing is quantised; else an estimate. Its square is right on average, and within 1 % from some
+        hundred thousand elements on (``qsgd`` and ``terngrad``, with noise that depends on the gradient, deviate more).
+        With a sparsifier or low rank, and with error feedback of a quantiser, it is the norm of ``p.grad``:
+        of sent values, of several steps, and no gradient's. Of DTensors it is the norm of this rank's shards.
 
         Raises :class:`agmerge.AGMergeError` before the first step, and with ``sync="updates"`` and ``merging="dear"``,
         where gradients are never together before the optimizer steps.
@@ -147,17 +147,18 @@ class ReportingMixin:
     def measure(self) -> planning.Measurements:
         """Collective. Measure what selection and exchanges cost now; :meth:`merge_report` predicts from it.
 
-        The plan stays. Called after ``step()``; takes a few seconds at most. Planners that go by times measure by
-        themselves in the first steps: this is for the others, and for what ``python -m agmerge plan`` reads.
+        The plan stays. Called after ``step()``; takes a few seconds at most. Planners that need times measure by
+        themselves in the first steps: this is for the others, and for ``python -m agmerge plan``.
         """
         self._reducer.check_idle("measure()")
         return self._reducer.measure()
 
     @property
     def measurements(self) -> planning.Measurements:
-        """Return what the plan in use was made from; ``python -m agmerge plan`` reads what its ``save(path)`` writes.
+        """Return the measurements behind the plan in use.
 
-        Raises ``AGMergeError`` if nothing was measured.
+        Their ``save(path)`` writes a file that ``python -m agmerge plan`` reads. Raises ``AGMergeError`` if nothing was
+        measured.
         """
         measured = self._reducer.measured()
         if measured is None:
@@ -183,11 +184,12 @@ class ReportingMixin:
 
 
 def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
-    """Return what happens to each tensor, in readiness order: one line each, and a last one with the totals.
+    """Return the treatment of each tensor, in readiness order: one line each, and a last one with the totals.
 
     Args:
+
         buffers: those of the last agreement.
-        config: whose density counts.
+        config: its density counts.
         step: the one to come; densities may change with it.
     """
     rows = [("buffer", "tensor", "shape", "lane", "density", "elements")]
@@ -217,11 +219,12 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
 
 
 def merge_buffers_table(buffers: MergeBuffers, measured: planning.Measurements | None, times: StepTimes | None) -> str:
-    """Return each merge buffer as it was in a typical step, beside what was predicted, in ms since the first tensor.
+    """Return each merge buffer's times in a typical step, beside the predicted ones, in ms since the first tensor.
 
     Args:
+
         buffers: those of the last agreement.
-        measured: what the plan was made from; None: nothing is predicted.
+        measured: the measurements behind the plan; None: nothing is predicted.
         times: of a typical step; None: there was no step.
     """
     plan, slots = buffers.plan, buffers.tensors.slots
@@ -262,7 +265,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 @contextmanager
 def traced(exchange: GradientExchange, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Record the steps inside, and write them to a file of this rank's: see :func:`path_of` for its name.
+    """Record the steps inside, and write them to a file of this rank's own, named by :func:`path_of`.
 
     Raises ``AGMergeError`` while another trace is being recorded.
     """

@@ -1,7 +1,7 @@
-"""Find ``merging`` and ``sparsifiers``, which are installed with this package: other code has such names, too.
+"""Check of ``merging`` and ``sparsifiers``, which are installed with this package: other code may have such names.
 
 A ``merging.py`` beside a script comes before an installed ``merging`` in Python's path, and another distribution may
-have installed a package of that name over ours. Either is said here, before any of it is run in place of ours.
+have installed a package of that name over ours. Either is reported here, before any of it runs in place of ours.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-OWN = {"merging": "Plan", "sparsifiers": "Sparsifier"}  # by package, a name that ours has
+OWN = {"merging": "Plan", "sparsifiers": "Sparsifier"}  # by package, a name in ours
 NAME, FOLDER = "agmerge", Path(__file__).resolve().parents[1]
 ANOTHER_FILE = (
     "agmerge needs its own package {name!r}, and Python finds {found} in its place (ours is {own}). Rename that file "
@@ -34,7 +34,10 @@ def check() -> None:
 
 
 def check_contents() -> None:
-    """Raise ``ImportError`` where what lies in place of ``merging`` or ``sparsifiers`` is not ours. Imports both."""
+    """Raise ``ImportError`` where another package lies in the folder of ``merging`` or ``sparsifiers``.
+
+    Imports both.
+    """
     for name, load in (("merging", _merging), ("sparsifiers", _sparsifiers)):
         cause = None
         try:
@@ -50,7 +53,7 @@ def check_contents() -> None:
 
 
 def misplaced(name: str) -> str:
-    """Return what is wrong with where Python finds the package ``name``; empty: it is where ours is."""
+    """Return the error text for a package ``name`` that Python finds elsewhere; empty: it finds ours."""
     loaded = sys.modules.get(name)
     own = _own_file(name)
     try:
@@ -87,5 +90,5 @@ def _own_file(name: str) -> Path:
     return FOLDER / name / "__init__.py"
 
 
-check()  # before anything is run that is another's
+check()  # before other packages' code runs
 check_contents()

@@ -1,4 +1,4 @@
-"""Run N ranks in one process: most distributed bugs show here, in milliseconds."""
+"""Ranks as threads of one process: most distributed bugs show there, in milliseconds."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run(
 
 
 def jitter(seed: int, longest: float = 1e-3) -> Callable[[Call], None]:
-    """Return an ``inject`` that lets ranks arrive in random order: each call sleeps up to ``longest`` seconds."""
+    """Return an ``inject`` that makes ranks arrive in random order: each call sleeps up to ``longest`` seconds."""
     source = random.Random(seed)
 
     def inject(call: Call) -> None:
@@ -71,7 +71,10 @@ def jitter(seed: int, longest: float = 1e-3) -> Callable[[Call], None]:
 
 
 def calls() -> list[tuple[str, str, int]]:
-    """Return what this rank has started so far: (kind, name, bytes) in order. Only inside :func:`run`."""
+    """Return the collectives that this rank has started so far: (kind, name, bytes) in order.
+
+    Only inside :func:`run`.
+    """
     backend = workers.world()
     if not isinstance(backend, LocalBackend):
         raise ValueError("agmerge.testing.calls() works inside agmerge.testing.run() only")
@@ -80,12 +83,12 @@ def calls() -> list[tuple[str, str, int]]:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Hold what is inside an :class:`agmerge.DistributedOptimizer` on one rank, at one moment."""
+    """Inside of an :class:`agmerge.DistributedOptimizer` on one rank, at one moment."""
 
     plan: merging.Plan | None  # in use; None before the first step
-    # By name of the parameter, copies in its shape: what this rank has not sent yet. Tensors without one are left out.
+    # By name of the parameter, copies in its shape. Tensors without a residual are left out.
     residuals: Mapping[str, torch.Tensor]
-    measurements: merging.Measurements | None  # what the plan was made from; None: nothing has been measured
+    measurements: merging.Measurements | None  # behind the plan; None: nothing has been measured
     # By name, in the order in which gradients become ready: how each tensor is treated, with the attributes ``sparse``
     # (it is selected from), ``density`` (None: the compressor's own), ``dtype`` and ``device``. Empty before the first
     # step.
@@ -97,7 +100,7 @@ def inspect(optimizer: Any) -> Inspection:
 
     Not collective. Residuals are those of the last step that has ended.
     """
-    reducer, exchange = optimizer._reducer, optimizer._reducer.exchange  # tests that ask here need not know of them
+    reducer, exchange = optimizer._reducer, optimizer._reducer.exchange  # so that tests need not know of them
     buffers = exchange.buffers
     return Inspection(
         plan=exchange.plan(),

@@ -1,4 +1,4 @@
-"""Name the library's version; ranks with different ones do not train together."""
+"""Version of the library; ranks with different ones do not train together."""
 
 from __future__ import annotations
 

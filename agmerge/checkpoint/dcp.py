@@ -1,4 +1,4 @@
-"""Keep residuals in a checkpoint of ``torch.distributed.checkpoint``: a key for every rank and tensor."""
+"""Residuals in a checkpoint of ``torch.distributed.checkpoint``: a key for every rank and tensor."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from agmerge.checkpoint.rank_state import Wrapper
 from agmerge.engine.optimizer_states import load_state
 from agmerge.runtime import workers
 
-_REST = "rest"  # what is no residual and no momentum, as the bytes of torch.save
-_SET = "ranks="  # opens the part of a key that has the ranks of a process set
+_REST = "rest"  # all but the tensors of KINDS, as the bytes of torch.save
+_SET = "ranks="  # begins the section of a key with the ranks of a process set
 
 
 class ResidualState:
-    """Hold what ``torch.distributed.checkpoint`` keeps of a :class:`agmerge.DistributedOptimizer` beside its state.
+    """State of a :class:`agmerge.DistributedOptimizer` beside its optimizer's, for ``torch.distributed.checkpoint``.
 
     Torch's own helpers know the inner optimizer's state alone: give them ``optimizer.optimizer``, and this a key of its
     own::
@@ -32,28 +32,31 @@ class ResidualState:
         torch.distributed.checkpoint.save(state, checkpoint_id=path)
 
     Of several optimizers give them the list, ``optimizer.optimizers``. With ``sync="updates"`` leave ``"optimizer"``
-    out: each rank's optimizer has stepped by itself, and this object keeps its state too. The model is as rank 0 has
-    it; loading puts parameters where they were.
+    out: each rank's optimizer has stepped by itself, and this object keeps its state too. The model is rank 0's;
+    loading puts parameters where they were.
 
-    To load, say where from: ``agmerge.ResidualState(optimizer, path)``. Each rank reads what is its own, on another
-    number of ranks as :func:`agmerge.gather_state` has it; a checkpoint without any starts from zero, with a warning.
-    ``name``: of the optimizer, where a checkpoint has several. With ``process_set=`` keys say which ranks are in the
-    set, and a set loads what that one has saved that its first rank was in.
+    To load, say where from: ``agmerge.ResidualState(optimizer, path)``. Each rank reads its own section; on another
+    number of ranks they are redistributed, as with :func:`agmerge.gather_state`. A checkpoint without any starts from
+    zero, with a warning. ``name``: of the optimizer, where a checkpoint has several. With ``process_set=`` keys name
+    the ranks in the set, and a set loads what that one has saved that its first rank was in.
     """
 
     def __init__(
         self, optimizer: Wrapper, saved: str | os.PathLike[str] | None = None, name: str = "optimizer"
     ) -> None:
-        """Save ``optimizer``'s, or load from the path ``saved`` if it is given. ``name``: one without "/"."""
+        """Save the state of ``optimizer``, or load it from the path ``saved`` if it is given.
+
+        ``name``: one without "/".
+        """
         if "/" in name:
             raise ValueError(f"ResidualState: name={name!r} must not contain '/'")
         self._optimizer, self._saved, self._prefix = optimizer, saved, f"agmerge/{name}"
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Collective. Return, by key, copies of what this rank keeps; or, to be loaded into, memory for what it takes.
+        """Collective. Return, by key, copies of this rank's state; if ``saved`` was given, empty tensors to load into.
 
-        Ranks communicate with ``overlap=`` alone. What is under way, or pending with ``merging="dear"``, is applied
-        first.
+        Ranks communicate only with ``overlap=``. Messages under way, or updates pending with ``merging="dear"``, are
+        applied first.
         """
         if self._optimizer._reducer.exchange.outside:
             return {}
@@ -61,7 +64,7 @@ class ResidualState:
             return self._wanted()
         self._optimizer.flush()
         section = rank_state.with_inner(self._optimizer.state_dict())
-        if section["updates"] is not None and section["rank"] != 0:  # all have the same
+        if section["updates"] is not None and section["rank"] != 0:  # equal on all ranks
             section["updates"]["base"] = {}
         tensors = {plural: section.pop(plural) for plural in rank_state.KINDS.values()}
         entries = {f"{plural}/{name}": tensor for plural, named in tensors.items() for name, tensor in named.items()}
@@ -73,7 +76,7 @@ class ResidualState:
         return {f"{start}/{section['rank']}/{section['size']}/{key}": tensor for key, tensor in entries.items()}
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Collective. Take what ``torch.distributed.checkpoint.load`` has filled in, by the keys of :meth:`state_dict`.
+        """Collective. Load tensors filled in by ``torch.distributed.checkpoint.load``, by keys of :meth:`state_dict`.
 
         Raises ``ValueError`` if this object was not made to load.
         """
@@ -105,7 +108,7 @@ class ResidualState:
             load_state(self._optimizer._inner, inner)
 
     def _wanted(self) -> dict[str, torch.Tensor]:
-        """Return memory for what this rank reads: of ranks whose residuals or optimizer it takes, and of rank 0."""
+        """Return empty tensors for what this rank reads: sections of ranks that it takes over, and rank 0's."""
         assert self._saved is not None
         comm, own_set = self._optimizer._reducer.exchange.comm or workers.world(), self._set
         wanted = {}
@@ -129,7 +132,7 @@ class ResidualState:
 
 
 def _parsed(key: str) -> tuple[list[int], int, int, str]:
-    """Return what a key says behind the optimizer's name: a set's ranks (empty: all), rank, number of ranks, tensor."""
+    """Return a key's fields behind the optimizer's name: a set's ranks (empty: all), rank, number of ranks, tensor."""
     ranks, rest = [], key
     if key.startswith(_SET):
         named, rest = key.removeprefix(_SET).split("/", 1)

@@ -1,4 +1,4 @@
-"""Gather the state of all ranks into one file, which a group of any size can load."""
+"""State of all ranks in one file, which a group of any size can load."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CHUNK = 64 * 2**20  # bytes of one message
 def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
     """Collective. Return ``optimizer.state_dict()`` with the residuals of every rank, on rank 0; None on the others.
 
-    Every rank loads it with ``load_state_dict()``, also where there are more or fewer of them than have saved it: what
-    has not been sent yet is then kept (docs/checkpoints.md). Rank 0 needs memory for the residuals of all ranks. With
-    ``process_set=`` that is the first rank of each set, and what it returns is of that set; None outside of the sets.
+    Every rank loads it with ``load_state_dict()``, also where there are more or fewer of them than have saved it:
+    residuals are then kept (docs/checkpoints.md). Rank 0 needs memory for the residuals of all ranks. With
+    ``process_set=`` that is the first rank of each set, and the result is of that set; None outside of the sets.
     """
     config, exchange = optimizer._reducer.config, optimizer._reducer.exchange
     if exchange.outside:
         return None
-    optimizer.flush()  # what is under way, on all ranks alike
+    optimizer.flush()  # messages under way, on all ranks alike
     state, comm = optimizer.state_dict(), exchange.comm or workers.world()
     parts = _gather(comm, _packed(rank_state.with_inner(state)), config.timeout)
     if parts is None:

@@ -1,8 +1,8 @@
-"""Let workers come and go, under ``horovod.torch.elastic``: its ``TorchState`` keeps our optimizer by this file.
+"""Elastic training under ``horovod.torch.elastic``: its ``TorchState`` saves our optimizer by this file.
 
-Horovod's own handler would broadcast rank 0's state by a step of the optimizer on newcomers, which of ours is a
-collective that the others do not make. And residuals belong to their worker: survivors keep theirs, newcomers start
-from zero.
+Horovod's own handler would make new workers step the optimizer before it broadcasts rank 0's state; a step of ours is a
+collective that the others do not make. And residuals belong to their worker: surviving workers keep theirs, new ones
+start from zero.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from agmerge.runtime.broadcast import broadcast_optimizer_state
 
 
 def prepare(kind: type[torch.optim.Optimizer]) -> None:
-    """Let ``TorchState(optimizer=...)`` keep optimizers of ``kind`` by a :class:`TorchStateHandler`, if needed."""
+    """Make ``TorchState(optimizer=...)`` save optimizers of ``kind`` by a :class:`TorchStateHandler`, if needed."""
     if workers.elastic():
         horovod_elastic.register(kind, TorchStateHandler)
 
 
 class TorchStateHandler:
-    """Keep an optimizer in a ``TorchState``: ``save`` at a commit, ``restore`` to it, ``sync`` after a reset."""
+    """Handler of an optimizer in a ``TorchState``: ``save`` at a commit, ``restore`` to it, ``sync`` after a reset."""
 
     def __init__(self, value: Any) -> None:
         """Save ``value``, a wrapper, at once."""
@@ -34,7 +34,7 @@ class TorchStateHandler:
         self.save()
 
     def set_value(self, value: Any) -> None:
-        """Keep another optimizer in place of this one."""
+        """Replace the optimizer by another one, and save that."""
         self.value = value
         self.save()
 
@@ -51,7 +51,7 @@ class TorchStateHandler:
         load_state(self.value._inner, inner)
 
     def sync(self) -> None:
-        """Collective. Take rank 0's state, and keep this worker's residuals. The next step connects to the group."""
+        """Collective. Load rank 0's state, and keep this worker's residuals. The next step connects to the group."""
         reducer = self.value._reducer
         if reducer.exchange.world is not None and reducer.exchange.world is workers.world():
             workers.renew()

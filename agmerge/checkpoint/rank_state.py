@@ -1,4 +1,4 @@
-"""Save and load the rank's own part of ``optimizer.state_dict()``."""
+"""Section of one rank in ``optimizer.state_dict()``: saving and loading."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from agmerge.tensors.arena import ROUNDING
 from agmerge.tensors.dtensors import is_dtensor, like, local_of, set_gradient, shard_of
 
 SECTION = "agmerge"
-VERSION, READABLE = 3, (1, 2, 3)  # 2 has "updates", 3 "roundings": a library that knows neither would drop them
+VERSION, READABLE = 3, (1, 2, 3)  # 2 has "updates", 3 "roundings": older libraries would drop them
 RANKS = "ranks"  # of a consolidated checkpoint: every rank's section, rank by rank
-INNER = "inner"  # in each of these, where they differ: what the rank's own optimizer keeps
+INNER = "inner"  # in each of these, where they differ: the state of the rank's own optimizer
 LEFT_BASIS, RIGHT_BASIS = BASES = tuple(bases.KINDS.values())
 ROUNDINGS = "roundings"
 KINDS = {
@@ -43,7 +43,7 @@ OTHER_PARTS = (
     "the checkpoint's residuals are of another part of parameter {name!r} ({saved}) than this rank holds ({own}): they "
     "are dropped and start from zero. Load what a rank has saved that held the same shards"
 )
-LOST = ("residuals", ROUNDINGS, "momenta")  # of a section: what starts from zero where it is not loaded
+LOST = ("residuals", ROUNDINGS, "momenta")  # entries of a section that start from zero where they are not loaded
 UNREAD = (
     "the optimizer was loaded from a checkpoint of agmerge before it was wrapped. What ranks have not sent yet, and "
     "with sync='updates' their own optimizer states, is in the 'agmerge' section, which was not loaded: it starts from "
@@ -58,27 +58,27 @@ OTHER_SYNC = (
 
 
 class Wrapper(Protocol):
-    """Stand for :class:`agmerge.DistributedOptimizer`, which imports this room."""
+    """Interface of :class:`agmerge.DistributedOptimizer`, which imports this room."""
 
-    _inner: torch.optim.Optimizer  # of several one that stands for all
+    _inner: torch.optim.Optimizer  # of several optimizers, their group
 
     @property
     def _reducer(self) -> Synchronizer: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state and, under ``SECTION``, what this rank keeps."""
+        """Return the inner optimizer's state and, under ``SECTION``, that of this rank."""
 
     def flush(self) -> None:
-        """Apply what ``merging="dear"`` leaves to the next forward."""
+        """Apply updates that ``merging="dear"`` leaves to the next forward."""
 
 
 def save(reducer: Synchronizer) -> dict[str, Any]:
-    """Return residuals by name (copies), the plan, the step count, and whose all this is.
+    """Return this rank's section: residuals by name (copies), the plan, the step count, rank and size.
 
     ``window``: where a step has begun, how many backward passes each parameter has seen, and its gradient so far.
-    ``updates``: the shared parameters and where this rank's stand, with ``sync="updates"``, else None.
-    With ``exchange="two-level"`` residuals are of this rank's shard of each tensor; ``shard`` says which. Of DTensors
-    they are of what this rank holds; ``dtensors`` says what, by name.
+    ``updates``: the shared parameters and this rank's own, with ``sync="updates"``, else None. With
+    ``exchange="two-level"`` residuals are of this rank's shard of each tensor; ``shard`` says which. Of DTensors they
+    are of the local shard; ``dtensors`` says which, by name.
     """
     exchange = reducer.exchange
     rank, size = exchange.origin or _rank_and_size(exchange) or (0, 1)
@@ -102,9 +102,10 @@ def save(reducer: Synchronizer) -> dict[str, Any]:
 
 
 def whole_state(reducer: Synchronizer, inner: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``state_dict()`` of a wrapper returns: ``inner``, the plain optimizer's, and this rank's section.
+    """Return the state of a wrapper: ``inner``, the plain optimizer's, and this rank's section.
 
-    Where that keeps anything, the state is marked: a plain optimizer that loads this has not got all of it.
+    Where the section has residuals or the like, the state is marked: a plain optimizer that loads it has not got all of
+    it.
     """
     section = save(reducer)
     state = {**inner, SECTION: section}
@@ -113,9 +114,9 @@ def whole_state(reducer: Synchronizer, inner: Mapping[str, Any]) -> dict[str, An
 
 
 def warn_of_unread(optimizer: torch.optim.Optimizer, made: str, name: str) -> None:
-    """Warn, on rank 0, if ``optimizer`` has loaded by itself what a wrapper has saved: a part of it is not loaded.
+    """Warn, on rank 0, if the plain ``optimizer`` has loaded a wrapper's state, of which a section is not loaded.
 
-    ``made``: the script's line that wraps it, and ``name`` what that makes.
+    ``made``: the script's line that wraps it, and ``name`` the variable for the wrapper.
     """
     if unmark(optimizer) and not (workers.is_initialized() and workers.rank() != 0):
         warnings.warn(UNREAD.format(made=made, name=name), stacklevel=4)
@@ -131,38 +132,38 @@ def with_inner(state: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class Restored:
-    """Hold what a rank goes on with after it has loaded a section; by default it starts anew."""
+    """State of a rank after it has loaded a section; by default nothing is restored."""
 
-    shard: tuple[int, int] | None  # whose residuals `state` has: (number, of how many); None: of whole tensors
+    shard: tuple[int, int] | None  # that `state` is of: (number, of how many); None: of whole tensors
     state: State = field(default_factory=dict)  # copies
     steps: int = 0  # committed
     plan: merging.Plan | None = None  # None: the planner makes one
     budgets: dict[str, int] | None = None  # by name, where they were chosen by importance
-    window: Mapping[str, Any] = field(default_factory=dict)  # of the step that had begun, as save() has it
-    origin: tuple[int, int] | None = None  # (rank, size) that it was saved by, for one that is not connected yet
-    updates: Mapping[str, Any] | None = None  # as saved_updates() of a reducer has it
+    window: Mapping[str, Any] = field(default_factory=dict)  # of the step that had begun, as in save()
+    origin: tuple[int, int] | None = None  # (rank, size) that saved it, if not connected yet
+    updates: Mapping[str, Any] | None = None  # a result of saved_updates() of a reducer
     inner: dict[str, Any] | None = None  # of the inner optimizer, where the section has it
 
 
 def load(reducer: Synchronizer, section: Mapping[str, Any] | None, *, own: bool = False) -> dict[str, Any] | None:
-    """Collective. Take back what :func:`save` gave on this rank, or what all ranks gave; drop anything else.
+    """Collective. Load the result of :func:`save` on this rank, or those of all ranks; drop anything else.
 
     Ranks communicate only where a step had begun, and its gradients complete a merge buffer. One warning says what is
-    dropped. What ranks of another number have saved together is redistributed, see
-    :mod:`agmerge.checkpoint.redistribute`. Returns the inner optimizer's own state, where sections have it by rank.
-    Raises ``ValueError`` if a residual has another shape than its parameter, or is not finite, and before anything
-    changes for a section that is damaged.
+    dropped. A file of another number of ranks is redistributed, see :mod:`agmerge.checkpoint.redistribute`. Returns the
+    inner optimizer's own state, where sections have it by rank. Raises ``ValueError`` if a residual has another shape
+    than its parameter, or is not finite, and before anything changes for a section that is damaged.
 
     Args:
+
         reducer: of the optimizer that loads, between ``step()`` and the next ``backward()``.
-        section: the rank's part of a ``state_dict()``; None: the checkpoint has none.
-        own: this very process has saved it, as whichever rank it was.
+        section: the rank's section of a ``state_dict()``; None: the checkpoint has none.
+        own: this very process has saved it, perhaps as another rank.
     """
     exchange = reducer.exchange
     if section is not None:
         check_section(section, RANKS)
     reducer.check_idle("load_state_dict()")
-    reducer.discard()  # what a synchronize() without step() has left
+    reducer.discard()  # the rest of a synchronize() without step()
     if section is not None and RANKS in section:
         section = _own_part(exchange, section)
     if section is None:
@@ -186,9 +187,9 @@ def load(reducer: Synchronizer, section: Mapping[str, Any] | None, *, own: bool 
 
 
 def _read(reducer: Synchronizer, section: Mapping[str, Any], own: bool) -> Restored:
-    """Return what this rank takes of a section: all of it if it is the rank's own, else steps and plan alone.
+    """Return what this rank loads of a section: all of it if it is the rank's own, else steps and plan alone.
 
-    The compressor takes back what it had learned. Warns where what was kept is dropped, if anything was.
+    Restores the compressor's state, too. Warns where residuals or the like are dropped.
     """
     exchange, updates = reducer.exchange, section.get("updates")
     saved, shard = (section["rank"], section["size"]), section.get("shard")
@@ -223,18 +224,21 @@ def _read(reducer: Synchronizer, section: Mapping[str, Any], own: bool) -> Resto
 
 
 def _at_home(reducer: Synchronizer, inner: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return an optimizer's state with its DTensors among the ranks of this one's parameters: others have saved it."""
+    """Return an optimizer's state, perhaps saved by other ranks, with its DTensors on the mesh of its parameters."""
     if inner is None:
         return None
     parameters, sections = reducer.members.by_optimizer(), inner.get(SECTIONS, [inner])
     if len(sections) != len(parameters):
-        return inner  # whoever loads it says so
+        return inner  # an error when it is loaded
     moved = [_section_among(section, own) for section, own in zip(sections, parameters, strict=True)]
     return {**inner, SECTIONS: moved} if SECTIONS in inner else moved[0]
 
 
 def _section_among(section: dict[str, Any], parameters: list[torch.Tensor]) -> dict[str, Any]:
-    """Return the state of one optimizer, as :func:`_at_home` has it. ``parameters``: the optimizer's, in order."""
+    """Return the state of one optimizer, converted as in :func:`_at_home`.
+
+    ``parameters``: the optimizer's, in order.
+    """
 
     def moved(number: int, value: Any) -> Any:
         alike = isinstance(value, torch.Tensor) and is_dtensor(value) and value.shape == parameters[number].shape
@@ -248,13 +252,13 @@ def _section_among(section: dict[str, Any], parameters: list[torch.Tensor]) -> d
 
 
 def _dtensors(reducer: Synchronizer) -> dict[str, str]:
-    """Return, by name, which shard this rank holds of each parameter that is a DTensor."""
+    """Return, by name, which shard this rank has of each parameter that is a DTensor."""
     members = reducer.members
     return {members.name_of(p): shard_of(p) for p in members.name_all() if is_dtensor(p)}
 
 
 def _other_part(reducer: Synchronizer, section: Mapping[str, Any]) -> str:
-    """Say which parameter has something in a section that is of another shard than this rank's; "" if none has."""
+    """Return a warning for a section's first parameter of another shard than this rank's; "" if there is none."""
     saved, own = section.get("dtensors", {}), _dtensors(reducer)
     kept = {name for plural in KINDS.values() for name in section.get(plural, ())}
     kept.update((section.get("updates") or {}).get("base", ()))
@@ -272,7 +276,7 @@ def _saved_plan(exchange: GradientExchange, section: Mapping[str, Any]) -> mergi
 
 
 def _restore_compressor(exchange: GradientExchange, section: Mapping[str, Any]) -> bool:
-    """Give the compressor what it had learned, if it is the one that was saved; tell whether it is."""
+    """Restore the compressor's state, if it is the compressor that was saved; return whether it is."""
     compressor, saved = exchange.config.compressor, section.get("compressor")
     if saved is None or saved[0] != repr(compressor):
         return False
@@ -305,12 +309,12 @@ def _check_updates(reducer: Synchronizer, updates: Mapping[str, Any] | None) -> 
 
 
 def _nobodys(updates: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of all ranks in what one of them has saved: parameters are the shared ones."""
+    """Return the entries that are equal on all ranks in those that one of them has saved: shared parameters."""
     return {**updates, "own": {}, "displacements": {}}
 
 
 def _put_into_parameters(restored: Restored) -> None:
-    """Let the parameters hold what was kept beside them: this worker has no place for it."""
+    """Move residuals into displacements of the parameters: this worker's memory has no place for them."""
     residuals = {name: tensor for (kind, name), tensor in restored.state.items() if kind == "residual"}
     if restored.updates is None or not residuals:
         return
@@ -321,7 +325,7 @@ def _put_into_parameters(restored: Restored) -> None:
 
 
 def _own_part(exchange: GradientExchange, section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return this rank's part of a consolidated section, redistributed if another number of ranks has saved it.
+    """Return this rank's section of a consolidated one, redistributed if another number of ranks has saved it.
 
     A section of another version is returned as it is.
     """
@@ -336,9 +340,9 @@ def _own_part(exchange: GradientExchange, section: Mapping[str, Any]) -> Mapping
 
 
 def _window(reducer: Synchronizer) -> dict[str, Any]:
-    """Return what the step that has begun would send: by name, how many passes were seen and a copy of the gradient.
+    """Return the gradients of the step under way: by name, the number of backward passes and a copy of the gradient.
 
-    Gradients of no_sync() are among it, and those of parameters that no hook watches yet.
+    Those accumulated in no_sync() are included, and those of parameters without a hook so far.
     """
     counted = reducer.window()
     return {
@@ -349,7 +353,7 @@ def _window(reducer: Synchronizer) -> dict[str, Any]:
 
 
 def _reopen_step(reducer: Synchronizer, window: Mapping[str, Any]) -> None:
-    """Collective. Go on in the step that had begun: put its gradients back, and count its backward passes."""
+    """Collective. Resume the step that had begun: restore its gradients, and count its backward passes."""
     for parameter in reducer.members.name_all():
         if reducer.members.name_of(parameter) in window:
             fired, gradient = window[reducer.members.name_of(parameter)]
@@ -373,5 +377,5 @@ def _rank_and_size(exchange: GradientExchange) -> tuple[int, int] | None:
 
 
 def _shard_text(shard: tuple[int, int] | None) -> str:
-    """Return how a warning says whose shard it is."""
+    """Return the text of a warning that names a shard."""
     return "" if shard is None else f" (shard {shard[0]} of {shard[1]}, exchange='two-level')"

@@ -1,9 +1,9 @@
-"""Deal what all ranks have saved to another number of them, so that no update is lost.
+"""Distribute the sections of all ranks over another number of ranks, so that no update is lost.
 
-What ranks have not sent yet is the sum of residual * weight over ranks, with the weight that updates give each rank
-(see :func:`agmerge.step.agreed_state.weight_factor`); that is what stays the same. So the old rank r's residual goes to
-the new rank r mod W', and where updates are averages all of them are multiplied by W' / W: the sum of
-W'/W * residual / W' over the new ranks is the sum of residual / W over the old ones.
+Unsent gradients are the sum of residual * weight over ranks, with the weight that updates give each rank (see
+:func:`agmerge.step.agreed_state.weight_factor`), and that sum stays the same. So the old rank r's residual goes to the
+new rank r mod W', and where updates are averages all of them are multiplied by W' / W: the sum of W'/W * residual / W'
+over the new ranks is the sum of residual / W over the old ones.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from agmerge.ops import ReduceOp
 from agmerge.options.updates import APPLY
 from agmerge.step.agreed_state import weight_factor
 
-Section = dict[str, Any]  # a rank's part of a state_dict()
+Section = dict[str, Any]  # a rank's section of a state_dict()
 
 
 def redistribute(sections: Sequence[Section], rank: int, size: int, op: ReduceOp) -> Section:
-    """Return the part of ``rank`` of ``size`` workers in what all ranks of another number have saved.
+    """Return the section of ``rank`` of ``size`` workers, made from those of all ranks of another number.
 
-    Plan, steps, use, budgets and shared parameters are alike on all ranks. What sparsifiers remember starts cold,
-    gradients of an unfinished accumulation are dropped, with a warning. ``op``: whether updates are averages or sums.
+    Plan, steps, use, budgets and shared parameters are equal on all ranks. The state of sparsifiers is dropped, and,
+    with a warning, so are gradients of an unfinished accumulation. ``op``: whether updates are averages or sums.
     """
     before, factor = len(sections), weight_factor(op, len(sections), size)
     dealt = [section for r, section in enumerate(sections) if r % size == rank]
@@ -52,9 +52,9 @@ def redistribute(sections: Sequence[Section], rank: int, size: int, op: ReduceOp
 
 
 def displacements(updates: Mapping[str, Any], residuals: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return how far a rank's parameters were from where its last steps began, by name: beside its ``residuals``.
+    """Return the differences between a rank's expected and own parameters, by name; ``residuals`` are not included.
 
-    ``updates``: as the section has it, of :meth:`agmerge.engine.update_reducer.UpdateReducer.saved_updates`.
+    ``updates``: a result of :meth:`agmerge.engine.update_reducer.UpdateReducer.saved_updates`.
     """
     shown = residuals if updates["carry"] == APPLY else {}
     moved = {
@@ -64,7 +64,7 @@ def displacements(updates: Mapping[str, Any], residuals: Mapping[str, torch.Tens
 
 
 def _sums(parts: Sequence[Mapping[str, torch.Tensor]], own: set[str], factor: float) -> dict[str, torch.Tensor]:
-    """Return, by name, the sums over parts times ``factor``, of those tensors that are the ranks' ``own``."""
+    """Return, by name, the sums over sections times ``factor``, of those tensors that are the ranks' ``own``."""
     sums: dict[str, torch.Tensor] = {}
     for part in parts:
         for name, tensor in part.items():

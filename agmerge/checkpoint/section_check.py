@@ -1,7 +1,7 @@
-"""Look at a checkpoint's section before anything of it is taken: what is missing or of another kind is said by name.
+"""Check of a checkpoint's section before it is loaded: errors name the key that is missing or of a wrong type.
 
-A rank that loads changes much, and cannot go back half-way. What the keys mean, :mod:`agmerge.checkpoint.rank_state`
-has.
+A rank that loads changes much, and cannot go back half-way. The meaning of the keys is in
+:mod:`agmerge.checkpoint.rank_state`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ DAMAGED = "the checkpoint's agmerge section is damaged, or none of ours: {where}
 
 
 def whole(value: Any) -> bool:
-    """Return whether this is a whole number that is not negative."""
+    """Return whether a value is an integer of at least 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def tensors(value: Any) -> bool:
-    """Return whether these are tensors by name."""
+    """Return whether a value has tensors by name."""
     return isinstance(value, Mapping) and all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
     )
 
 
 def text(value: Any) -> bool:
-    """Return whether this is a text."""
+    """Return whether a value is a text."""
     return isinstance(value, str)
 
 
 def counted(value: Any) -> bool:
-    """Return whether these are pairs by name: how many passes a parameter has seen, and its gradient or None."""
+    """Return whether a value has pairs by name: how many passes a parameter has seen, and its gradient or None."""
     return isinstance(value, Mapping) and all(
         isinstance(pair, Sequence) and len(pair) == 2 and whole(pair[0]) and isinstance(pair[1], torch.Tensor | None)
         for pair in value.values()
@@ -46,12 +46,12 @@ def pair_of(first: Test, second: Test) -> Test:
 
 
 def mapping(value: Any) -> bool:
-    """Return whether this is a mapping."""
+    """Return whether a value is a mapping."""
     return isinstance(value, Mapping)
 
 
 def or_none(test: Test) -> Test:
-    """Return a test that None passes, too."""
+    """Return a test that also accepts None."""
     return lambda value: value is None or test(value)
 
 
@@ -83,9 +83,9 @@ OF_UPDATES: dict[str, Test] = {
 
 
 def check_section(section: Any, ranks: str) -> None:
-    """Raise ``ValueError`` for the first thing that is missing in a section, or is no such thing as it should be.
+    """Raise ``ValueError`` for the first key of a section that is missing, or has a value of a wrong type.
 
-    ``section``: of one rank, or of all of them, under the key ``ranks``. Its version is not looked at.
+    ``section``: of one rank, or of all of them, under the key ``ranks``. Its version is not compared.
     """
     _check(section, "it", {"version": whole}, {})
     if ranks not in section:
@@ -109,7 +109,7 @@ def _check_rank(section: Any, where: str) -> None:
 
 
 def _check(found: Any, where: str, required: Mapping[str, Test], optional: Mapping[str, Test]) -> None:
-    """Raise ``ValueError`` unless ``found`` is a mapping with all that is required, and all it has passes its test."""
+    """Raise ``ValueError`` unless ``found`` is a mapping with all required keys, and its values pass their tests."""
     if not isinstance(found, Mapping):
         raise ValueError(DAMAGED.format(where=where, problem=f"is {found!r:.40}"))
     for key, test in {**required, **optional}.items():

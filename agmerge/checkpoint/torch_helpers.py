@@ -1,9 +1,9 @@
-"""Get along with ``torch.distributed.checkpoint.state_dict``, whose helpers save and load the state of an optimizer.
+"""Support of ``torch.distributed.checkpoint.state_dict``: helpers that save and load the state of an optimizer.
 
-They know of the state of a plain optimizer alone, and make one that has none take a step without gradients. Of a
-wrapper they would drop what is not sent yet, so they get the plain one. That of an SGD whose momentum a memory applies
-in its place would have momentum buffers where that step was made, and none elsewhere: it makes none, and they are told
-of empty ones, always.
+They know only the state of a plain optimizer, and make one without state take a step without gradients. Of a wrapper
+they would drop residuals, so they need the plain optimizer. An SGD without momentum of its own, where a memory applies
+it, would have momentum buffers where that step was made, and none elsewhere. Here it makes none, and the helpers always
+read empty ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.tensors.parameters import optimizers_of
 
 HELPERS = os.path.join("distributed", "checkpoint", "state_dict.py")  # the end of their file's path
-DEEP = 8  # calls, from such a helper to an optimizer, that decorators may lie between
+DEEP = 8  # frames between such a helper and an optimizer, with those of decorators
 GIVE_THE_PLAIN_ONE = (
     "torch.distributed.checkpoint: {helper}() got the agmerge.{kind}, and would leave out what is not sent yet. Give "
     "it the plain optimizer, and keep the rest under a key of its own: {{'optimizer': get_optimizer_state_dict(model, "
@@ -40,7 +40,7 @@ def refuse(optimizer: OptimizerHolder) -> None:
 
 
 def calling_helper() -> str:
-    """Return the name of the helper of torch that a script has called, and that has called here; empty: there is none.
+    """Return the name of torch's helper among the callers, the one that the script has called; empty: there is none.
 
     Looks at few frames, so that it costs a step about a microsecond.
     """
@@ -54,10 +54,10 @@ def calling_helper() -> str:
 
 
 def hide_momentum(exchange: GradientExchange, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Let those helpers find an empty momentum buffer for each parameter whose momentum ``exchange`` applies.
+    """Show those helpers an empty momentum buffer for each parameter with a momentum that ``exchange`` applies.
 
-    So what is saved has the same keys as what is loaded into, whatever came before. ``optimizer``: the plain one, or
-    one that stands for several. Returns a function that ends it.
+    So saved states have the same keys as those that are loaded into, in any order of calls. ``optimizer``: the plain
+    one, or a group of several. Returns a function that ends it.
     """
     held = weakref.ref(exchange)  # the plain optimizer may live longer
     ends = [_hide_from_helpers(each, held) for each in optimizers_of(optimizer) if isinstance(each, torch.optim.SGD)]
@@ -70,15 +70,15 @@ def hide_momentum(exchange: GradientExchange, optimizer: torch.optim.Optimizer) 
 
 
 def _hide_from_helpers(optimizer: torch.optim.Optimizer, held: weakref.ref[GradientExchange]) -> Callable[[], None]:
-    """Do what :func:`hide_momentum` does with one optimizer."""
-    hidden: list[tuple[dict[str, Any], dict[str, Any]]] = []  # groups, and what they say, in a step of a helper
+    """Register the hooks of :func:`hide_momentum` on one optimizer; return a function that removes them."""
+    hidden: list[tuple[dict[str, Any], dict[str, Any]]] = []  # groups, and their own values, in a step of a helper
 
     def asked() -> bool:
         exchange = held()
         return exchange is not None and exchange.config.rates is not None and bool(calling_helper())
 
     def hide(of: torch.optim.Optimizer, *_: Any) -> None:
-        if not of.state and asked():  # without a gradient: weight decay would become a momentum that nothing has had
+        if not of.state and asked():  # without a gradient: weight decay alone would become a momentum
             for group in of.param_groups:
                 hidden.append((group, {name: group[name] for name in ("momentum", "nesterov")}))
                 group.update(momentum=0.0, nesterov=False)
@@ -102,7 +102,7 @@ def _hide_from_helpers(optimizer: torch.optim.Optimizer, held: weakref.ref[Gradi
 
     handles = [optimizer.register_state_dict_post_hook(show)]
     exchange = held()
-    if exchange is not None and exchange.config.model is None:  # DeAR, which applies none, steps without hooks
+    if exchange is not None and exchange.config.model is None:  # DeAR, without such a momentum, steps without hooks
         handles += [optimizer.register_step_pre_hook(hide), optimizer.register_step_post_hook(bring_back)]
 
     def end() -> None:

@@ -1,4 +1,4 @@
-"""Write real steps as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
+"""Chrome traces of real steps, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from agmerge.metrics.step_times import StepTimes
 from merging.storage import write
 
 LINES = {"ready": 1, "select": 2, "exchange": 3, "wait": 4, "write": 5}  # one a row, in this order
-BETWEEN = 6  # the row of what happens between steps, where anything does
+BETWEEN = 6  # the row of events between steps, where there are any
 
 
 class Trace:
-    """Collect the steps of one rank. ``process``: what its rows are called."""
+    """Trace of the steps of one rank. ``process``: the name of its rows."""
 
     def __init__(self, rank: int, process: str) -> None:
         self._rank = rank
@@ -27,7 +27,7 @@ class Trace:
         self.steps = 0  # collected so far
 
     def follow(self, tensors: Sequence[str], counts: Sequence[int]) -> None:
-        """Take the names in readiness order and the tensors per merge buffer that hold from now on."""
+        """Use these names, in readiness order, and numbers of tensors per merge buffer from now on."""
         self._tensors, self._counts = tuple(tensors), tuple(counts)
 
     def add(self, began: float, times: StepTimes) -> None:
@@ -41,7 +41,7 @@ class Trace:
         self.steps += 1
 
     def note(self, name: str, began: float, seconds: float) -> None:
-        """Append what happened between two steps, from so many seconds after the epoch on."""
+        """Append an event between two steps, which began ``began`` seconds after the epoch."""
         row = self._name("thread_name", BETWEEN, "between steps")
         if row not in self.events:
             self.events.append(row)
@@ -65,7 +65,7 @@ class Trace:
             free = arrived
 
     def _name(self, kind: str, line: int, name: str) -> dict[str, Any]:
-        """Return the event that gives a process or a line its name."""
+        """Return the event that names a process or a row."""
         return {"ph": "M", "name": kind, "pid": self._rank, "tid": line, "args": {"name": name}}
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -1,10 +1,10 @@
-"""Compute what leaves a rank of each collective, by the algorithm that usually carries it: pure functions.
+"""Compute the bytes that leave a rank in each collective, by its usual algorithm: pure functions.
 
-Bytes are those of the whole tensor that is handed over, the same on all ranks. Alone nothing leaves.
+Bytes are those of the whole tensor that is handed over, the same on all ranks. A lone rank sends nothing.
 
 * An all-reduce is a ring, or halves that are exchanged and then doubled, which move as much: ``2 (W-1)/W`` of it.
 * A gather is a ring: each rank passes on W - 1 messages. By doubling it is as much.
-* An all-to-all goes straight to whom it is for, and what a rank keeps goes nowhere.
+* An all-to-all goes straight to its destinations, and a rank's own piece goes nowhere.
 * A reduce-scatter is the first half of a ring. Where a backend has none of its own it is a whole all-reduce.
 * A broadcast is a chain from the root on: all ranks but the last send it once, and so do those of a tree on average.
 
@@ -17,25 +17,25 @@ from collections.abc import Sequence
 
 
 def all_reduce(size: int, workers: int) -> int:
-    """Return what a rank sends so that ``size`` bytes are added up over all ranks: a W-th of it is rounded up."""
+    """Return the bytes that a rank sends to add up ``size`` bytes over all ranks; fractions are rounded up."""
     return -(-2 * (workers - 1) * size // workers)
 
 
 def all_gather(size: int, workers: int) -> int:
-    """Return what a rank sends so that every rank gets every other one's ``size`` bytes."""
+    """Return the bytes that a rank sends so that every rank gets every other one's ``size`` bytes."""
     return (workers - 1) * size
 
 
 def all_to_all(sizes: Sequence[int], rank: int) -> int:
-    """Return what ``rank`` sends of ``sizes``, the bytes for each rank: all but its own."""
+    """Return the bytes that ``rank`` sends of ``sizes``, those for each rank: all but its own."""
     return sum(sizes) - sizes[rank]
 
 
 def reduce_scatter(size: int, workers: int) -> int:
-    """Return what a rank sends so that each gets a W-th of the sum of ``size`` bytes; rounded up."""
+    """Return the bytes that a rank sends so that each gets a W-th of the sum of ``size`` bytes; rounded up."""
     return -(-(workers - 1) * size // workers)
 
 
 def broadcast(size: int, workers: int, rank: int, root: int) -> int:
-    """Return what ``rank`` sends so that every rank gets the ``size`` bytes of ``root``: it passes them on, once."""
+    """Return the bytes that ``rank`` sends so that every rank gets the ``size`` bytes of ``root``, along a chain."""
     return 0 if (rank + 1) % workers == root else size

@@ -1,4 +1,4 @@
-"""Average the steps of one rank: what has been seen since the averages were last looked at."""
+"""Medians of the steps of one rank since they were last read."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from agmerge.metrics.chrome_trace import Trace
 from agmerge.metrics.step_times import Clock, Seconds, StepRecorder, StepTimes, StoppedClock
 
 KEEP = 50  # steps: the medians are of no more
-ENOUGH = 10  # steps of each average that are measured where a mark is dear
+ENOUGH = 10  # steps of each average that are measured where a mark is costly
 
 
 class RunningStepTimes:
-    """Keep the times of the last steps under one plan, and return their medians."""
+    """Times of the last steps under one plan, and their medians."""
 
     def __init__(self) -> None:
         self.exposed = 0.0  # seconds waited for messages, in all steps so far
         self.steps: list[StepTimes] = []  # of this average, the last ``KEEP``
         self.trace: Trace | None = None  # takes every step
-        self._last: StepRecorder | None = None  # of the last step, its marks still to be read
-        self._before: StepTimes | None = None  # what was typical when this average began
+        self._last: StepRecorder | None = None  # of the last step, with marks still to be read
+        self._before: StepTimes | None = None  # the typical step when this average began
 
     def add_exposed(self, seconds: float) -> None:
-        """Count seconds that were waited for messages outside of what a recorder sees."""
+        """Count seconds of waiting for messages that no recorder has measured."""
         self.exposed += seconds
 
     def measures_next(self, clock: Clock) -> bool:
         """Return whether the next step is measured by ``clock``.
 
-        With a dear one the first steps of an average are, and all while they are traced.
+        A costly clock measures only the first steps of an average, and all steps that are traced.
         """
         measured = len(self.steps) + (self._last is not None)
         return not clock.is_dear or self.trace is not None or measured < ENOUGH
 
     def observe(self, recorder: StepRecorder) -> None:
-        """Take in a step that has been received, if it was measured.
+        """Add a step that has been received, if it was measured.
 
-        Its marks are read one step later: every device has got there then.
+        Its marks are read one step later: by then every device has reached them.
         """
         if not isinstance(recorder.clock, StoppedClock):
             self.settle()
             self._last = recorder
 
     def settle(self) -> None:
-        """Read the marks that are still to be read."""
+        """Read the marks of the last step, if they were not read yet."""
         if self._last is not None:
             recorder, self._last = self._last, None
             times = recorder.times()
@@ -53,7 +53,7 @@ class RunningStepTimes:
                 self.trace.add(recorder.began, times)
 
     def record(self, trace: Trace | None) -> None:
-        """Tell ``trace`` of every step from the next one on; None: no longer."""
+        """Write every step into ``trace`` from the next one on; None: no longer."""
         self.settle()
         self.trace = trace
 
@@ -63,7 +63,7 @@ class RunningStepTimes:
         self.steps = []
 
     def forget(self) -> None:
-        """Begin anew, without what was typical before: plan, membership or compressor are other ones."""
+        """Begin a new average without the last one: plan, membership or compressor have changed."""
         self.settle()
         self.steps, self._before = [], None
 
@@ -86,7 +86,7 @@ class RunningStepTimes:
         return self._median("travel")
 
     def _median(self, what: str) -> Seconds:
-        """Return the medians of one figure of steps, (m,). Of the last average, and raises, as :meth:`ready` has it."""
+        """Return the medians of one figure of steps, (m,). Of the last average, and raises, as for :meth:`ready`."""
         self.settle()
         steps = self.steps or ([] if self._before is None else [self._before])
         if not steps:

@@ -1,4 +1,4 @@
-"""Record when tensors were ready and merge buffers selected, sent and received, in one step of this rank.
+"""Times of one step of this rank: when tensors were ready and merge buffers selected, sent and received.
 
 Marks in time are made on the host or in the stream of a device; making one never waits for anything.
 """
@@ -19,13 +19,13 @@ Seconds = NDArray[np.float64]  # durations, or times since an origin that the co
 
 
 class Clock(ABC):
-    """Make marks, and say afterwards what lies between two of them."""
+    """Clock that makes marks, and returns the time between two of them later."""
 
-    is_dear: ClassVar[bool] = False  # a mark takes so long that most steps go without
+    is_dear: ClassVar[bool] = False  # a mark costs so much that most steps go without
 
     @abstractmethod
     def mark(self) -> Any:
-        """Return a mark of now, without waiting. What it is only this clock knows."""
+        """Return a mark of now, without waiting, which only this clock can read."""
 
     @abstractmethod
     def since(self, origin: Any, marks: Sequence[Any]) -> Seconds:
@@ -33,7 +33,7 @@ class Clock(ABC):
 
 
 class HostClock(Clock):
-    """Read the host's clock, where the host computes by itself."""
+    """Clock of the host, for tensors on the host."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -43,7 +43,7 @@ class HostClock(Clock):
 
 
 class DeviceClock(Clock):
-    """Record events in the current stream of one device: when it gets there, not when the host asked for it.
+    """Clock of one device, with events in its current stream: they tell when it gets there, not when the host asked.
 
     An event that tells time takes the host some microseconds to make, and there are two for each tensor.
     """
@@ -65,7 +65,7 @@ class DeviceClock(Clock):
 
 
 class StoppedClock(Clock):
-    """Stand in a step that is not measured."""
+    """Clock for a step that is not measured."""
 
     def mark(self) -> None:
         return None
@@ -75,7 +75,7 @@ class StoppedClock(Clock):
 
 
 def clock_for(devices: Iterable[torch.device]) -> Clock:
-    """Return the clock of the only device there is; with several, which have no time in common, the host's."""
+    """Return the clock of the only device; with several, which have no time in common, the host's."""
     distinct = set(devices)
     if len(distinct) == 1 and (device := distinct.pop()).type not in ("cpu", "meta"):
         return DeviceClock(device)
@@ -84,16 +84,16 @@ def clock_for(devices: Iterable[torch.device]) -> Clock:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Hold the times of one step, in seconds since its first tensor was handed over: n tensors, m merge buffers."""
+    """Times of one step, in seconds since its first tensor was handed over: n tensors, m merge buffers."""
 
     ready: Seconds  # (n,), when each tensor was ready, selecting and sending of earlier ones not counted
     since: Seconds  # (n,), the same with everything counted
-    complete: Seconds  # (m,), when the last tensor of a merge buffer was there
+    complete: Seconds  # (m,), when the last tensor of a merge buffer was ready
     handed: Seconds  # (m,), when its message, the first of several, was under way
     waiting: Seconds  # (m,), when the wait for it began
     received: Seconds  # (m,), when that wait ended
     written: Seconds  # (m,), when its update was written
-    arrived: Seconds  # (m,), when its exchange was first seen to have ended: by a look in between, or by the wait
+    arrived: Seconds  # (m,), when its exchange was first seen to have ended: by a poll, or by the wait
 
     @property
     def finish(self) -> float:
@@ -117,7 +117,7 @@ class StepTimes:
 
 
 class StepRecorder:
-    """Take the marks of a step, for n tensors and m merge buffers; of a stopped clock there are none to read."""
+    """Recorder of the marks of a step, for n tensors and m merge buffers; those of a stopped clock cannot be read."""
 
     def __init__(self, clock: Clock, tensors: int, buffers: int) -> None:
         self.clock, self._shape = clock, (tensors, buffers)
@@ -130,29 +130,29 @@ class StepRecorder:
         self._arrived: list[Any] = []  # of merge buffers, in plan order, as far as they were seen to arrive
 
     def begin(self) -> None:
-        """Mark that a tensor is handed over; the first one's mark is the origin of all times."""
+        """Record that a tensor is handed over; the first one's mark is the origin of all times."""
         if self._origin is None:
             self.began, self._origin = time.time(), self.clock.mark()
 
     def ready(self, slot: int) -> None:
-        """Mark that the tensor has been compensated."""
+        """Record that the tensor has been accumulated."""
         self._slots.append(slot)
         self._ready.append(self.clock.mark())
 
     def resumed(self) -> None:
-        """Mark that all there was to do for the tensor is done; backward goes on."""
+        """Record that all work for the tensor is done; backward goes on."""
         self._resumed.append(self.clock.mark())
 
     def arrived(self) -> None:
-        """Mark that the next merge buffer's exchange was seen to have ended before anybody waited for it."""
+        """Record that the next merge buffer's exchange was seen to have ended before the wait for it."""
         self._arrived.append(self.clock.mark())
 
     def mark(self, buffer: int) -> None:
-        """Mark the next event of a merge buffer, in the order of the fields of :class:`StepTimes`."""
+        """Record the next event of a merge buffer, in the order of the fields of :class:`StepTimes`."""
         self._buffers[buffer].append(self.clock.mark())
 
     def times(self) -> StepTimes:
-        """Return what the marks say, once the step is complete. May wait for the device."""
+        """Return the times from the marks, once the step is complete. May wait for the device."""
         n, m = self._shape
         marks = self.clock.since(self._origin, self._ready)
         resumed = self.clock.since(self._origin, self._resumed)

@@ -1,4 +1,4 @@
-"""Count what the exchange has done so far."""
+"""Totals of the exchange so far."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from agmerge.metrics import link_bytes
 
 @dataclass
 class Totals:
-    """Add up what one rank has done.
+    """Totals of one rank.
 
-    Bytes are what it hands to collectives for gradients; link bytes what leaves it then, see
+    Bytes are those that it hands to collectives for gradients; link bytes those that leave it then, see
     :mod:`agmerge.metrics.link_bytes`.
     """
 
@@ -22,16 +22,16 @@ class Totals:
     skipped_in_a_row: int = 0  # of these, the last ones
     buffers: int = 0  # merge buffers of the last step
     bytes_sent: int = 0  # in messages
-    bytes_dense: int = 0  # that fp32 gradients sent whole would have been
-    link_bytes: int = 0  # of `bytes_sent`, what has left this rank
-    link_bytes_dense: int = 0  # of `bytes_dense`, what would have left it in a ring
+    bytes_dense: int = 0  # that dense fp32 gradients would have been
+    link_bytes: int = 0  # of `bytes_sent`, those that have left this rank
+    link_bytes_dense: int = 0  # of `bytes_dense`, those that would have left it in a ring
     workers: int = 1  # among which gradients are exchanged now
     elements_sent: int = 0  # in messages
     elements: int = 0  # that they were selected from
-    wire: Counter[str] = field(default_factory=Counter)  # bytes_sent by what they are
+    wire: Counter[str] = field(default_factory=Counter)  # bytes_sent by codec
 
     def sent(self, size: int, elements: int, codecs: Mapping[str, int] | None = None) -> None:
-        """Count a message of ``size`` bytes; ``codecs``: these by what they are, if codecs have made them."""
+        """Count a message of ``size`` bytes; ``codecs``: these by codec, if codecs have made them."""
         self.wire.update(codecs or {"plain": size})
         self.bytes_sent += size
         self.elements_sent += elements
@@ -41,7 +41,7 @@ class Totals:
         self.link_bytes += size
 
     def among(self, workers: int) -> None:
-        """Count from now on what dense gradients of so many workers would have moved."""
+        """Set the number of workers for the bytes that dense gradients would have moved from now on."""
         self.workers = workers
 
     def stepped(self, buffers: int, elements: int, tensors: int) -> None:
@@ -69,7 +69,7 @@ class Totals:
         self._dense(tensors)
 
     def _dense(self, tensors: int) -> None:
-        """Count what fp32 gradients of so many elements would have been."""
+        """Count the bytes of fp32 gradients of so many elements."""
         self.bytes_dense += 4 * tensors
         self.link_bytes_dense += link_bytes.all_reduce(4 * tensors, self.workers)
 

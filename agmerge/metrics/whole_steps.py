@@ -1,4 +1,4 @@
-"""Time whole steps, from the end of one to the end of the next: what whoever trains sees."""
+"""Times of whole steps, from the end of one to the end of the next, as a user sees them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ KEEP = 50  # steps: the median is of no more
 
 
 class WholeSteps:
-    """Keep the seconds of this rank's last steps. What happens between ``end`` and ``begin`` is no part of them."""
+    """Durations of this rank's last steps. Time between ``end`` and ``begin`` does not count."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []

@@ -1,9 +1,9 @@
-"""Offer what a training script wraps its optimizer with.
+"""Optimizers for training scripts.
 
-``distributed``: :class:`DistributedOptimizer`, which every step goes through. ``saving``: what it keeps. ``local``:
-:class:`LocalOptimizer` and :class:`LocalSync`, for workers that step by themselves and exchange every so many steps.
-``sharing``: the parameters that all have in common. ``swapping``: go on with another compressor. What a model in
-DistributedDataParallel offers (``integrations/ddp.py``) is of the last two, too.
+``distributed``: :class:`DistributedOptimizer`, which every step goes through. ``saving``: its state and checkpoints.
+``local``: :class:`LocalOptimizer` and :class:`LocalSync`, for workers that step by themselves and exchange every so
+many steps. ``sharing``: the parameters that all workers share. ``swapping``: a change of compressor. A model in
+DistributedDataParallel (``integrations/ddp.py``) has the last two, too.
 
 May import reporting.py, checkpoint/, engine/ and below.
 """

@@ -1,4 +1,4 @@
-"""Wrap an optimizer: ``agmerge.DistributedOptimizer`` is what a training script sees."""
+"""Wrapper of an optimizer: ``agmerge.DistributedOptimizer``, for training scripts."""
 
 from __future__ import annotations
 
@@ -44,33 +44,33 @@ INFERENCE = (
 
 
 class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMixin, OptimizerWrapper):
-    """Collective. Wrap ``optimizer`` so that every step uses gradients combined over all workers.
+    """Collective. Optimizer around ``optimizer`` that steps with gradients combined over all workers.
 
-    The wrapped optimizer keeps working as it is: ``param_groups``, ``state`` and ``defaults`` are its own, and
-    everything this class does not know goes to it. Every rank constructs it with the same model and the same arguments,
+    The wrapped optimizer stays as it is: ``param_groups``, ``state`` and ``defaults`` are its own, and unknown
+    attributes are read from it. Every rank constructs this with the same model and the same arguments,
     else all of them raise :class:`agmerge.RankMismatchError`. Arguments that mean nothing, by themselves or together,
     are refused with ``ValueError`` or ``TypeError``.
 
     Arguments in the order of the signature; the first ten are Horovod's:
 
-    * ``optimizer``: The one to wrap: any ``torch.optim.Optimizer`` whose ``step`` needs no closure (LBFGS is refused).
-      A list of several, say Muon for the matrices and AdamW for what is left, steps in its order after one exchange
+    * ``optimizer``: The one to wrap: any ``torch.optim.Optimizer`` with a ``step`` without closure (LBFGS is refused).
+      A list of several, say Muon for matrices and AdamW for other tensors, steps in its order after one exchange
       (docs/frameworks.md).
     * ``named_parameters``: Pass ``model.named_parameters()``. The names travel in errors and checkpoints.
-    * ``compression``: ``"auto"``, the default, sends all of each gradient, whole or in 8, 4 or 2 bits a number. Of
+    * ``compression``: ``"auto"``, the default, sends all of each gradient, dense or in 8, 4 or 2 bits a number. Of
       those that cost this optimizer no loss it takes the most exact one with which steps are about as fast as with any.
-      A list of names is a choice of yours among ``"none"`` and quantisers. Or name what is to be sent: a quantiser
+      A list of names is a choice of yours among ``"none"`` and quantisers. Or name one compressor: a quantiser
       (``"eden" | "eden-1" | "eden-4" | "int8" | ...``), a sparsifier (``"topk" | "dgc" | ...``), ``"powersgd" |
       "acpsgd"`` (docs/low_rank.md), ``"none" | "fp16" | "bf16"``, an object, ``Compression.*``, or ``{pattern: one of
       these}`` by whole name. ``density`` alone means ``"dgc"`` with SGD's momentum, else ``"topk"``. One line says what
-      a name cost where that was measured (docs/compressors.md). Arguments about what a compressor does not do are
+      a name cost where that was measured (docs/compressors.md). Arguments without meaning for a compressor are
       refused with it. Only a number as ``density``, and ``exchange="sparse"``, may stay in a script that swaps its
       compressor by name; they say nothing then.
     * ``backward_passes_per_step``: The gradients of so many passes are summed locally, not averaged.
     * ``op``: Updates are the ``Average`` or the ``Sum`` over ranks.
     * ``gradient_predivide_factor``: Dense sums are of ``g / f`` and multiplied by this factor f afterwards, against
       overflow. Sparse values are scaled before they are added anyway.
-    * ``num_groups``: This is the old name of ``groups``.
+    * ``num_groups``: The old name of ``groups``.
     * ``groups``: Give a number of groups, or lists of parameters. Each group is one merge buffer, instead of
       ``merging``.
     * ``sparse_as_dense``: Gradients of sparse layout are made dense. Without it they are an error; SparseAdam, which
@@ -85,21 +85,21 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
     * ``warmup``: Other densities in the first steps are ``"dgc"`` (the ladder of its paper, 200 steps a rung), a number
       of steps (geometric, from 25 %), or ``callable(step) -> density``. :func:`agmerge.ladder` is the paper's with a
       number of steps of yours.
-    * ``memory``: ``"residual"`` keeps what is not sent (the default where anything is dropped), ``"none"`` drops it.
+    * ``memory``: ``"residual"`` keeps unsent gradients (the default where any are dropped), ``"none"`` drops them.
       ``"dgc"`` (the default of ``compression="dgc"``) applies the momentum of an SGD's groups before selection, instead
       of the SGD. Beside another optimizer's momentum ``compression="dgc"`` goes with ``"residual"``, and says so.
     * ``dense``: Patterns for whole names, or a callable ``(name, parameter) -> bool``, say which parameters are always
-      sent whole. By default those of fewer than two dimensions or than 1024 elements are. ``"partial"`` adds the small
+      sent dense. By default those of fewer than two dimensions or than 1024 elements are. ``"partial"`` adds the small
       layers beside these, up to a size that is chosen so that the volume stays (docs/compressors.md).
     * ``merging``: Give a planner's name or object, a :class:`merging.Plan`, or the path of a saved one. ``"dear"``,
       with ``model``, applies updates in the next forward (docs/dear.md): call :meth:`flush` before you read parameters.
     * ``sparsify``: ``"ahead"`` selects from each tensor before merging, ``"behind"`` from the whole merge buffer after
-      it. ``"auto"`` takes what is predicted to be faster.
-    * ``exchange``: This says how messages are combined. ``"sparse"`` compresses always; with ``"auto"`` a selection,
+      it. ``"auto"`` takes the mode that is predicted to be faster.
+    * ``exchange``: How messages are combined. ``"sparse"`` compresses always; with ``"auto"`` a selection,
       and ``compression="auto"``, may go dense where that was measured to be faster. ``"oktopk"``, ``"masked"`` and
-      ``"two-level"`` apply something else, and ``"fastest"`` tries the first two beside ``"auto"`` (docs/exchanges.md).
-    * ``wire``: Values travel as ``"fp32" | "fp16" | "bf16" | "int8" | "int4" | "2bit" | "sign"``; what their rounding
-      leaves behind is sent later. With ``"auto"`` they travel as the gradient's, and where plans are made from measured
+      ``"two-level"`` apply other sums, and ``"fastest"`` tries the first two beside ``"auto"`` (docs/exchanges.md).
+    * ``wire``: Values travel as ``"fp32" | "fp16" | "bf16" | "int8" | "int4" | "2bit" | "sign"``; quantisation errors
+      are sent later. With ``"auto"`` they travel as the gradient's, and where plans are made from measured
       times, from the first of these on in the codec that steps are fastest with, if nearly all arrives (docs/wire.md).
     * ``dense_sum``: ``"ordered"`` adds in rank order whatever the plan, ``"native"`` as the backend does.
     * ``scaler``: Pass the ``torch.amp.GradScaler`` in use, here or to :meth:`attach_scaler`. Residuals are kept without
@@ -110,20 +110,20 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
     * ``timeout``: Every wait ends after so many seconds. None stands for ``AGMERGE_TIMEOUT`` of the environment, else
       300.
     * ``check_every``: Replicas are compared every so many steps, and after the first; with 0 after the first alone.
-    * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank had a gradient and nothing is left to send. ``"zero"``
-      is Horovod's way.
+    * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank had a gradient and no residual was sent. ``"zero"``
+      makes it zeros, as Horovod does.
     * ``model``: With ``merging="dear"``, this module's forward applies the updates. Others take none.
     * ``sync``: Exchange ``"gradients"``, or ``"updates"``: each worker's optimizer steps with its own gradients, and
-      what it did to the parameters is exchanged (docs/adaptive.md). That is for AdamW and other adaptive optimizers.
-      The others are about it, and ``density`` is 0.05 then, ``wire`` ``"sign"``, by default.
-    * ``carry``: ``"apply"`` (the default) leaves what is not sent in the worker's own parameters, ``"hold"`` beside
+      its updates of parameters are exchanged (docs/adaptive.md). That is for AdamW and other adaptive optimizers.
+      The arguments below are about it, and ``density`` is 0.05 then, ``wire`` ``"sign"``, by default.
+    * ``carry``: ``"apply"`` (the default) leaves unsent updates in the worker's own parameters, ``"hold"`` beside
       them, so that all ranks compute with the same ones.
     * ``every``: Exchange after every so many steps.
     * ``fragments``: Merge buffers take turns in so many groups, at different ones of these steps.
-    * ``overlap``: What is sent after a step is received so many steps later, and travels meanwhile.
-    * ``decay``: What is carried is multiplied by this factor at each exchange; with ``carry="hold"``.
+    * ``overlap``: Updates sent after a step are received so many steps later, and travel meanwhile.
+    * ``decay``: Unsent updates are multiplied by this factor at each exchange; with ``carry="hold"``.
     * ``outer``: :class:`agmerge.Nesterov`, or a function from a list of parameters to an optimizer of them, steps with
-      what was combined. None takes it as it is.
+      the combined updates. None applies them as they are.
     """
 
     _inner: torch.optim.Optimizer
@@ -173,7 +173,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         try:
             workers.adopt()
             horovod_elastic.prepare(DistributedOptimizer)
-            if not workers.elastic():  # there newcomers are alone until all begin the next step
+            if not workers.elastic():  # there new workers are alone until all begin the next step
                 self._reducer.connect()
             notices.warn_of_changes(self._reducer.exchange, self._inner, None)
         except BaseException:
@@ -186,7 +186,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         self._inner = optimizer = inner_of(optimizer, named)
         line = f"optimizer = agmerge.{type(self).__name__}(optimizer, ...)"
         rank_state.warn_of_unread(optimizer, line, "optimizer")
-        # As the script gave them, but for what it left to us, and what does not pickle.
+        # As the script gave them, except defaults, and arguments that do not pickle.
         process_set = process_sets.by_ranks(options.process_set)
         self._options = replace(door.settled(options, optimizer), process_set=process_set)
         config = with_momentum_of(resolve(self._options), optimizer)
@@ -198,7 +198,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler.step() reads this first. Without it, scaled gradients would be stepped with.
         if not self._reducer.combines_gradients:
-            return True  # it then leaves to step() what to do about infinities, and calls it at every step
+            return True  # the scaler then leaves infinities to step(), and calls it at every step
         if self._reducer.scaling.scaler is None:
             raise AGMergeError(grad_scaler.NOT_ATTACHED)
         return False  # whatever the inner optimizer does: unscaling is the scaler's
@@ -217,8 +217,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Collective. Add the group to the inner optimizer; on every rank at the same step. The next step agrees on it.
 
-        Ranks communicate only with ``overlap=``: what is under way is taken in. Raises ``ValueError`` where there are
-        several optimizers: call it of one of them, ``optimizers[0].add_param_group(...)``.
+        Ranks communicate only with ``overlap=``: messages under way are received. Raises ``ValueError`` where there are
+        several optimizers: call it on one of them, ``optimizers[0].add_param_group(...)``.
         """
         if len(optimizers_of(self._inner)) == 1:  # else the next line but one refuses, before anything is sent
             self._reducer.check_idle("add_param_group()")
@@ -236,27 +236,27 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let ``step()``, inside, take the gradients as ``synchronize()`` (and clipping) left them."""
+        """Make ``step()``, inside, use the gradients as ``synchronize()`` (and clipping) left them."""
         with self._reducer.taking_combined("skip_synchronize()"):
             yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes, inside, accumulate locally only; they are not counted and nothing is sent."""
+        """Accumulate locally in backward passes inside: they are not counted and nothing is sent."""
         with self._reducer.paused():
             yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective. Combine the gradients, then step the inner optimizer. Return the closure's loss, if there is one.
 
-        A closure runs once, before the gradients are combined. In ``skip_synchronize()`` they are taken as they are.
-        With ``sync="updates"``, step it first, with this worker's own gradients, and then exchange what is due. Raises
-        ``ValueError`` in ``torch.inference_mode()``, where nothing can be kept for the next step.
+        A closure runs once, before the gradients are combined. In ``skip_synchronize()`` they are used as they are.
+        With ``sync="updates"``, step it first, with this worker's own gradients, and then make the exchange that is
+        due. Raises ``ValueError`` in ``torch.inference_mode()``, where nothing can be kept for the next step.
         """
         if is_dynamo_compiling():
             return _outside_graphs(DistributedOptimizer.step, self, closure)
         if not self._inner.state:
-            torch_helpers.refuse(self)  # they step an optimizer without a state
+            torch_helpers.refuse(self)  # torch's helpers step an optimizer without a state
         if torch.is_inference_mode_enabled():
             raise ValueError(INFERENCE)
         return self._reducer.step(self, closure)
@@ -266,8 +266,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
 
         Ranks communicate only where a step has begun and cannot end: after a backward pass too many was refused, or one
         has ended early, by an exception that the script survives. The gradients of the step are dropped then, and in
-        the second case the step comes to nothing on all ranks: the others raise :class:`agmerge.AGMergeError` in it.
-        Alone they are dropped at any time.
+        the second case the step comes to nothing on all ranks: the others raise :class:`agmerge.AGMergeError` in it. A
+        lone worker drops them at any time.
         """
         if is_dynamo_compiling():
             _outside_graphs(DistributedOptimizer.zero_grad, self, set_to_none)
@@ -308,13 +308,13 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
     def join(self) -> int:
         """Collective. Take part without gradients until every rank does: for a rank that has no batches left.
 
-        Return the rank that joined last. Averages go on being over all ranks; what this rank has kept goes on being
-        sent. This rank takes the steps that the others take, hooks of the optimizer's step included.
+        Return the rank that joined last. Averages go on being over all ranks; this rank's residuals go on being sent.
+        This rank takes the steps that the others take, hooks of the optimizer's step included.
         """
         return join.join(self._reducer, self._step_combined)
 
     def _step_combined(self) -> None:
-        """Collective. Step with the gradients as they are combined, through the scaler where there is one."""
+        """Collective. Step with the combined gradients, through the scaler where there is one."""
         scaler = self._reducer.scaling.scaler
         with self.skip_synchronize():
             if scaler is None:
@@ -324,18 +324,19 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
                 scaler.update()
 
     def reset(self) -> None:
-        """Forget the group of workers; the next step connects to the one that there is then.
+        """Forget the group of workers; the next step connects to the group that exists then.
 
         After ``agmerge.shutdown()`` and ``agmerge.init()`` this happens by itself. Residuals stay with this worker,
-        fitted to the new number (docs/checkpoints.md). A step that has begun is given up, and what broke it forgotten.
+        scaled to the new number of workers (docs/checkpoints.md). A step that has begun is given up, and an earlier
+        error forgotten.
         """
         self._reducer.leave()
         self._reducer.discard()
 
     def close(self) -> None:
-        """Collective. Take all hooks off. The inner optimizer and the model go on without this wrapper.
+        """Collective. Remove all hooks. The inner optimizer and the model go on without this wrapper.
 
-        Ranks communicate with ``sync="updates"`` alone, which is consolidated first unless there is an error under way.
+        Ranks communicate only with ``sync="updates"``, which is consolidated first unless there is an error under way.
         """
         self._stop_hiding()
         self._reducer.close()
@@ -343,9 +344,9 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
 
 @_disable_dynamo
 def _outside_graphs(call: Callable[..., Any], *args: Any) -> Any:
-    """Call what a compiled function may not trace, since what it does depends on messages: a break in its graph.
+    """Call a function that a compiled one must not trace, since it depends on messages: a break in its graph.
 
-    Otherwise nothing lies between a script and us, so that warnings point at its lines.
+    Otherwise no frame lies between the script and this library, so that warnings point at the script's lines.
     """
     return call(*args)
 
@@ -357,11 +358,11 @@ def _restore(
     section: dict[str, Any],
     kind: type[DistributedOptimizer] = DistributedOptimizer,
 ) -> DistributedOptimizer:
-    """Return an unpickled or copied wrapper, which shakes hands at its first ``synchronize()``.
+    """Return an unpickled or copied wrapper, which connects at its first ``synchronize()``.
 
     Pickles of all releases call this. ``named``: parameters with their names; ``arguments``: fields of
-    :class:`Options`, and perhaps some that are gone; ``section``: what :func:`agmerge.checkpoint.rank_state.save` gave;
-    ``kind``: the class of the wrapper.
+    :class:`Options`, and perhaps some that are gone; ``section``: a result of
+    :func:`agmerge.checkpoint.rank_state.save`; ``kind``: the class of the wrapper.
     """
     self = kind.__new__(kind)
     options = Options.from_saved(arguments)

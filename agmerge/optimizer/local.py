@@ -1,4 +1,4 @@
-"""Let workers step by themselves, and exchange what that came to every so many steps: local SGD, compressed.
+"""Local SGD, compressed: workers step by themselves, and exchange the sum of so many steps.
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, and Sarfi et al.,
 "Communication Efficient LLM Pre-training with SparseLoCo", 2025, are settings of it: see docs/adaptive.md.
@@ -34,11 +34,11 @@ EVERY, WIRE = 8, "int4"  # the defaults, by the figures of docs/parity.md
 
 
 class LocalOptimizer(DistributedOptimizer):
-    """Collective. Wrap ``optimizer`` so that workers step by themselves, and exchange every ``every`` steps.
+    """Collective. Optimizer around ``optimizer`` with local steps, and an exchange every ``every`` steps.
 
-    It is a :class:`DistributedOptimizer` with ``sync="updates"`` and other defaults, whose arguments it takes: all of
-    the parameters' way travels (``density=1.0``) in 4 bits a value. ``carry``, ``outer``, ``decay``, ``overlap`` and
-    ``fragments`` are described there.
+    It is a :class:`DistributedOptimizer` with ``sync="updates"`` and other defaults, and takes the same arguments: all
+    of the pseudo-gradients is sent (``density=1.0``) in 4 bits a value. ``carry``, ``outer``, ``decay``, ``overlap``
+    and ``fragments`` are described there.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class LocalOptimizer(DistributedOptimizer):
 
 
 class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
-    """Exchange, inside of a ``with``, what ``optimizer`` makes of the parameters of ``model`` every ``every`` steps.
+    """Exchange, inside of a ``with``, the updates that ``optimizer`` makes of ``model``, every ``every`` steps.
 
-    The optimizer is not wrapped: hooks on its step do it, of several on theirs, and what is due is exchanged when each
-    of them has stepped once. For scripts that use torchft's ``DiLoCo`` or ``LocalSGD``: ``sync_every``,
+    The optimizer is not wrapped: hooks on its step do it. Of several optimizers all have hooks, and an exchange follows
+    when each of them has stepped once. For scripts that use torchft's ``DiLoCo`` or ``LocalSGD``: ``sync_every``,
     ``outer_optimizer`` (an optimizer of the model's parameters, which steps) and ``fragment_sync_delay`` are other
     names of ``every``, ``outer`` and ``overlap``. Other arguments are those of :class:`LocalOptimizer`.
     """
@@ -99,7 +99,7 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
         asked = Options(**settings)
         door.check_said(asked)
         self._reducer = UpdateReducer(ParameterTable(inner, named), resolve(door.settled(asked, inner)))
-        self._unfollow: Callable[[], None] | None = None  # takes the hooks off; None: there are none
+        self._unfollow: Callable[[], None] | None = None  # removes the hooks; None: there are none
 
     def __enter__(self) -> LocalSync:
         """Collective. Connect, and exchange from now on whenever the optimizer has made so many steps.
@@ -114,7 +114,7 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Collective. Take in what is under way, unless there was an error, and exchange nothing more."""
+        """Collective. Receive messages under way, unless there was an error, and exchange nothing more."""
         if self._unfollow is not None:
             self._unfollow()
         self._unfollow = None
@@ -122,11 +122,11 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
             self._reducer.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, and under ``"agmerge"`` what this rank keeps beside it."""
+        """Return the optimizer's state, and this rank's section under ``"agmerge"``."""
         return rank_state.whole_state(self._reducer, self._inner.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.
+        """Collective. Load the result of :meth:`state_dict` on this rank, or of :func:`agmerge.gather_state` on rank 0.
 
         Call it once the model is loaded. The optimizer's state is loaded too.
         """
@@ -137,14 +137,15 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
         load_state(self._inner, own or inner)
 
     def close(self) -> None:
-        """Give the communicators back. Parameters stay as they are: call :meth:`consolidate` inside of the ``with``."""
+        """Close the communicators. Parameters stay as they are: call :meth:`consolidate` inside of the ``with``."""
         Synchronizer.close(self._reducer)
 
 
 def _scripts_outer(optimizer: Any, named: Sequence[tuple[str, torch.Tensor]]) -> ScriptsOuter:
-    """Return what has the script's own optimizer take outer steps.
+    """Return the outer step that uses the script's own optimizer.
 
-    Raises ``TypeError`` for what is no optimizer, and ``ValueError`` where it has not got all trainable parameters.
+    Raises ``TypeError`` for anything but an optimizer, and ``ValueError`` where it has not got all trainable
+    parameters.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"outer_optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -159,7 +160,7 @@ def _scripts_outer(optimizer: Any, named: Sequence[tuple[str, torch.Tensor]]) ->
 
 
 def _settings(every: int, compression: Any, density: Any, wire: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of :class:`DistributedOptimizer`. What sends every element, or factors, has no codec."""
+    """Return the arguments of :class:`DistributedOptimizer`. Quantisers and factors get no codec."""
     if density is None and own_density(compression) is None:
         density = 1.0
     if "sync" in options:

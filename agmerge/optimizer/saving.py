@@ -1,4 +1,4 @@
-"""Save and load a wrapped optimizer, with what its rank keeps beside it."""
+"""State of a wrapped optimizer, with its rank's section: saving and loading."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agmerge.options.config import with_momentum_of
 
 
 class SavingMixin:
-    """Keep :class:`agmerge.DistributedOptimizer` in a dictionary that the plain optimizer can load, too."""
+    """State of :class:`agmerge.DistributedOptimizer`, in a dictionary that the plain optimizer can load, too."""
 
     _inner: torch.optim.Optimizer
     _reducer: AnyReducer
@@ -29,11 +29,11 @@ class SavingMixin:
     _gathered: tuple[int, dict[str, Any] | None] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state, and under ``"agmerge"`` what this rank keeps: its residuals, the plan.
+        """Return the inner optimizer's state, and this rank's section under ``"agmerge"``: its residuals, the plan.
 
-        Of several optimizers ``"optimizers"`` is the list of their states.
-        With ``overlap=`` what is under way counts as not sent: to go on to the bit, :meth:`flush` on all ranks first.
-        Raises ``ValueError`` for torch's ``get_optimizer_state_dict``, which takes the plain optimizer.
+        Of several optimizers ``"optimizers"`` is the list of their states. With ``overlap=`` messages under way count
+        as not sent: to go on to the bit, :meth:`flush` on all ranks first. Raises ``ValueError`` for torch's
+        ``get_optimizer_state_dict``, which needs the plain optimizer.
         """
         torch_helpers.refuse(cast("OptimizerHolder", self))
         gathered, self._gathered = self._gathered, None
@@ -43,11 +43,11 @@ class SavingMixin:
         return rank_state.whole_state(self._reducer, self._inner.state_dict())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collective. Let the next :meth:`state_dict` on rank 0 be what :func:`agmerge.gather_state` returns there.
+        """Collective. Make the next :meth:`state_dict` on rank 0 return the result of :func:`agmerge.gather_state`.
 
-        As of ``torch.distributed.optim.ZeroRedundancyOptimizer``, for frameworks that save on rank 0 alone and call
-        this on all ranks before, if an optimizer has it. A step in between undoes it. Parameters do not change, which
-        :meth:`consolidate` is about. Raises ``ValueError`` for another rank than 0.
+        As that of ``torch.distributed.optim.ZeroRedundancyOptimizer``: for frameworks that save on rank 0 alone and
+        call this on all ranks before, if an optimizer has it. A step in between undoes it. Parameters do not change;
+        :meth:`consolidate` changes these. Raises ``ValueError`` for another rank than 0.
         """
         if to != 0:
             raise ValueError(f"consolidate_state_dict(to={to}): only rank 0 gathers what all ranks keep; leave to out")
@@ -55,11 +55,11 @@ class SavingMixin:
         self._gathered = (self._reducer.step_count(), gather_state(cast("Wrapper", self)))
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.
+        """Collective. Load the result of :meth:`state_dict` on this rank, or of :func:`agmerge.gather_state` on rank 0.
 
         Of a plain optimizer's state, or a list of those of several, residuals start from zero, with a warning. Raises
         ``ValueError`` for a state of another model or number of optimizers, or residuals that are not finite, and for
-        torch's ``set_optimizer_state_dict``, which takes the plain optimizer.
+        torch's ``set_optimizer_state_dict``, which needs the plain optimizer.
         """
         torch_helpers.refuse(cast("OptimizerHolder", self))
         state = as_state(state_dict)

@@ -1,4 +1,4 @@
-"""Go on with another compressor, in the middle of training."""
+"""Change of the compressor, in the middle of training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agmerge.options.resolve import resolve
 
 
 class SwappingMixin:
-    """Let what exchanges for a script compress otherwise from some step on."""
+    """Method to compress otherwise from some step on, for all that exchanges for a script."""
 
     _inner: torch.optim.Optimizer | None  # the one that steps; None: it is not known
     _reducer: Synchronizer
@@ -33,9 +33,9 @@ class SwappingMixin:
         """Collective. Compress otherwise from the next step on. Between steps; residuals and plan stay.
 
         Arguments are those of :class:`agmerge.DistributedOptimizer`; ``density`` and ``rank`` None are those in use,
-        ``options`` are the compressor's. What was not sent is sent by the new compressor; with one that drops nothing,
-        all of it in the next step. A momentum that the new memory does not have, and bases that the new compressor does
-        not have, are kept, and saved, until one takes them up; an SGD's own momentum then begins at zero.
+        ``options`` are the compressor's. Residuals are sent by the new compressor; by one that drops nothing, entirely
+        in the next step. A momentum that the new memory does not have, and bases that the new compressor does not have,
+        are kept, and saved, until a later one uses them; an SGD's own momentum then begins at zero.
         """
         reducer, optimizer, before = self._reducer, self._inner, self._reducer.config
         chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
