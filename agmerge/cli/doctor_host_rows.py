@@ -1,4 +1,4 @@
-"""Say in rows of the doctor's table what was found on hosts and between them, and what is to be done."""
+"""Rows of the doctor's table about hosts and the links between them, with advice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agmerge.backends.diagnosis import Row
 from agmerge.cli import doctor_agent
 from agmerge.cli.doctor import LEVELS, python
 
-Facts = Mapping[str, Any]  # what the agent's ``facts`` returns
+Facts = Mapping[str, Any]  # as the agent's ``facts`` returns them
 
 CLOCK = 1.0  # seconds by which clocks may differ: then the lines of two logs can still be put in order
 FIREWALL = "iptables -I INPUT -p tcp -s {} -j ACCEPT"
@@ -21,16 +21,16 @@ TITLES = {"loops": "compiled loops", "agmerge": "agmerge", "python": "Python", "
 
 @dataclass(frozen=True)
 class Link:
-    """Hold what one host has found on its way to another."""
+    """Link from one host to another, as the first one has found it."""
 
     source: str
     target: str
-    found: Mapping[str, Any]  # what the agent's ``connect`` returns
+    found: Mapping[str, Any]  # as the agent's ``connect`` returns it
 
 
 @dataclass
 class Found:
-    """Hold what was found; everything by the name of a host, in the order in which they were given."""
+    """Findings about hosts and links; by the names of hosts, in the order in which they were given."""
 
     folder: str  # in which launchers start the workers of every host
     unreached: dict[str, str] = field(default_factory=dict)  # why a host could not be asked
@@ -40,7 +40,7 @@ class Found:
 
 
 def rows(found: Found) -> list[Row]:
-    """Return all rows: hosts, what is to be alike, clocks, networks, links."""
+    """Return all rows: hosts, software that is to be alike, clocks, networks, links."""
     return [
         *(unreached(host, why) for host, why in found.unreached.items()),
         *(host_row(host, facts, found.folder) for host, facts in found.facts.items()),
@@ -56,7 +56,7 @@ def rows(found: Found) -> list[Row]:
 
 
 def unreached(host: str, why: str) -> Row:
-    """Return the row of a host that could not be asked. ``why``: what ssh, or the shell there, has said."""
+    """Return the row of a host that could not be asked. ``why``: the message of ssh, or of the shell there."""
     fix = f"make `ssh -o BatchMode=yes {host} true` work"
     if "ermission denied" in why:
         fix += f": ssh-copy-id {host}"
@@ -80,7 +80,7 @@ def host_row(host: str, facts: Facts, folder: str) -> Row:
 
 
 def alike(name: str, values: Mapping[str, str]) -> Iterator[Row]:
-    """Yield the row that says whether all hosts have the same; the first one's is what the others should have.
+    """Yield the row that says whether all hosts have the same value; the first host's is the reference.
 
     ``name``: of the fact. ``values``: by host; empty: there is none.
     """

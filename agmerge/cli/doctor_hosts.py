@@ -1,7 +1,7 @@
 """Show whether hosts can work together: ``python -m agmerge doctor --hosts a,b``.
 
-What a job over several machines needs and what goes wrong with it: that ssh lets in without a question, the same
-environment at the same place, clocks, a network that leads to all of them, no firewall on it, and how fast it is.
+A job over several machines needs: ssh that lets in without a question, the same environment at the same place, clocks,
+and a fast network that leads to all of them, without a firewall on it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(hosts: Sequence[str], patience: float) -> int:
 
 
 def look(hosts: Sequence[str], patience: float, start: Start = doctor_remote.command) -> Found:
-    """Return what is found on ``hosts`` and between them.
+    """Return the findings about ``hosts`` and the links between them.
 
     ``patience``: seconds for each program that is started on a host. ``start``: the command of an agent.
     """
@@ -76,7 +76,7 @@ def clock(remote: Remote) -> tuple[float, float]:
 
 
 def links(remotes: Mapping[str, Remote], ports: Mapping[str, int], pool: ThreadPoolExecutor) -> list[Link]:
-    """Return the way from each host to each other one; from each to the next also how fast it is, one by one.
+    """Return the link from each host to each other one; from each to the next also its speed, one by one.
 
     ``ports``: where the agents listen, by host, of those that do.
     """

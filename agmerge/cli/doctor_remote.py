@@ -22,7 +22,7 @@ CONNECT = 10  # seconds for ssh to be let in
 
 
 class HostError(AGMergeError):
-    """Report that a host cannot be asked; the text says why."""
+    """Error of a host that cannot be asked; its text says why."""
 
 
 def command(host: str) -> list[str]:
@@ -38,10 +38,10 @@ def command(host: str) -> list[str]:
 
 
 class Remote:
-    """Hold the agent of one host. ``run``: the command that starts it, see :func:`command`."""
+    """Agent of the doctor on one host. ``run``: the command that starts it, see :func:`command`."""
 
     def __init__(self, run: Sequence[str]) -> None:
-        self._errors = tempfile.TemporaryFile()  # what it, or ssh, complains of
+        self._errors = tempfile.TemporaryFile()  # messages of it, or of ssh
         self._lines: queue.Queue[str | None] = queue.Queue()  # that it has printed; None: it has ended
         try:
             self._process = subprocess.Popen(

@@ -17,7 +17,7 @@ PLACES = ("HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB")  # wh
 
 @dataclass(frozen=True)
 class Nccl:
-    """Say where one NCCL lies."""
+    """NCCL in a folder of this environment."""
 
     include: Path  # the folder of nccl.h
     library: Path  # libnccl.so.2
@@ -48,10 +48,10 @@ def lying_in(folder: Path) -> Nccl | None:
 
 
 def chosen(given: Mapping[str, str], nccl: Nccl | None) -> bool:
-    """Return whether Horovod is to be built with NCCL. ``given``: the user's variables, whose word goes.
+    """Return whether Horovod is to be built with NCCL. ``given``: the user's variables, which decide.
 
-    ``nccl``: what there is for it; None: there is none, or nothing here compiles for GPUs. A choice for single
-    collectives (``HOROVOD_GPU_ALLREDUCE``, say) is the user's word, too.
+    ``nccl``: the one that is here; None: there is none, or nothing here compiles for GPUs. A choice for single
+    collectives (``HOROVOD_GPU_ALLREDUCE``, say) decides, too.
     """
     if OPERATIONS in given:
         return given[OPERATIONS] == "NCCL"

@@ -1,7 +1,7 @@
-"""Keep wheels that were built here, and take back only what nobody else can have put there.
+"""Keep wheels that were built here, and take back only those that no other user can have put there.
 
-What is installed runs with the rights of who installs it. So a wheel, its folder and the folder of all of them have to
-belong to this user and be writable by nobody else, and the wheel must be the one that was kept, by its hash.
+Installed code runs with the rights of the user who installs it. So a wheel, its folder and the folder of all of them
+have to belong to this user and be writable by no other. The wheel must be the one that was kept, by its hash.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OTHERS = stat.S_IWGRP | stat.S_IWOTH  # the rights of all but the owner to write
 
 
 def keep(wheel: Path, folder: Path) -> Path:
-    """Copy ``wheel`` into ``folder`` and return the copy; what is interrupted is never taken for a whole one.
+    """Copy ``wheel`` into ``folder`` and return the copy; an interrupted copy is never taken for a whole one.
 
     Its hash is written beside ``folder``. Raises :class:`agmerge.AGMergeError` where ``folder``, or the one that it is
     in, is another user's.

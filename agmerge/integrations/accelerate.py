@@ -1,10 +1,10 @@
-"""Compress what a model that ``accelerate.Accelerator`` has prepared exchanges::
+"""Compress the exchanges of a model that ``accelerate.Accelerator`` has prepared::
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     agmerge.integrations.accelerate.compress(accelerator, model)
 
-The optimizer stays plain; of a model that has several all are taken. ``accumulate()``, ``clip_grad_norm_()``, ``bf16``
-and a scaler need nothing. Every rank keeps a file beside what ``save_state()`` writes, and ``load_state()`` reads it.
+The optimizer stays plain; of several, all are taken. ``accumulate()``, ``clip_grad_norm_()``, ``bf16``
+and a scaler need nothing. Every rank keeps a file beside the files of ``save_state()``, and ``load_state()`` reads it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _OWN_ENGINES = {
 
 
 def compress(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> ddp.Compressed | None:
-    """Collective. Let ``model`` exchange its gradients, or updates, compressed, from the next step on.
+    """Collective. Make ``model`` exchange its gradients, or updates, compressed, from the next step on.
 
     ``model``: as ``accelerator.prepare()`` has returned it, with its optimizer. ``options``: of
     :func:`agmerge.integrations.ddp.compress`, ``scaler`` and ``optimizer`` excepted: they are the accelerator's. With
-    ``sync="updates"`` what is evaluated without gradients and saved are the parameters that all ranks have in common,
-    and after ``end_training()`` all ranks have these. Returns what has the figures; None in one process, with a
-    warning: it trains as it is.
+    ``sync="updates"`` the model is evaluated without gradients and saved with the parameters that all ranks have in
+    common, and after ``end_training()`` all ranks have these. Returns the object with the statistics; None in one
+    process, with a warning: it trains as it is.
 
-    Raises ``ValueError`` for FSDP, DeepSpeed, Megatron-LM and XLA, an optimizer that is distributed itself, and what
-    :func:`agmerge.integrations.ddp.compress` refuses.
+    Raises ``ValueError`` for FSDP, DeepSpeed, Megatron-LM and XLA, an optimizer that is distributed itself, and
+    everything that :func:`agmerge.integrations.ddp.compress` refuses.
     """
     for name in ("optimizer", "scaler"):
         if name in options:
@@ -91,10 +91,10 @@ def _optimizers_of(accelerator: Accelerator, model: torch.nn.Module) -> list[tor
 def _keep_in_checkpoints(
     accelerator: Accelerator, number: int, compressed: ddp.Compressed, *, are_updates: bool
 ) -> None:
-    """Let ``save_state()`` and ``load_state()`` save and load what ranks keep of the prepared model ``number``.
+    """Make ``save_state()`` and ``load_state()`` save and load the ranks' own states of the prepared model ``number``.
 
-    ``load_state()`` tells the folder before it loads the model and the optimizer. What ranks keep is loaded after them,
-    for with ``sync="updates"`` it puts parameters and the optimizer's state where this rank had them.
+    ``load_state()`` tells the folder before it loads the model and the optimizer. Ranks' own states are loaded
+    after them: with ``sync="updates"`` they set parameters and the optimizer's state to those of this rank.
     """
     noted: list[str] = []  # the folder that load_state() loads from
 

@@ -1,4 +1,4 @@
-"""Be the communication hook of a DistributedDataParallel: its buckets go to a reducer, and come back combined.
+"""Communication hook of a DistributedDataParallel: its buckets go to a reducer, and come back combined.
 
 Its annotations are evaluated: DistributedDataParallel compares those of a hook with its own types.
 """
@@ -25,9 +25,9 @@ Updated = torch.futures.Future[torch.Tensor]
 
 
 class Hook:
-    """Hand the gradients of each bucket to a reducer, and tell the model when updates are in their place.
+    """Hook that hands the gradients of each bucket to a reducer, and tells the model when updates are in their place.
 
-    The model holds it for as long as it lives, and it does not hold the model.
+    The model keeps it alive; it does not keep the model alive.
     """
 
     def __init__(self, model: DistributedDataParallel, reducer: BucketReducer) -> None:
@@ -105,7 +105,7 @@ def as_laid_out(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor
 
 
 def _marking(used: set[int]) -> Callable[[torch.Tensor], None]:
-    """Return a hook that notes which parameters get gradients; it holds nothing else."""
+    """Return a hook that notes which parameters get gradients; it refers to nothing else."""
 
     def mark(parameter: torch.Tensor) -> None:
         used.add(id(parameter))

@@ -1,4 +1,4 @@
-"""Refuse what ``ddp.compress`` cannot compress, by name, each with what to do instead."""
+"""Refuse models and options that ``ddp.compress`` cannot take, by name, each with advice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agmerge.options.arguments import Options
 from agmerge.options.updates import UPDATES
 from agmerge.runtime import workers
 
-# By class, and the package that it is of: what to do with a model in it.
+# By class, and the package that it is of: advice for a model in it.
 OTHERS = {
     ("torch", "DataParallel"): "start a process for each GPU, by torchrun, and use DistributedDataParallel",
     ("torch", "FullyShardedDataParallel"): (
@@ -35,7 +35,7 @@ OTHERS = {
     ),
 }
 
-# Options of DistributedOptimizer that mean nothing here, and what stands for each.
+# Options of DistributedOptimizer that mean nothing here, and what to do instead of each.
 SAID_ELSEWHERE = {
     "backward_passes_per_step": "accumulate in model.no_sync(), and leave it for the last backward pass of a step",
     "groups": "merging= says which gradients share a message",
@@ -50,7 +50,7 @@ SAID_ELSEWHERE = {
 def checked_model(model: Any) -> DistributedDataParallel:
     """Return the DistributedDataParallel that ``model`` is, or that torch.compile has wrapped.
 
-    Raises ``TypeError`` for anything else, and ``ValueError`` for one whose gradients go another way than its hook.
+    Raises ``TypeError`` for anything else, and ``ValueError`` for one with gradients that do not go through its hook.
     """
     if isinstance(model, nn.Module):
         model = model._modules.get("_orig_mod", model)
@@ -69,7 +69,7 @@ def checked_model(model: Any) -> DistributedDataParallel:
 
 
 def _problems(model: DistributedDataParallel) -> Iterator[str]:
-    """Yield what makes gradients go another way than the one hook, each with what to do."""
+    """Yield the reasons why gradients do not go through the one hook, each with advice."""
     if model.mixed_precision is not None:
         yield "mixed_precision= takes the one hook that there is; use torch.autocast instead"
     if _logged(model).get("comm_hook"):
@@ -94,7 +94,7 @@ def _problems(model: DistributedDataParallel) -> Iterator[str]:
 
 
 def _logged(model: DistributedDataParallel) -> Mapping[str, Any]:
-    """Return what DistributedDataParallel says of itself; nothing else knows of hooks that are built in."""
+    """Return DistributedDataParallel's logging data; nothing else knows of hooks that are built in."""
     return dict(model._get_ddp_logging_data())  # type: ignore[no-untyped-call]
 
 

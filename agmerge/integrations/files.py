@@ -1,8 +1,8 @@
-"""Keep what every rank has, in a file a rank beside a framework's checkpoint.
+"""Keep the state of every rank, in a file a rank beside a framework's checkpoint.
 
-Frameworks write an optimizer's state on rank 0 alone, and load it on every rank. What a rank has not sent yet is its
+Frameworks write an optimizer's state on rank 0 alone, and load it on every rank. A rank's residual is its
 own: so each of them writes ``agmerge-{rank}-of-{size}.pt`` into the checkpoint's folder. As many ranks read back their
-own file; another number of them read all files, and deal what was not sent as
+own file; another number of them read all files, and deal the residuals out as
 :mod:`agmerge.checkpoint.redistribute` says.
 """
 
@@ -35,17 +35,17 @@ _NAME = re.compile(r"agmerge-(\d+)-of-(\d+)\.pt")
 
 
 def save(compressed: Compressed, folder: Folder) -> None:
-    """Collective. Write what this rank keeps into ``folder``, where others' numbers of ranks have left no file then.
+    """Collective. Write this rank's state into ``folder``, from which files of other numbers of ranks are removed.
 
-    What is under way (``overlap=``) is taken in first. Where there is no such folder nothing is written: the framework
+    Messages under way (``overlap=``) are applied first. Where there is no such folder nothing is written: the framework
     has removed the checkpoint again, to keep few. Returns when all ranks have written. Where one of them cannot, all
-    raise :class:`agmerge.AGMergeError`, and what was saved in ``folder`` before stays as it was.
+    raise :class:`agmerge.AGMergeError`, and older files in ``folder`` stay as they were.
     """
     rank, size = _place(compressed)
     compressed.flush()
     section = rank_state.with_inner(compressed.state_dict())
     where = Path(folder)
-    barrier()  # rank 0 of the framework has removed by now what it removes
+    barrier()  # rank 0 of the framework has removed old checkpoints by now
     part, there = where / f"{_name(rank, size)}.part", where.is_dir()
     with _together(f"write what it keeps into {os.fspath(folder)}", part):
         if there:
@@ -62,7 +62,7 @@ def save(compressed: Compressed, folder: Folder) -> None:
 def _together(what: str, part: Path) -> Iterator[None]:
     """Collective. Raise :class:`agmerge.AGMergeError` on all ranks where one of them has raised inside.
 
-    ``what``: that it could not do, for the error. ``part``: a file of this rank alone, which goes then.
+    ``what``: the failed action, for the error. ``part``: a file of this rank alone, which is removed then.
     """
     problem = ""
     try:
@@ -78,11 +78,11 @@ def _together(what: str, part: Path) -> Iterator[None]:
 
 
 def load(compressed: Compressed, folder: Folder) -> bool:
-    """Collective. Take back what ranks have saved in ``folder``: all of them, or none. Tell whether they have.
+    """Collective. Load the states that ranks have saved in ``folder``: all of them, or none. Return whether they have.
 
-    As many ranks go on to the bit, by the plan that was saved. Another number of them reads all files, and nothing that
-    was not sent is lost. Where files are missing rank 0 warns which, and every rank starts anew, see :func:`restart`.
-    Raises :class:`agmerge.AGMergeError` on every rank where one cannot read a file, or files are of different steps.
+    As many ranks go on to the bit, by the plan that was saved. Another number of them reads all files, and no residual
+    is lost. Where files are missing rank 0 warns which, and every rank starts anew, see :func:`restart`. Raises
+    :class:`agmerge.AGMergeError` on every rank where one cannot read a file, or files are of different steps.
     """
     rank, size = _place(compressed)
     saved_by = _complete(allgather_object(_files(Path(folder)), "integrations/files"))
@@ -127,7 +127,7 @@ def remove(folder: Folder) -> None:
 
 
 def restart(compressed: Compressed) -> None:
-    """Collective. Forget what was not sent; with ``sync="updates"`` parameters as they are become the shared ones."""
+    """Collective. Drop residuals; with ``sync="updates"`` parameters as they are become the shared ones."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the checkpoint has no residuals")
         compressed.load_state_dict({})
@@ -150,16 +150,16 @@ def _name(rank: int, size: int) -> str:
 
 
 def _files(folder: Path) -> list[File]:
-    """Return whose files are in ``folder``, in order; none where there is no such folder."""
+    """Return the ranks that have files in ``folder``, in order; none where there is no such folder."""
     names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
     found = filter(None, map(_NAME.fullmatch, names))
     return sorted((int(match[1]), int(match[2])) for match in found)
 
 
 def _complete(found: Sequence[Sequence[File]]) -> int | None:
-    """Return by how many ranks was saved what all ranks can read; None if nothing is complete.
+    """Return the number of ranks that saved a complete set which all ranks can read; None if there is none.
 
-    ``found``: by rank, whose files it sees. As many as there are now need one each, others need all.
+    ``found``: by rank, the files that it sees. As many as there are now need one each, others need all.
     """
     size = len(found)
     if all((rank, size) in files for rank, files in enumerate(found)):

@@ -1,4 +1,4 @@
-"""Compress what a ``lightning.Trainer`` exchanges::
+"""Compress the exchanges of a ``lightning.Trainer``::
 
     strategy = CompressedDDPStrategy()
     trainer = Trainer(devices=2, accelerator="cpu", strategy=strategy)
@@ -41,7 +41,7 @@ _OPTIONS = {field.name for field in fields(Options)}
 
 
 class CompressedDDPStrategy(DDPStrategy):
-    """Train in ``DistributedDataParallel``, with compressed messages.
+    """Strategy that trains in ``DistributedDataParallel``, with compressed messages.
 
     ``options``: of :func:`agmerge.integrations.ddp.compress`, ``optimizer`` and ``scaler`` excepted, which are the
     Trainer's; all others are those of Lightning's ``DDPStrategy``. With ``sync="updates"`` Lightning validates and
@@ -92,7 +92,7 @@ class CompressedDDPStrategy(DDPStrategy):
         self._fitting = True
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Let DDP average nothing where updates are exchanged: manual optimisation asks it to, after every forward."""
+        """Stop DDP from averaging where updates are exchanged: manual optimisation asks it to, after every forward."""
         if self._options.get("sync") == UPDATES and isinstance(self.model, DistributedDataParallel):
             self.model.require_backward_grad_sync = False
         super().pre_backward(closure_loss)
@@ -107,7 +107,7 @@ class CompressedDDPStrategy(DDPStrategy):
             return copy.deepcopy(super().lightning_module_state_dict())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Where, storage_options: Any = None) -> None:
-        """Collective. Save the checkpoint on rank 0, then what every rank keeps beside it."""
+        """Collective. Save the checkpoint on rank 0, then every rank's state beside it."""
         folder = _folder(filepath)
         files.remove(folder)  # of an older checkpoint of this name: if this process ends now, they are no match
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -122,12 +122,12 @@ class CompressedDDPStrategy(DDPStrategy):
             files.remove(_folder(filepath))
 
     def load_checkpoint(self, checkpoint_path: Where, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read the checkpoint, and note where it is: what ranks keep is loaded once there are optimizers."""
+        """Read the checkpoint, and note where it is: ranks' own states are loaded once there are optimizers."""
         self._loading = checkpoint_path
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Collective. Load the optimizers, then what ranks keep beside the checkpoint that is loaded."""
+        """Collective. Load the optimizers, then ranks' own states beside the checkpoint."""
         super().load_optimizer_state_dict(checkpoint)
         if self.compressed is not None and self._loading is not None:
             files.load(self.compressed, _folder(self._loading))
@@ -145,24 +145,24 @@ class CompressedDDPStrategy(DDPStrategy):
         super().on_validation_end()
 
     def on_train_end(self) -> None:
-        """Collective. Let all ranks have the same parameters, where updates are exchanged."""
+        """Collective. Give all ranks the same parameters, where updates are exchanged."""
         super().on_train_end()
         if self.compressed is not None:
             self.compressed.consolidate()
 
     def teardown(self) -> None:
-        """End ``fit()``. What ranks have not sent stays, for a checkpoint that is saved afterwards."""
+        """End ``fit()``. Residuals stay, for a checkpoint that is saved afterwards."""
         self._evaluating.close()
         self._fitting = False
         super().teardown()
 
     def _shared(self) -> AbstractContextManager[None]:
-        """Let the parameters, inside, be those that all ranks have in common. After ``fit()`` they are the script's."""
+        """Return a context with the parameters that all ranks have in common; after ``fit()`` with the script's own."""
         return self.compressed.shared() if self.compressed is not None and self._fitting else nullcontext()
 
 
 def _folder(checkpoint: Where) -> str:
-    """Return the folder of ranks' files beside a checkpoint; of a link, beside what it points to."""
+    """Return the folder of ranks' files beside a checkpoint; of a link, beside its target."""
     path = os.fspath(checkpoint)
     if "://" in path:
         raise ValueError(f"{path}: ranks keep files beside a checkpoint, in a local or mounted folder: name such a one")

@@ -18,7 +18,7 @@ from agmerge.engine.update_reducer import UpdateReducer
 
 
 def show_shared(module: torch.nn.Module, reducer: UpdateReducer) -> Callable[[], None]:
-    """Have hooks on ``module``, the plain one that DistributedDataParallel holds; return a function that ends it.
+    """Put hooks on ``module``, the plain one inside DistributedDataParallel; return a function that removes them.
 
     A forward pass in ``torch.no_grad()`` or ``inference_mode()`` copies all parameters twice; inside of ``shared()`` it
     copies none. Entries of ``module.state_dict()`` are copies. Neither the model nor the reducer is kept alive.
@@ -39,7 +39,7 @@ def show_shared(module: torch.nn.Module, reducer: UpdateReducer) -> Callable[[],
 
 
 class _Shown:
-    """Put shared parameters in place around forward passes without gradients, and into saved states."""
+    """Hooks that put shared parameters in place around forward passes without gradients, and into saved states."""
 
     def __init__(self, reducer: UpdateReducer) -> None:
         self._reducer = weakref.ref(reducer)
@@ -68,7 +68,7 @@ class _Shown:
         self._inside.pop().__exit__(None, None, None)
 
     def save(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Put copies of the shared parameters into what ``state_dict()`` returns."""
+        """Put copies of the shared parameters into ``state``, the result of ``state_dict()``."""
         reducer = self._reducer()
         if reducer is None or reducer.alone or reducer.in_shared:
             return
@@ -80,7 +80,7 @@ class _Shown:
 
 
 class _Hook:
-    """Call a function. A copy of the model, or one that is loaded, has a hook that does nothing."""
+    """Hook that calls a function. A copy of the model, or one that is loaded, has a hook that does nothing."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call

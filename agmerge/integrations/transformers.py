@@ -1,4 +1,4 @@
-"""Compress what a ``transformers.Trainer``, or a subclass of it, exchanges::
+"""Compress the exchanges of a ``transformers.Trainer``, or of a subclass::
 
     trainer = Trainer(model=model, args=args, train_dataset=data)
     agmerge.integrations.transformers.compress(trainer)
@@ -32,12 +32,12 @@ _last_checkpoint: Callable[..., str | None] = trainer_utils.get_last_checkpoint 
 
 
 def compress(trainer: Trainer, **options: Any) -> Compression:
-    """Let ``trainer`` exchange its gradients, or updates, compressed, in every ``train()`` from now on.
+    """Make ``trainer`` exchange its gradients, or updates, compressed, in every ``train()`` from now on.
 
     ``options``: of :func:`agmerge.integrations.ddp.compress`, ``scaler`` and ``optimizer`` excepted: they are the
     Trainer's. With ``sync="updates"`` the Trainer evaluates, predicts and saves with the parameters that all ranks have
-    in common, and at the end of ``train()`` all ranks have the same. Returns what has the figures; it is a callback of
-    the trainer. One process warns, and trains as it is.
+    in common, and at the end of ``train()`` all ranks have the same. Returns the object with the statistics, a callback
+    of the trainer. One process warns, and trains as it is.
 
     Raises ``ValueError``, here or in ``train()``, for DeepSpeed, FSDP, ``DataParallel``, hyperparameter search, and an
     optimizer that is distributed itself.
@@ -57,9 +57,9 @@ def compress(trainer: Trainer, **options: Any) -> Compression:
 
 
 class Compression(TrainerCallback):
-    """Compress the gradients of a Trainer from when its model is in ``DistributedDataParallel``.
+    """Callback that compresses the gradients of a Trainer once its model is in ``DistributedDataParallel``.
 
-    ``compressed`` has the figures: ``compressed.stats()``.
+    ``compressed`` has the statistics: ``compressed.stats()``.
     """
 
     def __init__(self, trainer: Trainer, options: dict[str, Any]) -> None:
@@ -69,12 +69,12 @@ class Compression(TrainerCallback):
         self._folder: str | None = None  # of the checkpoint that this train() resumes from
         self._training = False  # inside of train()
 
-    # -- what the Trainer calls -------------------------------------------------------------------------------------
+    # -- calls of the Trainer ---------------------------------------------------------------------------------------
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Collective. Compress the model that is trained, and load what ranks have saved if it resumes."""
+        """Collective. Compress the model that is trained, and load ranks' own states if it resumes."""
         _refuse(self._trainer)
         if state.is_hyper_param_search:
             raise ValueError("hyperparameter_search() is not supported: compress the Trainer of one training")
@@ -102,20 +102,20 @@ class Compression(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Collective. Let all ranks have the same parameters, where updates are exchanged."""
+        """Collective. Give all ranks the same parameters, where updates are exchanged."""
         if self.compressed is None:
             return
         loaded_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         if loaded_best and self._options.get("sync") == UPDATES:
-            files.restart(self.compressed)  # all ranks have it, and what is carried is of other parameters
+            files.restart(self.compressed)  # all ranks have it, and residuals are of other parameters
         else:
             self.compressed.consolidate()
 
-    # -- what goes around the Trainer's methods ---------------------------------------------------------------------
+    # -- contexts around the Trainer's methods ----------------------------------------------------------------------
 
     @contextmanager
     def training(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Know, inside, that ``train()`` has been called, and which checkpoint it resumes from."""
+        """Record, inside, that ``train()`` has been called, and which checkpoint it resumes from."""
         last = resume_from_checkpoint is True
         folder: Any = _last_checkpoint(self._trainer.args.output_dir) if last else resume_from_checkpoint
         self._folder, self._training = folder or None, True
@@ -135,13 +135,13 @@ class Compression(TrainerCallback):
 
     @contextmanager
     def shared(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Let parameters, inside, be those that all ranks have in common. After ``train()`` they are the script's."""
+        """Show, inside, the parameters that all ranks have in common; after ``train()`` the script's own."""
         with self.compressed.shared() if self.compressed is not None and self._training else nullcontext():
             yield
 
     @contextmanager
     def logging(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Add to ``logs`` of a training step what was sent so far: elements / elements, and bytes of this rank."""
+        """Add to ``logs`` of a training step the density so far, and the bytes that this rank has sent."""
         if self.compressed is not None and "loss" in logs:
             stats = self.compressed.stats()
             logs |= {"agmerge/density": stats["density"], "agmerge/bytes_sent": stats["bytes_sent"]}
@@ -149,7 +149,7 @@ class Compression(TrainerCallback):
 
 
 def _wrap(trainer: Trainer, name: str, around: Callable[..., AbstractContextManager[None]]) -> None:
-    """Let ``trainer``'s method ``name`` run inside of ``around(...)``, which gets the method's arguments."""
+    """Wrap ``trainer``'s method ``name`` in ``around(...)``, which gets the method's arguments."""
     method = getattr(trainer, name)
 
     @functools.wraps(method)
@@ -161,7 +161,7 @@ def _wrap(trainer: Trainer, name: str, around: Callable[..., AbstractContextMana
 
 
 def _refuse(trainer: Trainer) -> None:
-    """Raise ``ValueError`` where something else than ``DistributedDataParallel`` exchanges gradients."""
+    """Raise ``ValueError`` where anything but ``DistributedDataParallel`` exchanges gradients."""
     given: Any = trainer.optimizer
     known = [*given] if isinstance(given, (list, tuple)) else [given, getattr(given, "optimizer", given)]
     if any(isinstance(optimizer, DistributedOptimizer) for optimizer in known):

@@ -1,4 +1,4 @@
-"""Hold the arguments of a wrapper as a script gave them, before anything is checked."""
+"""Arguments of a wrapper as a script gave them, before they are checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agmerge.ops import Average
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
-    """Hold the options of a :class:`agmerge.DistributedOptimizer`, whose docstring says what they mean.
+    """Options of a :class:`agmerge.DistributedOptimizer`; its docstring says what they mean.
 
     :func:`agmerge.options.resolve.resolve` checks them. They are in the order of the constructor's arguments, with
     its defaults; the optimizer and the names of its parameters are no options.
@@ -52,7 +52,7 @@ class Options:
     outer: Any = None  # a function of parameters that makes an optimizer of them, or None
 
     def __post_init__(self) -> None:
-        """Read once what can be read only once, and copy lists and dictionaries: nobody changes them from here on."""
+        """Read iterators, and copy lists and dictionaries: later changes of the script's have no effect."""
         for field in fields(self):
             object.__setattr__(self, field.name, _read(getattr(self, field.name)))
 
@@ -60,7 +60,7 @@ class Options:
     def from_saved(cls, arguments: Mapping[str, Any]) -> Options:
         """Return the options of a pickled wrapper, by name.
 
-        What an older release had and this one has not is left out; what it had not is as by default.
+        Options that this release has no more are left out; those that the older one lacked are as by default.
         """
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in arguments.items() if name in known})

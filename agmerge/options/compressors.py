@@ -25,14 +25,14 @@ DENSE = (
     "compressor (compression='topk'); compression='none' is the same as now without this warning."
 )
 CASTS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-# What is about compression alone, and of that about selection.
+# Options about compression alone, and those of them about selection.
 _COMPRESSION = {"wire": "the values that a compressor sends", "dense": "which parameters a compressor leaves whole"}
 _SELECTION = {"sparsify": "when a sparsifier selects", "warmup": "how much a sparsifier selects"}
 _SELECTING = ("oktopk", "masked", "fastest")  # exchanges that are nothing without a selection
 
 
 class Cast(sparsifiers.Compressor):
-    """Send every element, in the gradient's own dtype ("none") or cast to 16 bits ("fp16", "bf16")."""
+    """Compressor that sends every element, in the gradient's own dtype ("none") or cast to 16 bits ("fp16", "bf16")."""
 
     kind = sparsifiers.Kind.DENSE
 
@@ -43,15 +43,15 @@ class Cast(sparsifiers.Compressor):
 
 
 def resolve_auto(options: Options, optimizer: torch.optim.Optimizer | None) -> Any:
-    """Return the compression that ``options`` ask for: what it says, or what ``"auto"`` stands for with this optimizer.
+    """Return the compression that ``options`` name, or the one of ``"auto"`` with this optimizer.
 
-    A list of names is a choice among these. ``"auto"`` is a choice among what costs this optimizer no loss, see
-    :mod:`agmerge.options.defaults`; with ``exchange="sparse"`` the one of these that sends fewest bits. Where a script
-    says how much is selected, or how, it is selection: ``"dgc"``, whose memory applies momentum before that, where
+    A list of names is a choice among these. ``"auto"`` is a choice among compressors without loss for this optimizer,
+    see :mod:`agmerge.options.defaults`; with ``exchange="sparse"`` the one of these that sends fewest bits. Where a
+    script has options about selection, it is a sparsifier: ``"dgc"``, which applies momentum before selection, where
     there is an SGD's momentum to apply, or a memory that does so is asked for; else ``"topk"``. With
     ``sync="updates"``, where momentum is the optimizer's business, it is ``"topk"``.
 
-    ``optimizer`` None: nobody has said which one steps; ``ValueError`` where it matters.
+    ``optimizer`` None: it is not known; ``ValueError`` where it matters.
     """
     compression = options.compression
     if isinstance(compression, (list, tuple)):
@@ -79,7 +79,7 @@ def _selection(optimizer: torch.optim.Optimizer | None, memory: Any) -> str:
 
 
 def cast_name(compression: Any) -> str | None:
-    """Return ``"none"``, ``"fp16"`` or ``"bf16"`` for a cast, in whatever way it is given; None for anything else."""
+    """Return ``"none"``, ``"fp16"`` or ``"bf16"`` for a cast, in any form that is accepted; None for anything else."""
     if isinstance(compression, Compression):
         return compression.value
     own = published.cast(compression) if isinstance(compression, str) else None
@@ -88,7 +88,7 @@ def cast_name(compression: Any) -> str | None:
 
 
 def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if an argument of ``given`` is about what ``compression`` does not do.
+    """Raise ``ValueError`` if an argument of ``given`` is about something that ``compression`` does not do.
 
     A number as ``density``, and ``exchange="sparse"``, say how a compressor is to go about it, so they may stay in a
     script that swaps its compressor by name. A rank is of factors alone.
@@ -124,9 +124,9 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
 
 
 def _abilities(compression: Any) -> tuple[bool, bool, bool]:
-    """Return whether what is asked for selects, whether it factorises, and whether it compresses at all, before casts.
+    """Return whether a compression selects, whether it factorises, and whether it compresses at all, casts apart.
 
-    What nobody knows counts as a sparsifier: the error about its name comes later.
+    An unknown name counts as a sparsifier: the error about it comes later.
     """
     if cast_name(compression) is not None:
         return False, False, False
@@ -135,7 +135,7 @@ def _abilities(compression: Any) -> tuple[bool, bool, bool]:
     if isinstance(compression, Mapping):
         each = [_abilities(part) for part in compression.values()]
         return any(s for s, _, _ in each), any(f for _, f, _ in each), any(c for _, _, c in each)
-    if isinstance(compression, (list, tuple)):  # a choice: what nobody may choose is refused later
+    if isinstance(compression, (list, tuple)):  # a choice: names that cannot be chosen are refused later
         return False, False, any(name != published.NONE for name in compression)
     low_rank = sparsifiers.is_low_rank(compression)
     return not low_rank and not sparsifiers.is_quantiser(compression), low_rank, True
@@ -148,7 +148,7 @@ def has_codecs(compression: Any) -> bool:
 
 
 def _is_partial(dense: Any) -> bool:
-    """Return whether this is ``dense="partial"``, which has its own words for what it does not go with."""
+    """Return whether this is ``dense="partial"``, which has checks of its own."""
     return isinstance(dense, str) and dense == "partial"
 
 
@@ -199,7 +199,7 @@ def _by_name(parts: Mapping[Any, Any], density: Any, rank: Any) -> sparsifiers.C
 
 
 def _why_no_compressor(given: Any) -> str:
-    """Say why an object that is neither a name nor a compressor cannot be taken for one."""
+    """Return why an object that is neither a name nor a compressor cannot be taken for one."""
     if hasattr(given, "compress") and hasattr(given, "decompress"):
         return (
             f"compression={given!r}: of Horovod's compressors only none and fp16 are taken; one of your own "
@@ -212,14 +212,14 @@ def _why_no_compressor(given: Any) -> str:
 
 
 def _sparsifier(name: str, density: Any) -> sparsifiers.Compressor:
-    """Return the sparsifier of this name. Raises ``ValueError`` with what may have been meant."""
+    """Return the sparsifier of this name. Raises ``ValueError`` with the name that may have been meant."""
     if not catalogue.is_sparsifier(name):
         raise ValueError(unknown("compression", name))
     return sparsifiers.get(name, density=density)
 
 
 def unknown(argument: str, name: str) -> str:
-    """Return the error about a compressor's name that nobody knows, with what there is and what was perhaps meant."""
+    """Return the error about an unknown compressor's name, with the known ones and the one that may be meant."""
     return f"{argument}={name!r} is unknown; known: {_names()}{published.hint(published.COMPRESSION, name)}"
 
 
@@ -228,7 +228,7 @@ def _names() -> str:
 
 
 def _others() -> str:
-    """Return the names of what is no sparsifier."""
+    """Return the names of compressors that are no sparsifiers."""
     return ", ".join((AUTO, *sparsifiers.quantisers(), *sparsifiers.low_rank_names(), *CASTS))
 
 

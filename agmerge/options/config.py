@@ -1,4 +1,4 @@
-"""Hold what a step needs to know: the arguments of :class:`agmerge.DistributedOptimizer`, resolved.
+"""Options of a step: the arguments of :class:`agmerge.DistributedOptimizer`, resolved.
 
 ``resolve`` makes a :class:`Config` out of the options; this file has what can be asked of one.
 """
@@ -46,20 +46,20 @@ DenseRule = Callable[[str, torch.Tensor], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Hold what a step needs to know, checked: :func:`agmerge.options.resolve.resolve` makes it."""
+    """Checked options of a step: :func:`agmerge.options.resolve.resolve` makes them."""
 
     compressor: sparsifiers.Compressor  # of every tensor that `dense` does not exempt
-    memory: sparsifiers.Memory  # of what it leaves behind
+    memory: sparsifiers.Memory  # the rule of its residuals
     density: DensityPolicy
     sparsify: str  # "ahead" of merging, "behind" it, or "auto"
-    exchange: str  # of the sparse lane, a name of exchanges.table.EXCHANGES
-    wire: str  # the value codec of the sparse lane
+    exchange: str  # of sparse tensors, a name of exchanges.table.EXCHANGES
+    wire: str  # the value codec of sparse tensors
     planner: merging.Planner | None  # None: there is a plan
     plan: merging.Plan | None
     groups: Groups | None  # plans by themselves; the planner is then not asked
     process_set: process_sets.Chosen
     dense: DenseRule  # which parameters are always sent whole
-    partial: dense_cutoff.DenseCutoff | None  # dense="partial": `dense` is what goes dense whatever the cut
+    partial: dense_cutoff.DenseCutoff | None  # dense="partial": `dense` goes dense whatever the cut
     patterns: tuple[re.Pattern[str], ...]  # those that `dense` was made from, if it was
     op: ReduceOp  # Average or Sum
     passes: int  # backward passes per step
@@ -69,15 +69,15 @@ class Config:
     timeout: float  # seconds, for every wait
     check_every: int  # steps between two comparisons of replicas; 0: after the first step alone
     zero_unused: bool  # a parameter that no rank has used gets a gradient of zeros
-    nonfinite: str  # what becomes of a step in which a rank has a gradient that is infinite or NaN
+    nonfinite: str  # policy for a step in which a rank has a gradient that is infinite or NaN
     scaled: bool  # by an attached GradScaler
-    model: torch.nn.Module | None  # merging="dear": whose forward takes the updates
-    updates: Updates | None  # sync="updates": what is exchanged is what the optimizer did; None: gradients are
+    model: torch.nn.Module | None  # merging="dear": its forward takes the updates
+    updates: Updates | None  # sync="updates": the optimizer's updates are exchanged; None: gradients are
     rates: momentum.Rates | None = None  # where the memory takes the optimizer's momentum from, if it does
-    has_rest: bool = False  # some rank has kept something, before, of what is sent whole now
+    has_rest: bool = False  # some rank has a residual of tensors that are dense now
 
     def assign_lanes(self, members: Iterable[ParameterInfo]) -> list[ParameterInfo]:
-        """Return the members, each with its lane. A rule of the script's own is asked once for each of them."""
+        """Return the parameters, each with its treatment. A rule of the script's own is asked once for each of them."""
         members = list(members)
         if self.partial is not None:
             return dense_cutoff.assign_lanes(members, self.partial, self.density.target, self.dense)
@@ -99,7 +99,7 @@ class Config:
         return compressor.kind
 
     def with_cutoff_for(self, members: Sequence[ParameterInfo], *, warns: bool) -> Config:
-        """Return this, with the cutoff of dense="partial" for these members. ``warns``: this rank does, if need be."""
+        """Return this, with the cutoff of dense="partial" for these parameters. ``warns``: this rank may warn."""
         if self.partial is None:
             return self
         return replace(
@@ -108,7 +108,7 @@ class Config:
         )
 
     def check(self, member: ParameterInfo) -> None:
-        """Raise ``ValueError`` for a parameter whose gradient cannot be sent, or not by this compression."""
+        """Raise ``ValueError`` for a parameter with a gradient that cannot be sent, or not by this compression."""
         problem = why_not_exchangeable(member.parameter, member.name)
         if not problem and is_dtensor(member.parameter):
             problem = self._why_not_sharded(member.name)
@@ -121,7 +121,7 @@ class Config:
             )
 
     def _why_not_sharded(self, name: str) -> str:
-        """Say what these options cannot do with parameters of which a rank holds a shard; "" if they can do all."""
+        """Return why these options do not go with a parameter of which a rank holds a shard; "" if they do."""
         if self.model is not None:
             return (
                 f"merging='dear' and parameter {name!r}, a DTensor: FSDP gathers the parameters of a forward before "
@@ -156,10 +156,10 @@ class Config:
                 raise ValueError(f"{what}: {pattern.pattern!r} matches no whole name; parameters: {', '.join(known)}")
 
     def memory_of(self, kind: Kind, *, on_device: bool = False) -> sparsifiers.Memory:
-        """Return the memory of a lane.
+        """Return the memory of the tensors of a kind.
 
-        What is sent whole beside what is compressed leaves nothing but what is rounded, which on a device is nothing;
-        where there is a rest of before, a memory holds that until it is sent.
+        Dense tensors beside compressed ones have no residual but a quantisation error, and on a device not even that;
+        where they have an older residual, a memory keeps it until it is sent.
         """
         if kind in self.compressor.kinds:
             whole = kind in (Kind.DENSE, Kind.QUANTISED)
@@ -170,9 +170,9 @@ class Config:
 
     @property
     def rounds_whole(self) -> bool:
-        """Return whether small tensors that are sent whole beside what is selected may be rounded on the host.
+        """Return whether small dense tensors in messages of selections may be rounded on the host.
 
-        Not those that a script names, and not where what rounding leaves would be lost.
+        Not those that a script names, and not where the quantisation error would be lost.
         """
         if Kind.DENSE in self.compressor.kinds or not self.compressor.selects or not self.memory.has_residual:
             return False
@@ -187,11 +187,11 @@ class Config:
 
     @property
     def quantisers(self) -> tuple[str, ...]:
-        """The names of quantisers of which plans may take one, the most exact first; (): there is no choice."""
+        """Names of quantisers of which plans may take one, the most exact first; (): there is no choice."""
         return tuple(name for name in self.compressor.candidates if name != NONE)
 
     def quantiser_of(self, label: str) -> sparsifiers.Quantiser | None:
-        """Return the quantiser of what is quantised; None: nothing is.
+        """Return the quantiser of quantised tensors; None: there are none.
 
         ``label``: its name, as a plan has it, where there is a choice; ``"auto"``: none was made.
         """
@@ -203,15 +203,15 @@ class Config:
 
     @property
     def cast(self) -> torch.dtype | None:
-        """Return the dtype in which dense lanes travel; None: the gradient's own."""
+        """Return the dtype in which dense tensors travel; None: the gradient's own."""
         return self.compressor.dtype if isinstance(self.compressor, Cast) else None
 
     @property
     def wires(self) -> tuple[str, ...]:
         """Return the value codecs that plans may take in place of the gradient's own dtype, most bits first.
 
-        None where ``wire`` says which one, where an exchange has none, where what rounding leaves behind is lost, and
-        where sums are not to depend on the plan.
+        None where ``wire`` names one, where an exchange has none, where the quantisation error would be lost, and where
+        sums are not to depend on the plan.
         """
         codecs = self.compressor.selects and Kind.LOW_RANK not in self.compressor.kinds
         if self.wire != AUTO or self.ordered or not codecs or self.exchange in SENT_AS_THEY_ARE:
@@ -220,14 +220,14 @@ class Config:
 
     @property
     def chooses_dense(self) -> bool:
-        """Return whether merge buffers may go dense by what that costs, though there is something to compress."""
-        if self.quantises:  # who names a quantiser has decided that it travels
+        """Return whether merge buffers that could be compressed may go dense where that is measured to be faster."""
+        if self.quantises:  # a script that names a quantiser has decided that it travels
             return NONE in self.compressor.candidates
         return self.exchange in (AUTO, FASTEST) and self.compressor.compresses
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """Return the exchanges that plans may take in place of the usual one of what is selected."""
+        """Return the exchanges that plans may take in place of the usual one of selections."""
         return SUMS if self.exchange == FASTEST else ()
 
     @property
@@ -252,13 +252,13 @@ class Config:
 
     @property
     def _momentum(self) -> str:
-        """Return whose momentum is applied before selection, as text."""
+        """Return the owner of the momentum that is applied before selection, as text."""
         if self.rates is not None:
             return "the optimizer's"
         return "the memory's" if self.memory.has_momentum else "None"
 
     def facts(self) -> list[Fact]:
-        """Return what must be the same on every rank, by name and as text.
+        """Return the facts that must be the same on every rank, by name and as text.
 
         ``backward_passes_per_step`` too: it decides what a step is.
         """
@@ -292,14 +292,14 @@ class Config:
 def with_momentum_of(config: Config, optimizer: torch.optim.Optimizer | None, groups: Any = None) -> Config:
     """Return ``config`` with the momentum of this optimizer's groups, where its memory applies that.
 
-    ``optimizer``: None: nobody has said which one steps. ``groups``: those that the optimizer is about to load; None:
-    its own. Raises what :func:`agmerge.options.momentum.rates` does.
+    ``optimizer``: None: it is not known. ``groups``: those that the optimizer is about to load; None:
+    its own. Raises as :func:`agmerge.options.momentum.rates` does.
     """
     return replace(config, rates=momentum.rates(optimizer, config.memory, groups))
 
 
 def check_two_level(config: Config) -> None:
-    """Raise ``ValueError`` for what has no meaning where a rank holds a shard of every tensor."""
+    """Raise ``ValueError`` for options that have no meaning where a rank holds a shard of every tensor."""
     if config.exchange != TWO_LEVEL:
         return
     if config.model is not None:

@@ -1,6 +1,6 @@
-"""Choose what a script gets that names no compressor: what costs its optimizer less than 1 % of the loss.
+"""Choose the compressor of a script that names none: one that costs its optimizer less than 1 % of the loss.
 
-``auto`` then takes, of the candidates for an optimizer, the most exact one whose step takes about as long as the
+``auto`` then takes, of the candidates for an optimizer, the most exact one with a step of about the time of the
 fastest one's. Which candidates these are was measured: docs/parity.md, "Defaults".
 """
 
@@ -21,7 +21,7 @@ from sparsifiers.quantising.choice import NONE, Choice
 
 # Candidates, the most exact one first.
 FOUR = (NONE, "int8", "eden-4", "eden-2")
-TO_4_BITS = FOUR[:3]  # of an optimizer that nobody has measured
+TO_4_BITS = FOUR[:3]  # of an optimizer that was not measured
 TO_8_BITS = FOUR[:2]  # where a step mixes elements, so that noise counts as much as signal
 UNTIL_CHOSEN = "eden-4"
 
@@ -32,10 +32,10 @@ MEASURED = {
     "AdamW": FOUR,
     "RAdam": FOUR,
 }
-# Words in the names of classes whose steps mix the elements of a tensor.
+# Words in the names of optimizers with steps that mix the elements of a tensor.
 MIXING = ("muon", "shampoo", "soap", "dion", "lbfgs", "galore", "kfac", "psgd")
 
-SELECTING = ("oktopk", "masked", "fastest")  # exchanges of what is selected
+SELECTING = ("oktopk", "masked", "fastest")  # exchanges of selections
 ASKS = (
     "{given} asks for selection, and no compressor is named: this is compression={name!r}. To name one ends this line"
 )
@@ -46,7 +46,7 @@ NO_OPTIMIZER = (
 
 
 def asks_for_selection(options: Options) -> bool:
-    """Return whether arguments beside ``compression="auto"`` say how much of a gradient is selected, or how."""
+    """Return whether arguments beside ``compression="auto"`` are about selection."""
     return options.density is not None or bool(_about_selection(options))
 
 
@@ -60,7 +60,7 @@ def _about_selection(options: Options) -> list[str]:
 
 
 def warn_of_selection(options: Options, name: str) -> None:
-    """Say, on rank 0, that arguments have been taken to ask for the sparsifier ``name``; a density needs no word."""
+    """Warn, on rank 0, that arguments were taken to ask for the sparsifier ``name``; not for a density."""
     given = _about_selection(options)
     if options.density is None and given:
         _say_once(ASKS.format(given=" and ".join(given), name=name))
@@ -84,7 +84,7 @@ def choice_for(optimizer: torch.optim.Optimizer | None, options: Options) -> Cho
 
 
 def candidates_for(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the compressors that cost this optimizer no loss, the most exact one first: of several what all allow."""
+    """Return the compressors that cost this optimizer no loss, the most exact first: of several those that all allow."""
     return min(map(_candidates_for_one, optimizers_of(optimizer)), key=len)  # all begin with the shortest one
 
 
@@ -103,7 +103,7 @@ def _candidates_for_one(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def among(names: Iterable[Any]) -> Choice | str:
-    """Return the choice among these names, the most exact one first. Raises ``ValueError`` for what cannot be one."""
+    """Return the choice among these names, the most exact one first. Raises ``ValueError`` for other names."""
     given = [names] if isinstance(names, str) else list(names)
     for name in given:
         if name != NONE and not (isinstance(name, str) and sparsifiers.is_quantiser(name)):
@@ -135,6 +135,6 @@ def choice(candidates: Sequence[str]) -> Choice | str:
 
 
 def _say_once(text: str) -> None:
-    """Warn on rank 0; where there is no rank yet, nobody is warned."""
+    """Warn on rank 0; where there is no rank yet, do nothing."""
     if workers.is_initialized():
         warn(text, workers.rank())

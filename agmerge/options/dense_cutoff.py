@@ -1,7 +1,7 @@
 """Choose for ``dense="partial"`` which tensors go dense beside the exempt ones, so that the volume stays.
 
 The cut only ever falls. It starts at the largest feasible one, when no tensor has a residual; a smaller one makes dense
-tensors sparse. The other way, a residual would be left without a lane that sends it.
+tensors sparse. If it rose, a residual would be left without messages that send it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from merging import dense_cutoff
 from sparsifiers import Kind
 
 NAME = "partial"
-Exempt = Callable[[str, torch.Tensor], bool]  # what goes dense whatever the cut
+Exempt = Callable[[str, torch.Tensor], bool]  # whether a tensor goes dense whatever the cut
 CROWDED = (
     "dense='partial': the parameters that are always sent whole (fewer than two dimensions, or than 1024 elements) are "
     "more than half of what density={density:g} allows to send, so no others can go dense within it. It is as with "
@@ -29,7 +29,7 @@ CROWDED = (
 
 @dataclass(frozen=True)
 class DenseCutoff:
-    """Send tensors of at most ``elements`` elements dense, so that small layers are not sparsified."""
+    """Size up to which tensors go dense, so that small layers are not sparsified."""
 
     elements: int | None = None  # None: not chosen yet, before the first agreement
     final: bool = False  # chosen from measured step times: it does not change any more
@@ -43,14 +43,14 @@ def parse_dense_cutoff(
 ) -> DenseCutoff | None:
     """Return the cutoff that ``dense="partial"`` starts with, None for other rules.
 
-    Raises ``ValueError`` for what has no meaning with it.
+    Raises ``ValueError`` for options that have no meaning with it.
 
     Args:
         dense: the argument of that name, as the others here.
-        compressor: what ``compression`` has come to.
+        compressor: the one that ``compression`` has given.
         compression: named in the error.
         density: must be one number.
-        warmup: must be no callable, which knows nothing of what goes dense.
+        warmup: must be no callable, which knows nothing of dense tensors.
     """
     if not (isinstance(dense, str) and dense == NAME):
         return None
@@ -83,13 +83,13 @@ def largest_feasible(
 def assign_lanes(
     members: Sequence[ParameterInfo], cutoff: DenseCutoff, density: float, exempt: Exempt
 ) -> list[ParameterInfo]:
-    """Return the members with their lanes, and the density of those that are still selected from.
+    """Return the parameters with their treatment, and the density of those that are still selected from.
 
     Args:
         members: all that take part.
         cutoff: the one in use; none above it is taken.
         density: of all elements together, the script's.
-        exempt: tells what goes dense whatever the cutoff.
+        exempt: whether a tensor goes dense whatever the cutoff.
     """
     cut = largest_feasible(members, cutoff, density, exempt)
     sizes, always = _sizes_and_exempt(members, exempt)

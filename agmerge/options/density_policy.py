@@ -1,4 +1,4 @@
-"""Decide how many elements of each tensor a step sends: everything that ``density=`` and ``warmup=`` say."""
+"""Decide how many elements of each tensor a step sends, by ``density=`` and ``warmup=``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMPORTANCE = "importance"  # density=, by the energy of gradients
 
 @dataclass(frozen=True)
 class DensityPolicy:
-    """Turn the density that a script asks for into budgets: elements that a step sends of a tensor or a segment.
+    """Budgets by the density that a script asks for: elements that a step sends of a tensor or a segment.
 
     A density is elements sent / elements, in (0, 1]; a budget of n elements at density d is ``max(1, ceil(d * n))``.
     """
@@ -58,7 +58,7 @@ class DensityPolicy:
         return min([density for _, density in self.patterns] or [self.target])
 
     def facts(self) -> Iterable[Fact]:
-        """Return what must be the same on every rank; patterns are compared tensor by tensor."""
+        """Return the facts that must be the same on every rank; patterns are compared tensor by tensor."""
         return [
             ("density", str(self.target)),
             ("density by importance", str(self.by_importance)),

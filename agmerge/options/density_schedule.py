@@ -13,9 +13,9 @@ RUNG_STEPS = 200  # of "dgc", which does not know how long an epoch is
 
 @dataclass(frozen=True)
 class Schedule:
-    """Return the density of a step when called: ``schedule(step, target)``."""
+    """Function from a step and the target density to the density: ``schedule(step, target)``."""
 
-    text: str  # what ranks compare
+    text: str  # which ranks compare
     density: Callable[[int, float], float]  # by step (committed exchanges so far) and target density
 
     def __call__(self, step: int, target: float) -> float:

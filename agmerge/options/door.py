@@ -1,4 +1,4 @@
-"""Look at everything that a script says, before anything of it counts: what was not said is decided here, once.
+"""Check all options of a script before any is used; those that it leaves open are decided here, once.
 
 Silence is no value: an option that is None has not been said, so nothing can disagree with it.
 """
@@ -28,9 +28,9 @@ KEPT = (
 
 
 def check_said(options: Options) -> None:
-    """Raise ``ValueError`` where two things that a script has said disagree, or one has no meaning beside others.
+    """Raise ``ValueError`` where two options of a script disagree, or one has no meaning beside others.
 
-    For what a script has just said: options in use also have what an earlier compressor was given.
+    For options that a script has just given: those in use also have the options of an earlier compressor.
     """
     check_meaning(options.compression, vars(options))
     check_agreement(options.compression, options.density, options.rank)
@@ -59,9 +59,9 @@ def _objects(compression: Any) -> list[Any]:
 
 
 def settled(options: Options, optimizer: torch.optim.Optimizer | None) -> Options:
-    """Return the options with what was left open decided: the compressor, its density, and who keeps the rest.
+    """Return the options with open ones decided: the compressor, its density, and the memory.
 
-    ``optimizer``: the one that steps; None: nobody has said which. Raises ``ValueError`` or ``TypeError``.
+    ``optimizer``: the one that steps; None: it is not known. Raises ``ValueError`` or ``TypeError``.
     """
     if options.sync == UPDATES and optimizer is not None:
         _check_outer(options.outer, optimizer)
@@ -96,7 +96,7 @@ def swapped(
     """
     asked = replace(Options(), sync=options.sync, exchange=options.exchange, compression=compression, **given)
     check_agreement(asked.compression, asked.density, asked.rank)
-    compression = resolve_auto(asked, optimizer)  # what was asked for before is not asked for now
+    compression = resolve_auto(asked, optimizer)  # earlier options do not count
     check_meaning(compression, {name: getattr(asked, name) for name in ("density", "rank", "warmup")})
     density = options.density if asked.density is None else asked.density
     rank = options.rank if asked.rank is None else asked.rank

@@ -1,7 +1,7 @@
 """Read the dictionaries with which ADTopk, GRACE and FGBuff choose a compressor, as arguments of ours.
 
 ``ADTopklib.DistributedOptimizer(comm_params=...)``, GRACE's ``grace_from_params(...)`` and FGBuff's
-``get_communicator(...)`` take dictionaries of one family: a compressor, a memory and a way to communicate, by name.
+``get_communicator(...)`` take dictionaries of one family: a compressor, a memory and a communicator, by name.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _QUANTISER = (
 def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return a published dictionary as keyword arguments for :class:`agmerge.DistributedOptimizer`.
 
-    ``params`` is ADTopk's ``comm_params``, or what GRACE's ``grace_from_params`` or FGBuff's ``get_communicator``
-    takes. It is not changed. ``compressor`` and ``compress_ratio`` (``density``) become ``compression`` and
-    ``density``; ``memory``, ``momentum`` and ``gradient_clipping`` become ``memory``; ``comm_mode``
+    ``params`` is ADTopk's ``comm_params``, or the dictionary of GRACE's ``grace_from_params`` or FGBuff's
+    ``get_communicator``. It is not changed. ``compressor`` and ``compress_ratio`` (``density``) become ``compression``
+    and ``density``; ``memory``, ``momentum`` and ``gradient_clipping`` become ``memory``; ``comm_mode``
     (``communicator``) becomes ``exchange``; ``compress_rank`` becomes ``rank``, and GRACE's ``threshold`` the
-    sparsifier's ``tau``. What is left out is what it is in the project whose dictionary it is (docs/migrate.md).
+    sparsifier's ``tau``. Keys that are left out have the default of the dictionary's project (docs/migrate.md).
 
     Dropped, since they say nothing here: ``send_size_aresame``, ``model_named_parameters`` (pass
     ``named_parameters``), ``world_size``, ``rank``, ``cur_epoch``, ``kernel``.
 
-    Raises ``TypeError`` for what is no mapping, ``ValueError`` for a key, a name or a combination that has no meaning
-    here, with what to write instead.
+    Raises ``TypeError`` if ``params`` is no mapping, ``ValueError`` for a key, a name or a combination that has no
+    meaning here, with advice.
     """
     if not isinstance(params, Mapping):
         raise TypeError(f"params={params!r}: give the dictionary, comm_params of ADTopk or that of grace_from_params")
@@ -64,7 +64,7 @@ def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
     _check_keys(params)
     _check_memory(memory, name, kind)
     found: dict[str, Any] = {"compression": name, **_exchange(params, name, kind)}
-    if kind != "none":  # what drops nothing leaves nothing to keep
+    if kind != "none":  # without a compressor there is no residual
         found["memory"] = _memory(params, memory)
     if kind == "powersgd":
         found["rank"] = params.get("compress_rank", 1)
@@ -90,7 +90,7 @@ def _kind(name: str) -> str:
 
 
 def _check_keys(params: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for a key that nobody reads, or nobody with these values."""
+    """Raise ``ValueError`` for a key that no project reads, or none with these values."""
     unknown = [key for key in params if key not in KNOWN]
     if unknown:
         raise ValueError(f"unknown key {', '.join(map(repr, unknown))} in params; known: {', '.join(KNOWN)}")
@@ -119,7 +119,7 @@ def _check_memory(memory: str, name: str, kind: str) -> None:
 
 
 def _exchange(params: Mapping[str, Any], name: str, kind: str) -> dict[str, str]:
-    """Return ``exchange`` for what compresses, and nothing for what is sent whole."""
+    """Return ``exchange`` for a compressor, and nothing for dense gradients."""
     key = next((way for way in WAYS if way in params), WAYS[1])
     way = params.get(key, "allreduce")
     if way == "alltoall":
@@ -155,7 +155,7 @@ def _memory(params: Mapping[str, Any], name: str) -> Any:
 
 
 def _fixed_threshold(params: Mapping[str, Any]) -> sparsifiers.Sparsifier:
-    """Return GRACE's ``threshold``, which may send all or nothing, with the bound that messages need here."""
+    """Return GRACE's ``threshold``, which may send all or none, with the bound that messages need here."""
     ratio = next((params[key] for key in RATIOS if key in params), None)
     tau = params.get("threshold", 0.01)
     if ratio is None:
@@ -167,7 +167,7 @@ def _fixed_threshold(params: Mapping[str, Any]) -> sparsifiers.Sparsifier:
 
 
 def _density(params: Mapping[str, Any], name: str) -> float:
-    """Return elements sent / elements: what is given, else the default of ADTopk, FGBuff or GRACE."""
+    """Return the density, elements sent / elements: the given one, else the default of ADTopk, FGBuff or GRACE."""
     for key in RATIOS:
         if key in params:
             return float(params[key])

@@ -18,7 +18,7 @@ NO_GROUPS = "groups should be a non-negative integer or a list of list of torch.
 
 @dataclass(frozen=True)
 class Groups:
-    """Make ``number`` groups of equal size over the parameters in their order, or the groups as listed."""
+    """Groups of parameters: ``number`` of equal size in the order of parameters, or as listed."""
 
     number: int = 0  # 0: they are listed
     listed: tuple[tuple[torch.Tensor, ...], ...] = ()  # parameters, group by group
@@ -60,9 +60,9 @@ class Groups:
 
 
 def parse_groups(groups: Any, num_groups: Any) -> Groups | None:
-    """Return what both arguments ask for as Horovod means them, None for none.
+    """Return the groups that both arguments ask for as Horovod means them, None for none.
 
-    Raises ``ValueError``, with Horovod's texts, for what it refuses. Warns of ``num_groups``, its old name.
+    Raises ``ValueError``, with Horovod's texts, as Horovod does. Warns of ``num_groups``, its old name.
     """
     if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
         raise ValueError(f"num_groups={num_groups!r}: {NO_GROUPS}")

@@ -1,4 +1,4 @@
-"""Answer keyword arguments that there are not: those of other projects with the line to write, slips with the name."""
+"""Answer unknown keyword arguments: those of other projects with the line to write, slips with the right name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NEEDLESS = "leave it out: "
 _MEASURED = _NEEDLESS + "times are measured here while it trains"
 _FROM = "its dictionary is read by agmerge.from_params: pass **agmerge.from_params({name})"
 
-# By keyword, what to write: {value} is what was given, {name} the keyword.
+# By keyword, what to write: {value} is the given value, {name} the keyword.
 _MEANT = {
     # ACP-SGD's and DeAR's are MB, those of MG-WFBP, OMGS-SGD and FGBuff elements.
     "threshold": f'pass {_PLANNER.format("{value}")} for MB, or for elements {_ELEMENTS}',
@@ -69,7 +69,7 @@ _MEANT = {
 
 
 def refuse_unknown(what: str, given: Mapping[str, Any], known: Iterable[str] = KNOWN) -> None:
-    """Raise ``TypeError`` for the first keyword of ``given`` that is not ``known``, with what to write instead.
+    """Raise ``TypeError`` for the first keyword of ``given`` that is not ``known``, with advice.
 
     ``what``: the function that was called, for the error.
     """
@@ -85,6 +85,6 @@ def refuse_unknown(what: str, given: Mapping[str, Any], known: Iterable[str] = K
 
 
 def _text(value: Any) -> str:
-    """Return a value as a script may write it; of what is long its ellipsis."""
+    """Return a value as a script may write it; an ellipsis for a long one."""
     text = repr(value)
     return text if len(text) <= 40 and "<" not in text else "..."

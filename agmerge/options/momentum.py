@@ -1,4 +1,4 @@
-"""Apply momentum before selection: the memory does what the optimizer's groups say, and the optimizer does not again.
+"""Apply momentum before selection: the memory does, by the optimizer's groups, and the optimizer does not again.
 
 ``param_groups`` show the momentum that the script gave, to schedulers, hooks and checkpoints; only the arithmetic of
 the inner optimizer's step sees 0.
@@ -36,13 +36,13 @@ SHARDS = (
 
 
 class Rates:
-    """Look up the momentum of ``optimizer``'s groups, for a memory that applies it in the optimizer's place."""
+    """Momentum of ``optimizer``'s groups, for a memory that applies it in the optimizer's place."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizers = optimizers_of(optimizer)  # whose groups are read whenever a slot is asked for
+        self._optimizers = optimizers_of(optimizer)  # their groups are read whenever a slot is asked for
 
     def by_slot(self, parameters: Sequence[torch.Tensor]) -> Callable[[Slot], Rate]:
-        """Return a function from a slot to what its parameter's group says now; parameters must stay in their groups.
+        """Return a function from a slot to the present rate of its parameter's group; parameters keep their groups.
 
         ``parameters``: in the order of the slots.
         """
@@ -62,7 +62,7 @@ class Rates:
 
 
 def rate(group: Mapping[str, Any]) -> Rate:
-    """Return what a group of ``torch.optim.SGD`` says of momentum."""
+    """Return the momentum of a group of ``torch.optim.SGD``."""
     return _rate(float(group["momentum"]), bool(group["nesterov"]))
 
 
@@ -82,10 +82,10 @@ def applies(optimizer: torch.optim.Optimizer, groups: Groups | None = None) -> b
 def rates(
     optimizer: torch.optim.Optimizer | None, memory: sparsifiers.Memory, groups: Groups | None = None
 ) -> Rates | None:
-    """Return where ``memory`` takes its momentum from, the groups; None: it has its own, or none.
+    """Return the groups' momentum, which ``memory`` follows; None: it has its own, or none.
 
-    Raises ``ValueError`` where both would apply one, or the groups say what a memory cannot do. ``groups``: those of
-    ``optimizer`` (None: nobody has said which one steps), or those that it is about to load.
+    Raises ``ValueError`` where both would apply one, or a memory cannot apply the groups'. ``groups``: those of
+    ``optimizer`` (None: it is not known), or those that it is about to load.
     """
     if not memory.has_momentum:
         return None
@@ -121,10 +121,10 @@ def rates(
 
 @contextmanager
 def withheld(exchange: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let a step of ``optimizer``, inside, apply no momentum that a memory has applied already; its hooks see it.
+    """Keep a step of ``optimizer``, inside, from applying momentum that a memory has applied; its hooks see it.
 
-    ``exchange``: a ``GradientExchange``. Raises ``ValueError`` if the groups have got what the memory does not know of,
-    and warns on rank 0 where no group has a momentum any more.
+    ``exchange``: a ``GradientExchange``. Raises ``ValueError`` if the groups have got a momentum that the memory does
+    not follow, and warns on rank 0 where no group has a momentum any more.
     """
     if not _has_applied(exchange, optimizer):
         yield
@@ -137,7 +137,7 @@ def withheld(exchange: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _withheld_from(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let a step of one optimizer, inside, apply no momentum; its hooks see it."""
+    """Keep a step of one optimizer, inside, from applying momentum; its hooks see it."""
     hidden = _Hidden(optimizer)
     last, first = optimizer.register_step_pre_hook(hidden.hide), optimizer.register_step_post_hook(hidden.show)
     hooks: Any = first.hooks_dict_ref()
@@ -151,7 +151,7 @@ def _withheld_from(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def withhold(exchange: Any, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Do what :func:`withheld` does for every step that somebody else makes; return a function that ends it.
+    """Withhold applied momentum, as :func:`withheld`, from every step of the script's; return a function that ends it.
 
     Hooks before the step that are registered later see no momentum. Of several optimizers each is stepped by itself.
     """
@@ -165,7 +165,7 @@ def withhold(exchange: Any, optimizer: torch.optim.Optimizer) -> Callable[[], No
 
 
 def _withhold_from(optimizer: torch.optim.Optimizer, has_applied: Callable[[], bool]) -> Callable[[], None]:
-    """Let no step of one optimizer apply its momentum where a memory has; return a function that ends it."""
+    """Withhold applied momentum from every step of one optimizer; return a function that ends it."""
     hidden = _Hidden(optimizer)
 
     def hide(*_: Any) -> None:
@@ -184,7 +184,7 @@ def _withhold_from(optimizer: torch.optim.Optimizer, has_applied: Callable[[], b
 
 
 class _Hidden:
-    """Take the momentum out of an optimizer's groups, and put it back."""
+    """Momentum of an optimizer's groups, while it is taken out of them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -196,7 +196,7 @@ class _Hidden:
             group.update(momentum=0.0, nesterov=False)
 
     def show(self, *_: Any) -> None:
-        while self._values:  # once: what a later hook changes is the script's
+        while self._values:  # once: changes by a later hook are the script's
             group, values = self._values.pop()
             group.update(values)
 
@@ -239,7 +239,7 @@ def take_over(exchange: Any, members: ParameterTable, optimizer: torch.optim.Opt
         if buffer is None or not local_of(buffer).any():
             continue  # torch.distributed.checkpoint makes empty ones: they are no momentum in place of a loaded one
         dropped |= exchange.shard is not None
-        own_part = None  # what this rank carries of it
+        own_part = None  # this rank's share of it
         if exchange.shard is None and (exchange.config.op is Average or exchange.comm.rank == 0):
             factor, nesterov = rate(group)
             own_part = local_of(buffer)

@@ -1,4 +1,4 @@
-"""Look up what a compressor that a script has named cost where it was measured, and which one costs less.
+"""Look up the measured cost of a compressor that a script has named, and one that costs less.
 
 The figures are data, in one table: docs/compressors.md shows it, and a test holds the two against each other.
 """
@@ -16,12 +16,12 @@ from agmerge.options import defaults
 from agmerge.tensors.parameters import optimizers_of
 from sparsifiers import Kind, LowRank
 
-ENOUGH = 1.0  # % of the loss: of what costs less nothing is said
+ENOUGH = 1.0  # % of the loss: there is no notice of a lower cost
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one compressor cost, with one optimizer: % of the held-out loss of small language models, at equal steps."""
+    """Cost of one compressor with one optimizer: % of the held-out loss of small language models, at equal steps."""
 
     compressor: str  # its canonical name
     optimizer: str  # the name of its class
@@ -30,7 +30,7 @@ class Cost:
     bound: float | None = None  # the density or the rank at which; smaller ones cost no less. None: it has neither
     momentum: bool | None = None  # of SGD: with one, or without; None: whatever it is
     decay: bool | None = None  # likewise, of weight decay
-    instead: str = ""  # what costs less for about as many bytes; empty: see :func:`cheaper`
+    instead: str = ""  # one that costs less for about as many bytes; empty: see :func:`cheaper`
 
     @property
     def percent(self) -> str:
@@ -85,13 +85,13 @@ COSTS = (
 
 
 def known_cost(config: Any, optimizer: torch.optim.Optimizer) -> Cost | None:
-    """Return the figures that are about what ``config`` sends with ``optimizer``: of several the highest ones.
+    """Return the cost of ``config``'s compressors with ``optimizer``: of several the highest.
 
     None: nothing was measured, or it cost less than 1 %.
 
     Args:
         config: a ``Config``.
-        optimizer: the one that steps, or what stands for several.
+        optimizer: the one that steps, or one that stands for several.
     """
     if config.updates is not None:
         return None
@@ -105,7 +105,7 @@ def known_cost(config: Any, optimizer: torch.optim.Optimizer) -> Cost | None:
 
 
 def cheaper(cost: Cost, optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of what costs less: the default's with the fewest bits, if the table has nothing else."""
+    """Return a compressor that costs less: the default's with the fewest bits, if the table has no other."""
     return cost.instead or defaults.candidates_for(optimizer)[-1]
 
 
@@ -124,7 +124,7 @@ def _named(config: Any) -> Iterator[tuple[str, float | None]]:
 
 
 def _cost(name: str, bound: float | None, optimizer: torch.optim.Optimizer) -> Cost | None:
-    """Return the figures of one compressor with one optimizer: those of the smallest bound that is no smaller."""
+    """Return the cost of one compressor with one optimizer: that of the smallest bound that is no smaller."""
     groups = optimizer.param_groups
     momentum, decay = (any(group.get(key) for group in groups) for key in ("momentum", "weight_decay"))
     for kind in _kinds(optimizer):

@@ -1,4 +1,4 @@
-"""Warn a script once, on one rank, of what compression does that it may not expect."""
+"""Warn a script once, on one rank, of effects of compression that it may not expect."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ NAMED = "{what} (docs/compressors.md), and compression={instead!r} costs less"
 
 
 def warn_of_changes(exchange: Any, optimizer: torch.optim.Optimizer | None, before: Any) -> None:
-    """Warn, on rank 0, of what holds now and did not with the config ``before`` (None: there was none).
+    """Warn, on rank 0, of effects that are new with this config, since ``before`` (None: there was none).
 
     All ranks call this, see :func:`agmerge.errors.warn`. Nothing communicates.
 
     Args:
         exchange: the ``GradientExchange`` of the wrapper, with its config of now.
-        optimizer: the one that steps; None: it is not known, and nothing is said.
+        optimizer: the one that steps; None: it is not known, and there is no warning.
         before: a ``Config``, or None.
     """
     alone = exchange.comm is None and workers.is_initialized()  # elastic: not connected yet

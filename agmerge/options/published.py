@@ -1,6 +1,7 @@
-"""Answer names that papers and other projects use: what to write here, whichever argument or command line has them.
+"""Answer names that papers and other projects use with ours, in arguments and command lines.
 
-``sparsifiers.published`` and ``merging.published`` have the names of compressors and planners. Here is what is neither.
+``sparsifiers.published`` and ``merging.published`` have the names of compressors and planners. Here are all other
+names.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from sparsifiers.registry import spelling
 
 COMPRESSION, MERGING, EXCHANGE = "compression", "merging", "exchange"
 NONE = "none"
-CASTS = (NONE, "fp16", "bf16")  # what sends every element
+CASTS = (NONE, "fp16", "bf16")  # which send every element
 ALIASES = {"ssgd": NONE}  # of casts, by spelling: accepted, not listed
-_CAST = {  # what a cast is called elsewhere: refused, with ours
+_CAST = {  # names of casts elsewhere: refused, with ours
     **dict.fromkeys(("fp32", "float32", "float", "dense", "off", "nocompression", "noop", "sgd"), NONE),
     **dict.fromkeys(("allreduce", "allreducehook", "gradientallreduce"), NONE),
     **dict.fromkeys(("float16", "half", "fp16compress", "fp16compresshook"), "fp16"),
@@ -35,12 +36,12 @@ _LOCAL = "that is agmerge.LocalOptimizer here, whose every= says after how many 
 _OKTOPK = "write compression='topk', exchange='oktopk'"
 _SUMS = "write compression='topk', exchange='oktopk' or 'masked'"
 _LAGS = "write compression='topk', merging='layerwise', sparsify='ahead'"
-_SAID = {  # by spelling, what takes more than one word
+_SAID = {  # by spelling, answers of more than one word
     # Optimizers of DeepSpeed's and Bagua's.
     **dict.fromkeys(("onebitadam", "1bitadam", "onebitlamb", "1bitlamb", "zerooneadam"), _OWN_OPTIMIZER),
     **dict.fromkeys(("0/1adam", "01adam", "qadam"), _OWN_OPTIMIZER),
     **dict.fromkeys(("localsgd", "diloco", "postlocalsgd", "sparseloco"), _LOCAL),
-    # Ok-Topk's, gTop-k's and SparCML's ways to add up selections.
+    # Ok-Topk's, gTop-k's and SparCML's sums of selections.
     "oktopk": _OKTOPK,
     **dict.fromkeys(("gtopk", "gtopksgd", "topksa", "topkdsa"), _OKTOPK),
     "gaussianksa": "write compression='gaussiank', exchange='oktopk'",
@@ -49,7 +50,7 @@ _SAID = {  # by spelling, what takes more than one word
     "adaq": "write compression='topk', wire='sign'",
     "adasum": "with what is kept back it would be another update: leave it out",
 }
-_EXCHANGES = {  # what GRACE, ADTopk and FGBuff call their ways to communicate, and what Ok-Topk does
+_EXCHANGES = {  # names of communicators of GRACE, ADTopk and FGBuff, and of Ok-Topk
     **dict.fromkeys(("allgather", "allgatherfast", "broadcast"), "'sparse'"),
     "allreduce": "'masked' for sums of what a sparsifier selects; compression='none' for whole gradients",
     "dense": "compression='none', which sends every element",
@@ -68,7 +69,7 @@ def cast(name: str) -> str:
 
 
 def planner(name: str, **options: Any) -> merging.Planner:
-    """Return the planner called ``name``, as ``merging.get`` does; its error also knows what is no planner."""
+    """Return the planner called ``name``, as ``merging.get`` does; its error also knows names of other options."""
     if find(name) is None:
         said = hint(MERGING, name)
         raise ValueError(f"merging={name!r} is unknown; there are: {', '.join(merging.names())}{said}")
@@ -76,7 +77,7 @@ def planner(name: str, **options: Any) -> merging.Planner:
 
 
 def hint(argument: str, name: object) -> str:
-    """Return what to write instead of ``name``, which ``argument`` does not know, after "; "; "" if nobody knows.
+    """Return what to write instead of ``name``, which ``argument`` does not know, after "; "; "" for an unknown name.
 
     ``argument``: ``"compression"``, ``"merging"`` or ``"exchange"``.
     """
@@ -85,7 +86,7 @@ def hint(argument: str, name: object) -> str:
 
 
 def _advice(argument: str, name: str) -> str:
-    """Return what to write, without "; ". What is said of the argument itself comes before what is said of others."""
+    """Return what to write, without "; ". Answers about the argument itself come before those about others."""
     spelled = spelling(name)
     if argument == EXCHANGE and spelled in _EXCHANGES:
         return f"did you mean {_EXCHANGES[spelled]}?"
@@ -106,7 +107,7 @@ def _written(argument: str, meant: str, value: str) -> str:
 
 
 def _slip_of_the_pen(argument: str, name: str) -> str:
-    """Return what is written nearly alike among what this argument takes; "" if nothing is."""
+    """Return the most similar name that this argument takes; "" if none is similar."""
     if argument == MERGING:
         planner = nearest(name, merging.names())
         return "" if planner is None else f"did you mean {planner}?"

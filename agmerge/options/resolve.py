@@ -44,7 +44,7 @@ from sparsifiers import Kind
 
 
 def resolve(options: Options) -> Config:
-    """Check every option and return what a step needs to know.
+    """Check every option and return the config of a step.
 
     Raises ``ValueError`` or ``TypeError`` that says which option is wrong, and why. ``rates`` of the config are not
     set: they are the optimizer's, see :func:`agmerge.options.config.with_momentum_of`.
@@ -69,7 +69,7 @@ def _check_choices(options: Options) -> None:
 
 
 def _guards(options: Options) -> dict[str, Any]:
-    """Return the fields of :class:`Config` that say when a step is waited for, skipped or refused."""
+    """Return the fields of :class:`Config` about time-outs, comparisons, and skipped or refused steps."""
     scaled = _scales(options.scaler)
     nonfinite = (SKIP if scaled else RAISE) if options.nonfinite is None else options.nonfinite
     _check_choice("nonfinite", nonfinite, POLICIES)
@@ -85,7 +85,7 @@ def _guards(options: Options) -> dict[str, Any]:
 
 
 def _sums(options: Options) -> dict[str, Any]:
-    """Return the fields of :class:`Config` that say what is added up, and over which passes and ranks."""
+    """Return the fields of :class:`Config` about sums: their operation, passes and ranks."""
     op, factor = _reduction(options.op), options.gradient_predivide_factor
     check_passes(options.backward_passes_per_step)
     if not _is_number(factor) or not 0 < factor < float("inf"):
@@ -106,7 +106,7 @@ def _sums(options: Options) -> dict[str, Any]:
 
 
 def _compression(options: Options, updates: Updates | None) -> dict[str, Any]:
-    """Return the fields of :class:`Config` that say what is sent of which tensor, and what is kept."""
+    """Return the fields of :class:`Config` about the compression of tensors, and the memory."""
     compression, density, dense, wire = options.compression, density_of(options), options.dense, options.wire
     if isinstance(density, str) and density != IMPORTANCE:
         raise ValueError(f"density={density!r}: give a number, {{pattern: number}}, or {IMPORTANCE!r}")
@@ -136,7 +136,7 @@ def _compression(options: Options, updates: Updates | None) -> dict[str, Any]:
 
 
 def _plan(options: Options) -> dict[str, Any]:
-    """Return the fields of :class:`Config` that say which gradients share a message, and how it is exchanged."""
+    """Return the fields of :class:`Config` about plans and the exchange."""
     planner, plan = _planner_or_plan(options.merging, options.sparsify, options.exchange)
     groups = parse_groups(options.groups, options.num_groups)
     if groups is not None and options.merging != MERGING:
@@ -154,7 +154,7 @@ def _plan(options: Options) -> dict[str, Any]:
 
 
 def _check_low_rank(options: Options, compressor: sparsifiers.Compressor) -> None:
-    """Raise ``ValueError`` for what factors cannot do, where some tensors are factorised."""
+    """Raise ``ValueError`` for options that do not go with factors, where some tensors are factorised."""
     if Kind.LOW_RANK not in compressor.kinds:
         return
     if options.wire not in LOW_RANK_WIRES:
@@ -176,7 +176,7 @@ def _check_low_rank(options: Options, compressor: sparsifiers.Compressor) -> Non
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...], hint: str = "") -> None:
-    """Raise ``ValueError`` unless ``value`` is ``allowed``. ``hint``: what may have been meant, after "; "."""
+    """Raise ``ValueError`` unless ``value`` is ``allowed``. ``hint``: the value that may be meant, after "; "."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; choose from: {', '.join(map(repr, allowed))}{hint}")
 
@@ -236,7 +236,7 @@ def _planner_or_plan(given: Any, sparsify: str, exchange: str) -> tuple[merging.
 
 
 def _check_way_of_plan(config: Config) -> None:
-    """Raise ``ValueError`` for a plan whose value codec, or exchange, is none that these options leave to a plan."""
+    """Raise ``ValueError`` for a plan with a value codec or exchange that these options do not leave to a plan."""
     if config.plan is None:
         return
     way = ways(config.plan)[0]  # all merge buffers' is the same
@@ -260,7 +260,7 @@ def _check_way_of_plan(config: Config) -> None:
 def _check_dear(config: Config) -> None:
     """Raise unless ``merging="dear"`` has the model that it needs, and no other merging has one.
 
-    ``TypeError`` for what is no module, ``ValueError`` for what DeAR cannot do.
+    ``TypeError`` for a model that is no module, ``ValueError`` for options that do not go with DeAR.
     """
     model, dear = config.model, isinstance(config.planner, DeAR)
     if model is not None and not isinstance(model, torch.nn.Module):
@@ -283,7 +283,7 @@ def _check_dear(config: Config) -> None:
 
 
 def _dense_rule(dense: Any) -> DenseRule:
-    """Return the rule that ``dense=`` asks for; ``TypeError`` for what is none. ``"partial"`` is not asked here."""
+    """Return the rule of ``dense=``; ``TypeError`` for anything else. ``"partial"`` is not asked here."""
     if dense is None:
         return is_small
     if callable(dense):
@@ -298,7 +298,7 @@ def _dense_rule(dense: Any) -> DenseRule:
 
 
 def _patterns(dense: Iterable[Any]) -> tuple[re.Pattern[str], ...]:
-    """Return the patterns of ``dense=``; ``ValueError`` for what is none."""
+    """Return the patterns of ``dense=``; ``ValueError`` for anything else."""
     patterns = []
     for pattern in dense:
         try:
@@ -309,7 +309,7 @@ def _patterns(dense: Iterable[Any]) -> tuple[re.Pattern[str], ...]:
 
 
 def _scales(scaler: Any) -> bool:
-    """Return whether there is a scaler that scales. ``TypeError`` for what is no ``torch.amp.GradScaler``."""
+    """Return whether there is a scaler that scales. ``TypeError`` for anything but a ``torch.amp.GradScaler``."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler={scaler!r}: give the torch.amp.GradScaler whose scale() the loss goes through")
     return scaler is not None and scaler.is_enabled()

@@ -1,4 +1,4 @@
-"""Check the options of ``sync="updates"``: what the optimizer did to the parameters is exchanged, not gradients."""
+"""Check the options of ``sync="updates"``: the optimizer's updates of parameters are exchanged, not gradients."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ SENT_AS_THEY_ARE = ("oktopk", "masked")  # exchanges that send values as they ar
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
-# Options of sync="updates" alone, with the values that say nothing.
+# Options of sync="updates" alone, with their neutral values.
 _OWN = {"carry": ("apply", None), "every": (1,), "fragments": (1,), "overlap": (0,), "decay": (1.0,), "outer": (None,)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Updates:
-    """Say when updates are exchanged, and what becomes of what is not sent and of what is combined."""
+    """Options of an exchange of updates: its schedule, the residual, and the outer optimizer."""
 
-    carry: str  # "apply": a worker computes with what it has not sent applied; "hold": with the shared parameters
+    carry: str  # "apply": the residual stays in this worker's parameters; "hold": beside the shared parameters
     every: int  # steps from one exchange of a parameter to the next
     fragments: int  # the merge buffers take turns, in so many groups
     overlap: int  # steps between sending and receiving
-    decay: float  # of what is carried, from one exchange to the next
+    decay: float  # of residuals, from one exchange to the next
     outer: Outer | None  # makes the optimizer that steps with the combined updates; None: they are taken as they are
 
     def fragment_at(self, step: int) -> int | None:
@@ -55,9 +55,9 @@ class Updates:
         return lambda count: {buffer for buffer in range(count) if buffer * self.fragments // count == fragment}
 
     def memory_for(self, compressor: sparsifiers.Compressor, *, narrow: bool = False) -> sparsifiers.Memory:
-        """Return who keeps what ``compressor`` leaves behind.
+        """Return the memory of the residuals of ``compressor``.
 
-        With "apply" the parameters do, unless they are ``narrow``, of 16 bits: these could not hold it.
+        With "apply" the parameters hold them, unless they are ``narrow``, of 16 bits: these could not.
         """
         if compressor.memory == "none":  # it drops nothing
             return NoMemory()
@@ -66,7 +66,7 @@ class Updates:
         return Residual() if self.decay == 1.0 else Decaying(self.decay)
 
     def facts(self) -> Iterator[Fact]:
-        """Yield what must be the same on every rank."""
+        """Yield the facts that must be the same on every rank."""
         yield "carry", self.carry
         yield "every", str(self.every)
         yield "fragments", str(self.fragments)
@@ -107,7 +107,7 @@ def wire_of(options: Options, compressor: sparsifiers.Compressor) -> str:
 def parse_updates(options: Options) -> Updates | None:
     """Return how updates are exchanged; None with ``sync="gradients"``.
 
-    Raises ``ValueError`` or ``TypeError`` for what has no meaning, by itself or with other options.
+    Raises ``ValueError`` or ``TypeError`` for options without meaning, by themselves or with others.
     """
     if options.sync not in SYNCS:
         raise ValueError(f"sync={options.sync!r} is unknown; choose from: {', '.join(map(repr, SYNCS))}")
