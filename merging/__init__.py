@@ -1,7 +1,7 @@
-"""Decide which gradients share a message, and when it leaves.
+"""Plans of which gradients share a message, and predictions of when each message leaves.
 
-Planners partition the tensors of a model, in readiness order, into merge buffers; `predict` says when
-each is sent and when the last has arrived. Pure functions of what they are given; standard library and
+Planners partition the tensors of a model, in readiness order, into merge buffers; `predict` returns when
+each is sent and when the last has arrived. Pure functions of their arguments; standard library and
 numpy only.
 
     planner = merging.get("threshold", bytes=8 << 20)

@@ -1,4 +1,4 @@
-"""Share out how many elements each tensor may send, when important tensors are to send more."""
+"""Budgets: how many elements each tensor may send, when important tensors are to send more."""
 
 from __future__ import annotations
 

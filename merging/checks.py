@@ -1,4 +1,4 @@
-"""Turn what a caller passes into tuples and read-only arrays, or into an error that names the tensor."""
+"""Checks of a caller's arguments: they become tuples and read-only arrays, or an error that names the tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Reals = NDArray[np.float64]
 def tensor_names(names: Sequence[str]) -> tuple[str, ...]:
     """Return `names` as a tuple of at least one distinct string, in the order given (readiness order).
 
-    Raises TypeError where a name is no string, ValueError where there is none or one comes twice.
+    Raises TypeError where a name is no string, ValueError where there is none or one is repeated.
     """
     if isinstance(names, str):
         raise TypeError(f"names is the single string {names!r}: give a sequence of tensor names")
@@ -60,7 +60,7 @@ def reals(what: str, values: ArrayLike, names: Sequence[str]) -> Reals:
 
 
 def whole(what: str, value: Any, least: int) -> int:
-    """Return `value` as a Python int, which has one spelling on every rank.
+    """Return `value` as a Python int, which has the same text on every rank.
 
     Raises TypeError where it is no whole number (a bool or a float is none), ValueError below `least`.
     """
@@ -112,6 +112,6 @@ def _refuse(bad: NDArray[np.bool_], what: str, given: NDArray[Any], names: Seque
 
 
 def _frozen(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the array itself, which nobody can write into from now on."""
+    """Return the array itself, made read-only."""
     array.setflags(write=False)
     return array

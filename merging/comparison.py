@@ -1,4 +1,4 @@
-"""Compare what every planner would do with the same measurements, side by side."""
+"""Comparison of all planners on the same measurements, side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADS = ("planner", "mode", "finish ms", "to best", "exposed ms", "merge buffer
 
 @dataclass(frozen=True)
 class Row:
-    """Hold what is predicted of one planner in one mode.
+    """Prediction for one planner in one mode.
 
     finish: seconds from the start of backward to the end of the last exchange. Where mode "dear" is among the
         modes of the measurements, to the end of the next forward pass, in every row.
@@ -43,8 +43,8 @@ def compare(measurements: Measurements) -> tuple[Row, ...]:
     """Return a row per planner, with its defaults, and mode of the measurements that it plans for; best first.
 
     Of rows that finish together, the one with fewer merge buffers comes first, then the order of `names()` and
-    of the modes. Mode "dear" is planned for by dear alone. exact has ten times the work of agmerge before it
-    settles for the best plan so far, some ten seconds, so that nobody waits for minutes. agtf keeps to its limit
+    of the modes. Only dear plans for mode "dear". exact has ten times the work of agmerge before it
+    settles for the best plan so far, some ten seconds instead of minutes. agtf keeps to its limit
     on noise only where the profile has noise.
     """
     profile, costs = measurements.profile, measurements.costs

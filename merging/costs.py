@@ -1,4 +1,4 @@
-"""Express what sparsifying and exchanging cost, in seconds, as functions of a count of elements."""
+"""Costs of sparsifying and exchanging, in seconds, as functions of a number of elements."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _PROBE: Elements = np.array([0, *(2**power for power in range(32))], dtype=np.in
 
 @dataclass(frozen=True)
 class Cost:
-    """Call one cost function, and check what it answers every time.
+    """Cost function that is checked at every call.
 
     A number gives a float, an array of any shape a float64 array of that shape (do not write into it).
-    `function` gets what the caller gave and may answer an array with one number, if the cost is constant.
-    Raises ValueError where it answers with another shape, a negative or a non-finite time.
+    `function` gets the caller's argument and may return one number for an array, if the cost is constant.
+    Raises ValueError where it returns another shape, a negative or a non-finite time.
     """
 
     name: str  # which of `Costs`, for errors
@@ -46,7 +46,7 @@ class Cost:
 
 @dataclass(frozen=True, init=False)
 class Costs:
-    """Hold the cost model that planners and `predict` work with.
+    """Cost model of planners and `predict`.
 
     sparsify: seconds to select from a vector of that many elements (sums of `Profile.work`): per tensor
         when ahead, per merge buffer when behind. sparsify(0) == 0.
@@ -55,7 +55,7 @@ class Costs:
     dense: seconds of a dense exchange of that many elements (sums of `Profile.numel`), or None where
         no merge buffer may go dense. A dense merge buffer costs no sparsify.
     message: seconds for which a message of that many elements (sums of `Profile.load`) keeps the processor from
-        backward, beside selection: encoding, starting, and what the network's threads take. None: nothing.
+        backward, beside selection: encoding, starting, and the network's threads. None: no time.
         A dense merge buffer costs message(0), as packing is part of `dense`.
 
     Each maps a number or a numpy array of element counts to seconds, elementwise, never decreasing; this
@@ -106,6 +106,6 @@ def _tried(name: str, function: Callable[[Any], Any]) -> Cost:
 
 
 def _worst(seconds: Reals) -> float:
-    """Return the first of `seconds` that is no time."""
+    """Return the first of `seconds` that is negative or not finite."""
     bad = seconds[~(np.isfinite(seconds) & (seconds >= 0))]
     return float(bad.flat[0])

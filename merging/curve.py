@@ -1,4 +1,4 @@
-"""Make a cost of measured points: seconds as a function of element counts, by straight lines between them."""
+"""Cost curves of measured points: seconds as a function of element counts, by straight lines between the points."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from merging.checks import Elements, Reals, whole
 from merging.checks import seconds as _checked
 
 _KIND = "merging.Curve"
-_FAR = 4  # the slope beyond the last point is that over its last factor of so much: one noisy point does not set it
+_FAR = 4  # the slope beyond the last point is over the last factor of 4 in elements: one noisy point does not set it
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Give the seconds of element counts, never decreasing. Immutable, hashable, equal by value; fit for `Costs`.
+    """Curve of seconds over element counts, never decreasing. Immutable, hashable, equal by value; fit for `Costs`.
 
     elements: counts of elements, m integers of at least 0, strictly ascending.
     seconds: seconds at each, m floats, finite, not negative, never decreasing.
 
     Linear between the points. Below the first, its value. Beyond the last, linear with the slope to it from
     the last point of at most a quarter of its elements (or the first point); one point alone is a constant.
-    The points (0, 0.0) and (1, s) make a start-up of s that nothing does not pay.
+    The points (0, 0.0) and (1, s) make a start-up of s that 0 elements do not pay.
 
-    Raises TypeError for what is no number, ValueError for no points at all, another length, or a broken rule.
+    Raises TypeError for anything but numbers, ValueError for no points at all, another length, or a broken rule.
     """
 
     elements: tuple[int, ...]
@@ -56,8 +56,8 @@ class Curve:
 
         Each size has the median of its runs; where medians fall as sizes grow, they are replaced by their
         mean, weighted by the number of runs: the closest curve that never decreases (pool adjacent violators;
-        Ayer et al., 1955). With `zero`, nothing costs nothing, f(0) == 0, and one element what the smallest
-        size does, for a start-up that is only paid when there is work; size 0 is then no sample.
+        Ayer et al., 1955). With `zero`, no elements cost nothing, f(0) == 0, and one element as much as the smallest
+        size, for a start-up that is only paid when there is work; size 0 is then no sample.
 
         Raises ValueError where there is no sample, of a size or at all, or one is negative or not finite.
         """

@@ -1,4 +1,4 @@
-"""Choose dense or sparse, merge buffer by merge buffer, where the partition is given."""
+"""Choice between dense and sparse, merge buffer by merge buffer, for a given partition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def choose_dense(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Plan:
 
     Flags and parts that `plan` has are dropped. Without `costs.dense` nothing goes dense; in mode "dense" a flag
     only says which cost is smaller. A state is (t, E), the clocks of `predict`; those beaten in both are dropped, so
-    the result is the optimum over all 2^m flags for up to 256 states a merge buffer, which is more than are met.
+    the result is the optimum over all 2^m flags for up to 256 states a merge buffer, more than occur in practice.
 
     Raises ValueError for an unknown mode and for a plan that does not fit the profile.
     """
@@ -32,7 +32,7 @@ def choose_dense(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Plan:
 
 
 def choose_dense_in_pieces(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
-    """Return what `choose_dense` does, in pieces."""
+    """Return the result of `choose_dense`, in pieces."""
     check_mode(mode)
     plan.check(len(profile), profile.names)
     bare = replace(plan, dense=(False,) * len(plan.counts), parts=())
@@ -69,7 +69,7 @@ def choose_dense_in_pieces(plan: Plan, profile: Profile, costs: Costs, mode: str
 
 
 def unbeaten(clock: Reals, channel: Reals, flags: Indices) -> Indices:
-    """Return the states that none equals or beats in both clocks, by clock, at most WIDEST, spread evenly.
+    """Return the states that no other equals or beats in both clocks, by clock, at most WIDEST, spread evenly.
 
     Of equal ones the one with the fewest flags is kept, then the first.
     """

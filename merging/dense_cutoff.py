@@ -1,9 +1,9 @@
-"""Send layers dense that are too small to select from, inside the budget: partial sparsification, corrected.
+"""Partial sparsification, corrected: layers that are too small to select from are sent dense, inside the budget.
 
 ADTopk, "Partial sparsification" (the extended paper, after HPDC 2024): tensors of up to p elements, the size cut, are
 not sparsified, and the density of the others falls so far that the volume stays. Published code takes
 rho' = max(rho, ...), which is always rho and exceeds the budget, and multiplies the load by the density twice; here
-neither. rho is the density, S the elements of all tensors, F those of tensors that are sent whole.
+neither. rho is the density, S the elements of all tensors, F those of dense tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from merging.measured import Measurements, best, step_end
 from merging.planner import Planner
 from merging.profile import Profile
 
-SHARE = 0.5  # of the budget, at most, is spent on what goes dense: the others keep half of their density at least
+SHARE = 0.5  # of the budget, at most, is spent on dense tensors: the others keep half of their density at least
 MOST = 16  # cuts that are planned for; more are thinned out evenly
 
 
@@ -35,7 +35,7 @@ def feasible(sizes: Sequence[int], exempt: Sequence[bool], density: float) -> tu
 def remaining(sizes: Sequence[int], exempt: Sequence[bool], cut: int, density: float) -> float:
     """Return rho' = (rho S - F) / (S - F), the density of the others; with a feasible cut, rho / 2 to rho.
 
-    F + rho' (S - F) is rho S: what goes whole is taken off what the others may send. Raises ValueError where nothing
+    F + rho' (S - F) is rho S: dense tensors are subtracted from the others' budget. Raises ValueError where nothing
     of the budget is left.
     """
     total, whole = sum(sizes), _whole(sizes, exempt, cut)
@@ -47,8 +47,8 @@ def remaining(sizes: Sequence[int], exempt: Sequence[bool], cut: int, density: f
 def at(profile: Profile, sizes: Sequence[int], exempt: Sequence[bool], cut: int, density: float) -> Profile:
     """Return the profile as it would be with this cut, at most the one that it was measured with.
 
-    `sizes` decide, `profile.numel` is what a rank selects from (a shard, perhaps). What goes dense with the cut must go
-    dense in `profile`: its load, of an element that is sent whole, is taken from there.
+    `sizes` decide, `profile.numel` are the elements that a rank selects from (a shard, perhaps). A tensor that is dense
+    with the cut must be dense in `profile`: its load is taken from there.
     """
     dense = np.array([always or size <= cut for size, always in zip(sizes, exempt, strict=True)])
     rest = remaining(sizes, exempt, cut, density)
@@ -71,7 +71,7 @@ def choose(
     """Return the feasible cut, at most `most`, with which the planner's plan is predicted to end first.
 
     The paper's cost of a step, backward + selection of each layer + exchange of the whole load, is the prediction for
-    one merge buffer in mode "ahead"; here it is the planner's own plan, with what overlaps. `measured` is of a step
+    one merge buffer in mode "ahead"; here it is that of the planner's own plan, with overlap. `measured` is of a step
     with the cut `most`. Of equals the largest is kept: it selects least; a smaller one must end sooner than the largest
     by more than the share `gain`. Raises ValueError where no cut is feasible.
     """

@@ -1,4 +1,4 @@
-"""Draw the timelines of several plans as one picture: what each overlaps, and what stays exposed."""
+"""Picture of the timelines of several plans: overlap and exposed time."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Bar = tuple[int, str, int, float, float]
 
 
 def svg(rows: Sequence[Row], measurements: Measurements) -> str:
-    """Return one self-contained SVG picture: per row, what computes above what is on the channel, over time.
+    """Return one self-contained SVG picture: per row, computation above communication, over time.
 
     Per merge buffer: from the ready of the one before to its own (backward and selection), and its exchange
     from start to end; in mode "dear" the all-gathers and forward too. All rows share a time axis in ms from the
     start of backward; the number at the right is the finish. The axis goes to three times the best finish at
-    most, so that one slow plan does not flatten the others: what lies beyond is cut, with an arrow at its
+    most, so that one slow plan does not flatten the others: later bars are cut, with an arrow at the
     finish. The same rows give the same text. Raises ValueError where there is no row.
     """
     if not rows:
@@ -63,7 +63,7 @@ def ticks(last: float, most: int = 10) -> list[float]:
 
 
 def _bars(row: Row, measurements: Measurements) -> Iterator[Bar]:
-    """Yield what a row shows, merge buffer by merge buffer."""
+    """Yield the bars of a row, merge buffer by merge buffer."""
     profile = measurements.profile
     timeline = predict(row.plan, profile, measurements.costs, row.mode)
     before = 0.0
@@ -128,7 +128,7 @@ def _axis(last: float, bottom: int) -> Iterator[str]:
 
 
 def _heading(measurements: Measurements, kinds: list[str]) -> Iterator[str]:
-    """Yield the SVG of the title, of what was measured, and of the key to the colours of `kinds`."""
+    """Yield the SVG of the title, of the measurements' facts, and of the key to the colours of `kinds`."""
     what = [f"{len(measurements.profile)} tensors", f"{measurements.workers} workers"]
     text = ", ".join(what + [f"{name} {value}" for name, value in measurements.facts])
     text = "".join(letter if letter.isprintable() else "?" for letter in text)  # XML has no control characters

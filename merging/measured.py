@@ -1,4 +1,4 @@
-"""Hold all that a training run measured for planning, as one value that can be saved, sent and planned from."""
+"""Measurements of a training run for planning, as one value that can be saved, sent and planned from."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ CURVES = ("sparsify", "exchange", "dense", "message")
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """Hold a profile, cost curves, and what they are about. Immutable, hashable, equal by value.
+    """Profile, cost curves, and facts about them. Immutable, hashable, equal by value.
 
     profile: sizes and times per tensor.
     sparsify: the cost of selection, as in `Costs`, with sparsify(0) == 0 (`Curve.fit(..., zero=True)`); None where
         nothing is selected.
     exchange: the cost of an exchange of so many elements of load.
     dense: the cost of a dense exchange, or None where no merge buffer may go dense.
-    message: what a message takes of the processor, as in `Costs`, or None: nothing.
+    message: processor seconds of a message, as in `Costs`, or None: no time.
     modes: the modes that the training may use, those preferred first: "dense", "ahead", "behind", "dear".
-    workers: how many ranks the exchanges were measured with.
-    facts: what else the measurements hold for (backend, compressor, density), pairs of text in alphabetical
-        order, never looked at here; a mapping is taken too.
+    workers: the number of ranks in the measured exchanges.
+    facts: other conditions of the measurements (backend, compressor, density), pairs of text in alphabetical
+        order, never read here; a mapping is accepted too.
 
     Raises TypeError for a value of the wrong kind. Raises ValueError for no mode, an unknown one or one that
-    comes twice, mode "dear" without profile.forward, a fact given twice, and for what `Costs` refuses.
+    is repeated, mode "dear" without profile.forward, a fact given twice, and for curves that `Costs` refuses.
     """
 
     profile: Profile
@@ -99,15 +99,15 @@ class Measurements:
 def best(planner: Planner, measurements: Measurements) -> tuple[Plan, str]:
     """Return the planner's plan with the earliest predicted end of the step, and its mode.
 
-    Every mode of the measurements that the planner plans for is tried; of equals the first is kept. Where merge
-    buffers may go dense and the planner's plan has none that do, so is its partition with the best flags. Pure:
+    Every mode of the measurements that the planner supports is tried; of equals the first is kept. Where merge
+    buffers may go dense and the planner's plan has none, its partition with the best flags is tried, too. Pure:
     the same everywhere for equal measurements. Raises ValueError where the planner plans for none of the modes.
     """
     return at_once(best_in_pieces(planner, measurements))
 
 
 def best_in_pieces(planner: Planner, measurements: Measurements) -> Pieces[tuple[Plan, str]]:
-    """Return what `best` does, in pieces."""
+    """Return the result of `best`, in pieces."""
     earliest: tuple[float, Plan, str] | None = None
     costs = measurements.costs
     for mode in measurements.modes:
@@ -130,9 +130,9 @@ def best_in_pieces(planner: Planner, measurements: Measurements) -> Pieces[tuple
 
 
 def sent_whole(measurements: Measurements) -> Measurements:
-    """Return the measurements as they would be if nothing were selected and everything sent by the dense exchange.
+    """Return the measurements as they would be if all tensors were sent by the dense exchange.
 
-    A load is then a tensor's elements, and a message takes what one takes to start. Raises ValueError without a dense
+    A load is then a tensor's elements, and a message takes its start-up alone. Raises ValueError without a dense
     curve.
     """
     if measurements.dense is None:
@@ -166,13 +166,13 @@ def forward_after(measurements: Measurements) -> float:
 
 
 def _build(*, profile: Any, **rest: Any) -> Measurements:
-    """Return the measurements whose fields a record holds as plain values."""
+    """Return the measurements of a record, which has their fields as plain values."""
     curves = {what: None if rest.get(what) is None else Curve(**rest[what]) for what in CURVES}
     return Measurements(**{**rest, "profile": Profile(**profile), **curves})
 
 
 def _plain(curve: Curve | None) -> dict[str, Any] | None:
-    """Return the points of a curve as a record holds them."""
+    """Return the points of a curve for a record."""
     return None if curve is None else {"elements": curve.elements, "seconds": curve.seconds}
 
 

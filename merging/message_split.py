@@ -1,4 +1,4 @@
-"""Choose in how many messages each merge buffer travels, where the partition is given."""
+"""Choice of the number of messages of each merge buffer, for a given partition."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from merging.profile import Profile
 from merging.timeline import check_mode, predict
 
 MOST = 8
-SMALLEST = 2**18  # elements of work: selected from in 0.1 to 0.3 ms (measured), about what a message takes to start
-GAIN = 0.03  # of the finish: what every division must gain, for predictions are not better than that
+SMALLEST = 2**18  # elements of work: selected from in 0.1 to 0.3 ms (measured), about the start-up of a message
+GAIN = 0.03  # of the finish: least gain of a division, since predictions are not more exact
 
 
 def divide(plan: Plan, profile: Profile, costs: Costs, mode: str, most: int = MOST) -> Plan:
-    """Return `plan` with the parts with which it is predicted to end sooner; parts that it has are dropped.
+    """Return `plan` with the parts with which it is predicted to end sooner; its own parts are dropped.
 
-    While one part travels, the next is selected and encoded, so of a merge buffer that backward does not hide
+    While one part travels, the next is selected and encoded. So of a merge buffer that backward does not hide
     about the smaller of both times is hidden by the other; every part costs a start-up. From the last merge
-    buffer to the first, each is tried in 2, 4, ... up to `most` parts of at least `SMALLEST` elements of work, and
-    takes the number that ends the step first, if that gains more than the share `GAIN` of the finish. At most
-    m log2(most) predictions. Never divided: what goes dense, what nothing is selected from, and merge buffers of
+    buffer to the first, each is tried in 2, 4, ... up to `most` parts of at least `SMALLEST` elements of work. It
+    gets the number that ends the step first, if that gains more than the share `GAIN` of the finish. At most
+    m log2(most) predictions. Never divided: dense merge buffers, those without selection, and merge buffers of
     several tensors in mode "ahead", which are selected from before they are complete.
 
     Source: the pipelines of CaSync (HiPress, SOSP 2021) and Espresso (EuroSys 2023); the rule is our own.
@@ -33,7 +33,7 @@ def divide(plan: Plan, profile: Profile, costs: Costs, mode: str, most: int = MO
 
 
 def divide_in_pieces(plan: Plan, profile: Profile, costs: Costs, mode: str, most: int) -> Pieces[Plan]:
-    """Return what `divide` does, in pieces."""
+    """Return the result of `divide`, in pieces."""
     check_mode(mode)
     most = whole("divide: most", most, least=1)
     plan = replace(plan, parts=())

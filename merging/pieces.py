@@ -1,7 +1,7 @@
-"""Plan in pieces: whoever has little time at a time goes on with it later, and comes to the same plan.
+"""Planning in pieces: it can be interrupted and resumed with little time at a time, and gives the same plan.
 
-A function whose name ends in ``_in_pieces`` is a generator that yields None wherever it can be left, after some ten to
-a thousand microseconds, and returns what the function without these words does.
+A function with a name that ends in ``_in_pieces`` is a generator. It yields None at each possible interruption, after
+some ten to a thousand microseconds, and returns the result of the function without these words.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Pieces = Generator[None, None, T]
 
 
 def at_once(pieces: Pieces[T]) -> T:
-    """Return what the pieces come to, all of them done now."""
+    """Return the result of the pieces, all of them done now."""
     while True:
         try:
             next(pieces)
@@ -25,9 +25,9 @@ def at_once(pieces: Pieces[T]) -> T:
 
 
 def go_on(pieces: Pieces[T], seconds: float) -> T | None:
-    """Go on with the pieces for so many seconds; return what they come to, or None if that is not known yet.
+    """Resume the pieces for so many seconds; return their result, or None if it is not known yet.
 
-    What they come to does not depend on how often this is called.
+    The result does not depend on how often this is called.
     """
     until = time.perf_counter() + seconds
     try:

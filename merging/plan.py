@@ -1,4 +1,4 @@
-"""Hold the ordered partition of all tensors into merge buffers, as a value that can be agreed on and recorded."""
+"""Ordered partition of all tensors into merge buffers, as a value that can be agreed on and recorded."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _KIND = "merging.Plan"
 
 @dataclass(frozen=True)
 class Plan:
-    """Partition n tensors, in readiness order, into m merge buffers. Immutable, hashable, equal by value.
+    """Partition of n tensors, in readiness order, into m merge buffers. Immutable, hashable, equal by value.
 
     counts: tensors per merge buffer, m integers of at least 1; they sum to n.
     dense: per merge buffer, whether it goes dense; m booleans, all False if left out.
     labels: per merge buffer, codec and exchange, opaque to planners; m strings, all "" if left out.
     names: the n tensor names in readiness order, so that a saved plan can be replayed against the same
         order; or None.
-    parts: per merge buffer, in how many messages what is selected from it travels, each selected while the one
-        before is under way; m integers of at least 1, all 1 if left out. What is sent whole is not divided: a
-        dense merge buffer has 1, and where nothing is selected there is one message whatever this says.
+    parts: per merge buffer, in how many messages its selection travels, each selected while the one
+        before is under way; m integers of at least 1, all 1 if left out. Dense tensors are not divided: a
+        dense merge buffer has 1, and where nothing is selected there is one message in any case.
 
     Raises TypeError for an entry of the wrong type, ValueError for a wrong length, a merge buffer
-    without tensors, a name that comes twice and a dense merge buffer in several parts.
+    without tensors, a repeated name and a dense merge buffer in several parts.
     """
 
     counts: tuple[int, ...]
@@ -88,7 +88,7 @@ class Plan:
     def dumps(self) -> str:
         """Return the plan as canonical JSON: equal plans give equal text, on every rank and machine.
 
-        Parts are left out where all are 1: the text of such a plan is what it was before there were any.
+        Parts are left out where all are 1: such a plan has the same text as in versions without parts.
         """
         body = asdict(self)
         if max(self.parts) == 1:

@@ -1,4 +1,4 @@
-"""Check once what all planners have in common, so that a planner is only its own rule."""
+"""Base of all planners, with their common checks, so that a planner has only its own rule."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from merging.timeline import MODES, check_mode
 
 @dataclass(frozen=True, repr=False)
 class Planner(ABC):
-    """Map a profile and costs to a plan: a pure function, with its hyper-parameters.
+    """Planner: a pure function from a profile and costs to a plan, with its hyper-parameters.
 
     A planner is a frozen dataclass (`repr=False`, `kw_only=True`) with a `name`; its fields are its
     options, plain values checked in `__post_init__`; it implements `partition`. The same inputs give the
-    same plan in every process. The other class variables say what training does with its plans.
+    same plan in every process. The other class variables control how training uses its plans.
     """
 
-    name: ClassVar[str]  # in `merging.get`, in the texts that ranks compare, and in reports
+    name: ClassVar[str]  # for `merging.get`, in the texts that ranks compare, and in reports
     modes: ClassVar[tuple[str, ...]] = MODES  # those that it plans for
-    timed: ClassVar[bool] = True  # False: no time and no cost plays a part in its plans, so nothing is measured for it
+    timed: ClassVar[bool] = True  # False: its plans depend on no time and no cost, so nothing is measured for it
     recheck_every: ClassVar[int] = 0  # steps between two comparisons of the measured times with the plan's; 0: never
     min_gain: ClassVar[float] = 0.0  # share by which a new plan must be predicted to end sooner than the one in use
     max_messages: ClassVar[int] = 1  # in which a merge buffer may travel, see `divide`; 1: none is divided
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Ask a subclass that says what a plan or a partition is, and nothing of pieces, for all of it in one piece."""
+        """Give a subclass that overrides `plan` or `partition` alone a generator that makes it in one piece."""
         super().__init_subclass__(**options)
         own = vars(cls)
         if "plan" in own and "plan_in_pieces" not in own:
@@ -48,7 +48,7 @@ class Planner(ABC):
         return at_once(Planner.plan_in_pieces(self, profile, costs, mode))
 
     def plan_in_pieces(self, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
-        """Return what `plan` does, in pieces. A subclass with a `plan` of its own has that, in one piece."""
+        """Return the result of `plan`, in pieces. A subclass with a `plan` of its own has that, in one piece."""
         check_mode(mode, self.modes)
         check_tensors(profile)
         plan = yield from self.partition_in_pieces(profile, costs, mode)
@@ -60,7 +60,7 @@ class Planner(ABC):
         """Return the plan by this planner's own rule, which may leave names and the size limit to `plan`."""
 
     def partition_in_pieces(self, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
-        """Return what `partition` does, in pieces: one, unless a planner that may take long says otherwise."""
+        """Return the result of `partition`, in pieces: one, unless a planner that may take long has more."""
         yield
         return self.partition(profile, costs, mode)
 

@@ -1,4 +1,4 @@
-"""Hold what was measured on one model: sizes and times per tensor, in readiness order."""
+"""Profile of one model: measured sizes and times per tensor, in readiness order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from merging.checks import Elements, Reals, elements, reals, tensor_names
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Profile:
-    """Hold sizes and times of n tensors, index 0 being ready first. Immutable; the arrays are read-only copies.
+    """Sizes and times of n tensors, index 0 being ready first. Immutable; the arrays are read-only copies.
 
     names: n distinct strings.
     numel: elements per tensor, int64 of shape (n,), each at least 1.
@@ -26,8 +26,8 @@ class Profile:
     load: elements expected on the wire, int64 of shape (n,). Given None, it is numel.
     noise: energy that selection leaves behind per tensor, float64 of shape (n,), or None.
 
-    Raises TypeError for what is no name or no number. Raises ValueError, which names the tensor, for a
-    length other than n, a name that comes twice, an empty tensor, a negative or fractional count, and a
+    Raises TypeError for anything but names and numbers. Raises ValueError, which names the tensor, for a
+    length other than n, a repeated name, an empty tensor, a negative or fractional count, and a
     negative or non-finite time.
     """
 

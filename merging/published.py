@@ -1,6 +1,6 @@
-"""List what papers and their code call planners: the one table of these names, for scripts and command lines.
+"""Names of planners in papers and their code: the one table of these, for scripts and command lines.
 
-What compressors and exchanges are called is the business of other packages.
+Other packages have the names of compressors and exchanges.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any
 
-ALIKE = 0.7  # how similar two names are, at least, for the one to be a slip of the pen for the other
+ALIKE = 0.7  # least similarity of two names for one to be a misspelling of the other
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """A planner here, and the options that make it the published one."""
+    """Planner here, with the options that make it the published one."""
 
     planner: str  # its canonical name
     options: dict[str, Any] = field(default_factory=dict)
@@ -39,12 +39,12 @@ ALIASES = {
     "snamgssgd": Meaning("agtf"),
     "agm": Meaning("agmerge"),
     "agminterintra": Meaning("agmerge"),  # AGM-(Inter+Intra)
-    # The ablation has one plan to the end: what looks again at measured times is the other half.
+    # The ablation has one plan to the end: planning again from measured times is the other half.
     "agminter": Meaning("agmerge", {"intra": False, "check_every": 0}),
     "safusion": Meaning("agmerge"),
     "tensorfusion": Meaning("horovod"),
 }
-# What is none of ours, and comes nearest.
+# Names of other methods, by the nearest planner here.
 NEAREST = {
     "ddp": Meaning("threshold"),
     "bucket": Meaning("threshold"),
@@ -57,14 +57,14 @@ NEAREST = {
 
 
 def folded(name: str) -> str:
-    """Return what spellings of one name have in common: neither case nor hyphens, blanks and brackets matter."""
+    """Return a name in lower case, without hyphens, underscores, blanks and brackets."""
     return "".join(letter for letter in name.casefold() if letter not in "-_ ()+")
 
 
 def nearest(name: str, known: Iterable[str]) -> Meaning | None:
-    """Return what an unknown name may have been meant for, among the canonical names `known`; None: nobody knows.
+    """Return the likely meaning of an unknown name, among the canonical names `known`; None: there is none.
 
-    That every other method is called "something-SGD" makes no two of them alike.
+    A common ending "SGD" does not count, as every other method has it.
     """
     spelled = folded(name)
     if spelled in NEAREST:
@@ -75,7 +75,7 @@ def nearest(name: str, known: Iterable[str]) -> Meaning | None:
 
 
 def _likeness(first: str, second: str) -> float:
-    """Return how much two folded names are alike, from 0 to 1; of what both end in ("SGD") nothing is said."""
+    """Return the similarity of two folded names, from 0 to 1; a common ending "SGD" does not count."""
     if first.endswith("sgd") and second.endswith("sgd"):
         first, second = first.removesuffix("sgd"), second.removesuffix("sgd")
     return SequenceMatcher(None, first, second).ratio()

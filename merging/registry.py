@@ -1,4 +1,4 @@
-"""Make planners by their canonical names, or by those of papers and their code, and take in new ones."""
+"""Registry of planners, by their canonical names or those of papers and their code; new ones can be registered."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def names() -> tuple[str, ...]:
 
 
 def register(name: str, planner: type[Planner]) -> None:
-    """Let `get(name, **options)` make this planner, and `merging=name` in a training script use it.
+    """Register a planner for `get(name, **options)`, and for `merging=name` in a training script.
 
-    `planner` is a subclass of `Planner` whose own `name` is `name`; every option has a default, since comparisons of
-    all planners take each with its defaults. Register it on every rank. Raises TypeError for what is no name, no such
+    `planner` is a subclass of `Planner` with `name` as its own name; every option has a default, since comparisons of
+    all planners take each with its defaults. Register it on every rank. Raises TypeError for a wrong name, another
     class, and for an option without a default; ValueError for a taken name and for another one than the class has.
     """
     if not isinstance(name, str) or not name:
@@ -53,8 +53,8 @@ def register(name: str, planner: type[Planner]) -> None:
 def get(name: str, /, **options: Any) -> Planner:
     """Return the planner called `name`, with its own defaults for the options left out.
 
-    Case, hyphens, underscores, blanks and brackets do not tell names apart; published names ("wfbp", "AGM-Inter") are
-    accepted, not listed: what such a name says of options counts where `options` do not say otherwise.
+    Case, hyphens, underscores, blanks and brackets do not count in names; published names ("wfbp", "AGM-Inter") are
+    accepted, not listed: such a name implies options, which `options` override.
     Raises ValueError for an unknown name, TypeError for an unknown option; each lists what there is. A
     planner refuses a wrong option value with either.
     """
@@ -72,7 +72,7 @@ def get(name: str, /, **options: Any) -> Planner:
 
 
 def find(name: str) -> Meaning | None:
-    """Return what planner a name is, in any spelling of it or as published; None where there is none."""
+    """Return the planner of a name, in any spelling of it or as published; None where there is none."""
     return {**ALIASES, **{folded(known): Meaning(known) for known in _planners}}.get(folded(name))
 
 

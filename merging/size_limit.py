@@ -1,4 +1,4 @@
-"""Keep every merge buffer below the size that indices in a message, int32, can name."""
+"""Size limit of merge buffers: indices in a message are int32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIMIT = 2**31
 
 
 def check_tensors(profile: Profile) -> None:
-    """Raise ValueError, with its name, for a tensor that no merge buffer can hold."""
+    """Raise ValueError, with its name, for a tensor that is too large for a merge buffer."""
     index = int(profile.numel.argmax())
     if profile.numel[index] >= LIMIT:
         raise ValueError(

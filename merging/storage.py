@@ -1,4 +1,4 @@
-"""Keep records: canonical JSON with a checksum, one spelling per value, and files that are never half written."""
+"""Records in files: canonical JSON with a checksum, one spelling per value, and files that are never half written."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Record = TypeVar("Record")
 def seal(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> str:
     """Return `body` as one line of ASCII JSON: sorted keys, no blanks, floats to the last bit.
 
-    Three fields are added: `kind` and `format` say what the record is and how to read it; `crc32`, of
-    everything else, says whether it is whole.
+    Three fields are added: `kind` and `format`, the type of the record and its version; `crc32`, of
+    everything else, shows damage.
     """
     record = {**body, "kind": kind, "format": version}
     crc = zlib.crc32(_canonical(record).encode("ascii"))
@@ -28,10 +28,10 @@ def seal(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> str:
 
 
 def unseal(text: str, kind: str, build: Callable[..., Record]) -> Record:
-    """Return `build(**body)` for a text that `seal(kind, body)` wrote.
+    """Return `build(**body)` for a text made by `seal(kind, body)`.
 
     Raises TypeError where `text` is no string, ValueError where it is foreign, damaged, of another
-    format version, or where `build` refuses what it says.
+    format version, or where `build` refuses its fields.
     """
     if not isinstance(text, str):
         raise TypeError(f"a record is read from a str, not from {type(text).__name__}: decode it first")
@@ -53,7 +53,7 @@ def unseal(text: str, kind: str, build: Callable[..., Record]) -> Record:
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` and a newline to `path`: whoever reads sees the old file or the new one, never a part."""
+    """Write `text` and a newline to `path`, atomically: readers see the old file or the new one."""
     target = Path(path)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:

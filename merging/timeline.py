@@ -1,4 +1,4 @@
-"""Predict when each merge buffer is ready, starts and ends under a cost model: what every planner minimises."""
+"""Predicted times at which each merge buffer is ready, starts and ends: the quantity that every planner minimises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODES = ("dense", "ahead", "behind")
 
 
 class Span(NamedTuple):
-    """Hold the times of one merge buffer, in seconds since backward began."""
+    """Times of one merge buffer, in seconds since backward began."""
 
     ready: float  # to leave
     start: float  # of its exchange
@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Hold a predicted step, in seconds since backward began: one span per merge buffer, in plan order.
+    """Predicted step, in seconds since backward began: one span per merge buffer, in plan order.
 
     gathers: the all-gathers of mode "dear", likewise in plan order; `spans` are its reduce-scatters.
     step: when the forward pass after them ends, in mode "dear"; else None.
@@ -61,7 +61,7 @@ def predict(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Timeline:
         parts     P times: t += S(work / P) + M(load / P), E = max(E, t) + C(load / P)    after b_i for each tensor i
 
     Mode "dear" is dense with C in two halves. The reduce-scatters go as above; when the last has ended, the
-    all-gathers follow each other, last merge buffer first, for that is the order of forward, whose clock is u:
+    all-gathers follow each other, last merge buffer first, in the order of forward, which has the clock u:
 
         dear      A = A + C / 2 ; u = max(u, A) + sum of forward over G    with A = u = E at first
 
@@ -114,7 +114,7 @@ def _forward(spans: tuple[Span, ...], takes: Reals, plan: Plan, profile: Profile
 
 
 def _parts(plan: Plan, profile: Profile, mode: str) -> Elements:
-    """Return in how many messages each merge buffer travels, shape (m,)."""
+    """Return the number of messages of each merge buffer, shape (m,)."""
     parts: Elements = np.ones(len(plan.counts), dtype=np.int64)
     if mode in ("ahead", "behind") and max(plan.parts) > 1:
         for i, (count, part) in enumerate(zip(plan.counts, plan.parts, strict=True)):

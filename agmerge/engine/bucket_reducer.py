@@ -20,7 +20,7 @@ from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
 
 class BucketReducer(Synchronizer):
-    """Combine the gradients of each backward pass: there is no ``step()`` to wait for.
+    """Reducer that combines the gradients of each backward pass: there is no ``step()`` to wait for.
 
     :meth:`hand_over` for each parameter, in the same order on every rank, then :meth:`combine`. From then on the update
     is the script's, which may clip it, add to it or drop it. ``members``: the parameters with gradients in the buckets.

@@ -144,7 +144,7 @@ class Carry(ABC):
 
 
 class Applied(Carry):
-    """Keep unsent updates in the parameters: a worker computes with all that it has done (step-ahead).
+    """Carry that keeps unsent updates in the parameters: a worker computes with all its updates (step-ahead).
 
     The exchange has no residual: its memory is :class:`sparsifiers.memories.HandBack`.
     """
@@ -210,7 +210,7 @@ class Applied(Carry):
 
 
 class Kept(Carry):
-    """Keep unsent updates in the exchange's residual.
+    """Carry that keeps unsent updates in the exchange's residual.
 
     ``applied``: parameters contain it all the same, rounded: 16 bits could not hold it exactly. Else all workers
     compute with ``base``.

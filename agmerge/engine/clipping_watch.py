@@ -47,7 +47,7 @@ SELECTED = (
 
 
 class ClippingWatch:
-    """Watch over the updates of one ``exchange`` until the optimizer steps with them.
+    """Observer of the updates of one ``exchange``, until the optimizer steps with them.
 
     Not checked are DTensors, as a rank knows the norm of its shard alone, and steps in which a rank has joined.
     """

@@ -40,7 +40,7 @@ TOGETHER = (
 
 
 class DearReducer(Reducer):
-    """Leave updates to the next forward, which applies them module by module, each exactly once.
+    """Reducer that leaves updates to the next forward, which applies them module by module, each exactly once.
 
     ``config.model``: its forward reads the parameters. Raises ``ValueError`` for a parameter of the optimizer that is
     not in it, and for hooks on the optimizer's ``step()``.

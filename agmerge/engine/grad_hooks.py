@@ -26,7 +26,7 @@ CAPTURED = (
 
 
 class GradientListener(Protocol):
-    """Listener to gradients."""
+    """Listener to gradients of parameters with hooks."""
 
     def on_gradient(self, parameter: torch.Tensor, name: str) -> None:
         """React to ``parameter.grad``, which has been accumulated once more. Called without gradient recording."""

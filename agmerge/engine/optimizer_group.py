@@ -204,7 +204,7 @@ class OptimizerGroup(torch.optim.Optimizer):
 
 
 class Handles:
-    """Handles of hooks that were registered together, and are removed together."""
+    """Removable handles of hooks that were registered together, and are removed together."""
 
     def __init__(self, handles: Iterable[RemovableHandle]) -> None:
         self._handles = list(handles)

@@ -47,7 +47,7 @@ AFTER_BROKEN = (
 
 
 class Reducer(Synchronizer):
-    """Count backward passes, hand gradients over, attach the combined ones, and guard against calls out of turn.
+    """Reducer of gradients: it counts backward passes, hands gradients over, and attaches the combined ones.
 
     ``members``: the parameters of the wrapped optimizer. Hooks on them call :meth:`on_gradient`.
     """

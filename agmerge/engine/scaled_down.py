@@ -35,7 +35,7 @@ def common_factor(before: torch.Tensor, after: torch.Tensor) -> float | None:
 
 
 class NormBound:
-    """Decide, scaling by scaling, whether factors come from a bound on the norm.
+    """Test, scaling by scaling, of whether factors come from a bound on the norm.
 
     Norms of other scripts may agree by chance. How likely that is follows from how closely they agree: to 1e-6 once is
     enough; to 1e-3, the accuracy of float32 sums on a host, twice. Every norm that does not agree asks for ten times as

@@ -15,7 +15,7 @@ ENDED = (
 
 @dataclass
 class Strayed:
-    """Record whether a worker's parameters may differ from the shared ones."""
+    """Flags of whether a worker's parameters may differ from the shared ones."""
 
     ahead: bool = False  # a step has been made since all were equal
     unseen: bool = False  # likewise, and since then the script has not asked for the shared ones

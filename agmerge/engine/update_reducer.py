@@ -49,7 +49,7 @@ ELASTIC = (
 
 
 class UpdateReducer(Synchronizer):
-    """Step the optimizer with this worker's own gradients, and exchange the pseudo-gradients when they are due."""
+    """Reducer with local steps of the optimizer, which exchanges the pseudo-gradients when they are due."""
 
     combines_gradients = False
 

@@ -99,8 +99,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
       and ``compression="auto"``, may go dense where that was measured to be faster. ``"oktopk"``, ``"masked"`` and
       ``"two-level"`` apply other sums, and ``"fastest"`` tries the first two beside ``"auto"`` (docs/exchanges.md).
     * ``wire``: Values travel as ``"fp32" | "fp16" | "bf16" | "int8" | "int4" | "2bit" | "sign"``; quantisation errors
-      are sent later. With ``"auto"`` they travel as the gradient's, and where plans are made from measured
-      times, from the first of these on in the codec that steps are fastest with, if nearly all arrives (docs/wire.md).
+      are sent later. With ``"auto"`` they travel as the gradient's. Where plans are made from measured
+      times, it is the codec with the fastest steps from then on, if nearly all energy arrives (docs/wire.md).
     * ``dense_sum``: ``"ordered"`` adds in rank order whatever the plan, ``"native"`` as the backend does.
     * ``scaler``: Pass the ``torch.amp.GradScaler`` in use, here or to :meth:`attach_scaler`. Residuals are kept without
       its scale.

@@ -57,7 +57,7 @@ class LocalOptimizer(DistributedOptimizer):
 
 
 class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
-    """Exchange, inside of a ``with``, the updates that ``optimizer`` makes of ``model``, every ``every`` steps.
+    """Context in which the updates that ``optimizer`` makes of ``model`` are exchanged every ``every`` steps.
 
     The optimizer is not wrapped: hooks on its step do it. Of several optimizers all have hooks, and an exchange follows
     when each of them has stepped once. For scripts that use torchft's ``DiLoCo`` or ``LocalSGD``: ``sync_every``,

@@ -14,7 +14,7 @@ from agmerge.options.resolve import resolve
 
 
 class SwappingMixin:
-    """Method to compress otherwise from some step on, for all that exchanges for a script."""
+    """Method to change the compressor, for all that exchanges for a script."""
 
     _inner: torch.optim.Optimizer | None  # the one that steps; None: it is not known
     _reducer: Synchronizer

@@ -28,7 +28,7 @@ class Look(NamedTuple):
 
 
 class Measurer:
-    """Measure for the plans of one agreement. A subclass may measure more, or differently."""
+    """Measurer for the plans of one agreement. A subclass may measure more, or differently."""
 
     def __init__(self, buffers: MergeBuffers, times: RunningStepTimes) -> None:
         self.buffers, self.times = buffers, times  # read, and never changed here but for restart() of averages

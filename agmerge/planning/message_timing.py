@@ -20,7 +20,7 @@ BURST = 4  # small messages in a row
 
 
 class MessageTimer:
-    """Time the same message again and again: one segment, selected from and exchanged as in a step.
+    """Timer of one message, sent again and again: one segment, selected from and exchanged as in a step.
 
     All times are this rank's own. No residual or update that is still needed is written to. Used between two steps and
     not after the next one, in which memory changes places.

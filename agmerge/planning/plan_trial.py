@@ -21,7 +21,7 @@ DOUBTFUL = 1.5  # times as late: a plan that is predicted to end later is not tr
 
 
 class PlanTrial:
-    """Train with plans in turn, ``TURN`` steps each, and time this rank's steps; rank 0 chooses the next turn."""
+    """Trial of plans in turn, ``TURN`` steps each, with this rank's step times; rank 0 chooses the next turn."""
 
     def __init__(self, *plans: merging.Plan) -> None:
         """Begin with the first of ``plans`` in the next step."""

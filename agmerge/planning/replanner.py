@@ -45,7 +45,7 @@ LOOKS = (5, FIRST)  # steps after which a plan of an earlier run is checked firs
 
 
 class Replanner:
-    """Run the planner of one agreement. ``measured``: the measurements behind the plan in use.
+    """Driver of the planner of one agreement. ``measured``: the measurements behind the plan in use.
 
     ``measurer``: makes the measurements; None: one for merge buffers that are sent under backward alone.
     """

@@ -74,7 +74,7 @@ class Combined:
 
 
 class GradientExchange(AgreedState):
-    """Combine the tensors of ``table`` over the ranks of one communicator, step by step.
+    """Exchange that combines the tensors of ``table`` over the ranks of one communicator, step by step.
 
     :meth:`connect` once. In each step :meth:`ready` for each tensor as soon as it exists, :meth:`finish` for the
     combined ones, :meth:`commit` to keep the residuals, and :meth:`replan` if plans may change. Or :meth:`discard` in

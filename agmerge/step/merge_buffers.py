@@ -47,7 +47,7 @@ Received = tuple[Segment, "list[tuple[torch.Tensor, torch.Tensor]]", float]
 
 
 class MergeBuffers:
-    """State of the exchange between two agreements, of the same structure on every rank.
+    """Plan, layout, arenas and messages between two agreements: equal on every rank but for the numbers in them.
 
     ``members``: the tensors that take part, each with its lane; ``plan``: their order and merge buffers. ``nodes``: for
     ``exchange="two-level"``, where each rank has a shard of every tensor; else None. ``second``: another communicator

@@ -31,7 +31,7 @@ SentMessage = tuple[Message, InFlight]
 
 
 class Round:
-    """Make one attempt at step ``step`` with ``buffers``.
+    """One attempt at step ``step`` with ``buffers``.
 
     1. :meth:`add` accumulates each tensor's gradient as it becomes ready, and sends every complete merge buffer.
     2. :meth:`receive` adds the tensors that are missing, waits for every message and writes the updates.

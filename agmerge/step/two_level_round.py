@@ -21,7 +21,7 @@ from agmerge.tensors.nonfinite import is_finite
 
 
 class TwoLevelRound(Round):
-    """Make a round with one stage before accumulation.
+    """Round with one stage inside each node before accumulation.
 
     A complete merge buffer is summed inside the node; when that sum has arrived, each rank accumulates its shards,
     selects from them and sends them to its peers on the other nodes. Arrivals are checked at every gradient and waited

@@ -1,1 +1,1 @@
-"""Partition the tensors of a model into merge buffers: a planner a file, and what they search with."""
+"""Planners, one a file, which partition the tensors of a model into merge buffers, and their searches."""

@@ -1,4 +1,4 @@
-"""Plan by AGMerge: the same tensors in every merge phase on all workers, and phases sized to overlap what they can."""
+"""AGMerge planner: the same tensors in every merge phase on all workers, and phases sized for the most overlap."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUDGET = 2_000_000  # extensions of states, some 0.2 s
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class AGMerge(Planner):
-    """Fix the tensors of each merge phase, and size phases so that making a merge buffer hides the exchange before it.
+    """Planner with phases of fixed tensors, sized so that making a merge buffer hides the exchange before it.
 
     Inter-worker: a merge phase is the same tensors on all workers, whatever their compressors selected, so
     that none waits for the others' merge buffers to fill; bytes may differ. `intra=False` is this rule alone:
@@ -32,8 +32,8 @@ class AGMerge(Planner):
     overlap. `solver="exact"` takes the plan that `exact` predicts to end first, up to 1000 tensors and 0.2 seconds
     or so of work, counted and not timed (see `budget` there); beyond 1000, and with `solver="greedy"`, it is
     the rule of `search.greedy`: send as soon as the channel is free and never leave it idle, for the
-    best first merge buffer. Over the grid of benchmarks/planning.py that ends at most 6.5 % later than the
-    optimum, 0.01 % in the median, so nothing was added to it but what the choice of dense merge buffers needs.
+    best first merge buffer. On the grid of benchmarks/planning.py that ends at most 6.5 % later than the
+    optimum, 0.01 % in the median. Only the choice of dense merge buffers was added to it.
 
     In training: `check_every` steps lie between two looks at the running averages of the measured times (0:
     never), and a new plan is taken only if it is predicted to end sooner by more than the share `gain`; its merge

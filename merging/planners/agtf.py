@@ -1,4 +1,4 @@
-"""Plan by AGTF: merge where it helps, unless selecting from the whole would leave more behind than from the parts."""
+"""AGTF planner: merge where it helps, unless selection from the merged tensors would leave a larger residual."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ STEPS = 1_000_000  # in which the noise of one tensor per merge buffer is counte
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class AGTF(Planner):
-    """Find the plan that ends first among those whose noise is at most that of one tensor per merge buffer.
+    """Planner of the earliest end among plans with at most the noise of one tensor per merge buffer.
 
-    profile.noise is what selection leaves behind of each tensor at its own density K / p, load / numel:
+    profile.noise is the residual energy of each tensor after selection at its density K / p, load / numel:
     the (p / K - 1) g of AGTF, with g the tensor's weight. A merge buffer of several keeps their K and leaves
     (sum p / sum K - 1) sum g. Without noise, or at equal densities, nothing is forbidden. Exempt tensors
-    (work 0) take no part in selection and have no say in this. `loads` in merging.budgets turns gradient
+    (work 0) are not selected from and do not count here. `loads` in merging.budgets turns gradient
     energies into K.
 
     Labels are (channel clock, noise): those beaten in both are dropped. Noise is counted in millionths of
-    the total and rounded up, so the limit is kept and what is equal stays equal.
+    the total and rounded up, so the limit is kept and equal values stay equal.
 
     Source: AGTF (SNA-MGS), Journal of Jilin University (Science) 63(5), 2025, 1356, and its code's dp_agtf.
     `published=True` is that code's recursion: one label per prefix, the first merging everything and never
@@ -58,9 +58,9 @@ class AGTF(Planner):
 
 
 def excess(profile: Profile) -> Counts:
-    """Return at [j, i] what merging the tensors i to j, i <= j, adds to the noise, in STEPS of the total."""
+    """Return at [j, i] the noise that merging tensors i to j, i <= j, adds, in STEPS of the total."""
     n = len(profile)
-    selected = profile.work > 0  # what is exempt leaves nothing behind, and its load is not a K
+    selected = profile.work > 0  # exempt tensors leave no residual, and their load is not a K
     noise = np.zeros(n) if profile.noise is None else np.where(selected, profile.noise, 0.0)
     total = float(noise.sum())
     if not total:
@@ -86,7 +86,7 @@ def excess(profile: Profile) -> Counts:
 def pareto(ready: Reals, channel: Reals, more: Counts) -> list[int]:
     """Return the first tensor of every merge buffer of the plan that ends first with no more noise."""
     n = len(ready)
-    # What is left to do from each prefix on takes at least so long, and adds at least so much.
+    # From each prefix on, the remainder takes at least so long, and adds at least so much.
     least, calm = np.zeros(n + 1), np.zeros(n + 1, np.int64)
     for i in range(n - 1, -1, -1):
         least[i] = (channel[i:, i] + least[i + 1 :]).min()

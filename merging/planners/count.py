@@ -1,4 +1,4 @@
-"""Put the same number of tensors into every merge buffer."""
+"""Planner with the same number of tensors in every merge buffer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from merging.profile import Profile
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Count(Planner):
-    """Close a merge buffer at every `tensors`-th tensor; the last one holds what is left.
+    """Planner that closes a merge buffer at every `tensors`-th tensor; the last one has the remainder.
 
     Knows neither sizes nor times. Source: the fixed counts that FGBuff's and ADTopk's experiments use;
-    10 is what FGBuff's OMGS baseline takes for a model that it has no number for.
+    10 is the number of FGBuff's OMGS baseline for a model without one of its own.
     """
 
     name: ClassVar[str] = "count"

@@ -1,4 +1,4 @@
-"""Plan by DeAR: groups of modules below a size, reduce-scattered under backward and all-gathered under forward."""
+"""DeAR planner: groups of modules below a size, reduce-scattered under backward and all-gathered under forward."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class DeAR(Planner):
-    """Group whole modules in the order of forward, while the group stays below `bytes`.
+    """Planner that groups whole modules in the order of forward, while the group stays below `bytes`.
 
-    A module that would reach `bytes` opens the next group (Horovod still takes what fits exactly), unless
-    the group is empty. Elements are counted as fp32. A module is a run of tensors whose names agree up to
+    A module that would reach `bytes` opens the next group (Horovod still includes an exact fit), unless
+    the group is empty. Elements are counted as fp32. A module is a run of tensors with names that agree up to
     the last dot. Forward is taken to be the reverse of the readiness order, so that the small group left
     over is the one that is ready first.
 
-    bytes=None tries 1 to 256 MiB, every whole one, and keeps the threshold whose predicted step ends first,
+    bytes=None tries 1 to 256 MiB, every whole one, and keeps the threshold with the earliest predicted end,
     the smallest of equals. DeAR's own tuner measures ten trials of Bayesian optimisation over that range;
     here the profile stands for the measurements, and every rank finds the same. 26_214_400 is its start.
 

@@ -1,4 +1,4 @@
-"""Find the optimum under the model."""
+"""Planner of the optimum under the cost model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from merging.planners.search.tables import Tables, tables
 from merging.profile import Profile
 
 _ROUNDING = 1e-9  # share of a finish by which sums in another order may differ
-# Weights of the bounds, closer and closer, and extensions that the search of all that they leave may then try.
+# Weights of ever closer bounds, and extensions that the search of the remaining plans may then try.
 _RUNGS = ((9, 200_000), (9, 200_000), (33, 500_000), (129, None))
 _SHIFTS = (0, -1, 1)  # plans that follow the bounds: by the weight of the state, and by those beside it
 _NARROW = 2  # states a prefix in the search for a good plan among very many
@@ -29,17 +29,17 @@ _PASSED = 16  # edges times weights that a pass of bounds looks at in the time o
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Exact(Planner):
-    """Find the plan that ends first, of all plans of runs below 2**31 elements, dense merge buffers included.
+    """Planner of the earliest end, of all plans of runs below 2**31 elements, dense merge buffers included.
 
     Of plans that end at the same time it is one with the fewest merge buffers. O(n^2) memory, and O(n^2) time times the
-    states that none beats and that can still be the best: few, but for the choice of dense merge buffers. With it the
-    problem holds that of dividing numbers into two sets of equal sums, for which no quick way is known, and where dense
+    states that no other beats and that can still be the best: few, but for the choice of dense merge buffers. With it
+    the problem has that of dividing numbers into two sets of equal sums, without known quick method. Where dense
     and sparse cost nearly the same it has taken minutes at 600 tensors. `budget` bounds that work: the number of
     extensions of states that may be tried, a second being about 10 million; beyond it, the best plan found so far is
     returned. None, the default, is no bound. It counts work, not time: the plan is the same in every process. Source:
     dynamic programs of our own; MG-WFBP (arXiv 1912.09268) and OMGS-SGD state the problem and solve it greedily.
 
-    It is the optimum over partitions in which every merge buffer travels whole (`Plan.parts` 1): `divide` may end
+    It is the optimum over partitions in which every merge buffer is one message (`Plan.parts` 1): `divide` may end
     a plan sooner.
     """
 
@@ -60,9 +60,9 @@ class Exact(Planner):
 def optimum(profile: Profile, costs: Costs, mode: str, budget: int | None = None) -> Pieces[Plan]:
     """Return, in pieces, the plan with the smallest predicted finish; of several, one with the fewest merge buffers.
 
-    Plans that follow the bounds are good ones, soon; then only what the bounds say may end sooner is searched. Where
-    that is too much, bounds from the other end close more, then those of more weights. With a choice of ways there is
-    much between the bounds and the optimum, and a narrow search finds better plans first. Where a `budget` of
+    Plans that follow the bounds are good ones, soon; then only plans that may end sooner are searched. Where
+    these are too many, bounds from the other end exclude more, then those of more weights. With several send modes the
+    bounds are far from the optimum, and a narrow search finds better plans first. Where a `budget` of
     extensions (see `search`) is spent before, the result is the best plan so far.
     """
     table = yield from tables(profile, costs, mode)
@@ -101,7 +101,7 @@ def _in_time(known: Found, grain: float) -> float:
 
 
 def _found(table: Tables, path: Path, finish: float, backwards: bool = False) -> Found:
-    """Return the plan of a path that ends then; `backwards`: one of the reversed problem."""
+    """Return the plan of a path, and `finish`, its end; `backwards`: a path of the reversed problem."""
     if backwards:
         path = [(table.n - 1 - last, table.n - 1 - first, way) for first, last, way in reversed(path)]
     counts = tuple(last + 1 - first for first, last, _ in path)
@@ -109,5 +109,5 @@ def _found(table: Tables, path: Path, finish: float, backwards: bool = False) ->
 
 
 def _soonest(*found: Found | None) -> Found:
-    """Return the one that ends first, the first of equals."""
+    """Return the plan that ends first, the first of equals."""
     return min((one for one in found if one is not None), key=itemgetter(1))

@@ -1,4 +1,4 @@
-"""Plan by FGBuff: as much merging as fits under the exchange of the merge buffer before."""
+"""FGBuff planner: as much merging as fits under the exchange of the merge buffer before."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from merging.profile import Profile
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class FGBuff(Planner):
-    """Apply three heuristics in a row (`greedy`, `regroup`, `tail`), as in the code of FGBuff.
+    """Planner by three heuristics in a row (`greedy`, `regroup`, `tail`), as in the code of FGBuff.
 
-    b(G) is G's share by elements of the whole backward time (no tensor's own time is looked at), S and C
+    b(G) is G's share by elements of the whole backward time (no tensor's own time counts), S and C
     are selection and exchange. `startup` is the start-up saved per merged tensor (None: costs.exchange(0)),
-    `delta` what b may exceed it by (the code: 0; LSTM 5.8e-3 s, Transformer 9.06e-2 s).
+    `delta` the seconds by which b may exceed it (the code: 0; LSTM 5.8e-3 s, Transformer 9.06e-2 s).
 
     Source: the 3-step routine of FGBuff's repository (USENIX ATC 2024 submission; AGMerge-Intra, INFOCOM
     2025). Kept although they hurt: network speed plays no role in the first step; in the second the
@@ -28,7 +28,7 @@ class FGBuff(Planner):
     tail rule always fires, and the last merge buffer, which nothing hides, is half of the model. Against
     the optimum under its own tables: ResNet-50 at 0.01, 53.5 to 43.9 ms; at 0.001, 121.3 to 41.4 ms.
     Left out, since a plan cannot show it: 1 added to the first count, undone by the loop that reads it.
-    `agmerge` does what was meant.
+    `agmerge` implements the intended rule.
     """
 
     name: ClassVar[str] = "fgbuff"
@@ -59,7 +59,7 @@ class FGBuff(Planner):
 
 
 def greedy(n: int, backward: Taken, startup: float, delta: float) -> tuple[int, ...]:
-    """Do step 1: close a group G as soon as b(G) - (|G| - 1) * startup < delta; the rest is the last one."""
+    """Do step 1: close a group G as soon as b(G) - (|G| - 1) * startup < delta; the remainder is the last one."""
     stops = [0]
     for i in range(n):
         if backward(stops[-1], i + 1) - (i - stops[-1]) * startup < delta:
@@ -88,9 +88,9 @@ def regroup(groups: tuple[int, ...], makes: list[float], merges: list[float]) ->
 
 
 def tail(counts: list[int], takes: Taken, makes: float, sparse: bool) -> tuple[int, ...]:
-    """Do step 3: stop after the groups whose exchange, as one, outlasts `makes`, and leave the rest as the last.
+    """Do step 3: stop after groups with a common exchange longer than `makes`; the remainder is the last group.
 
-    If sparse, the third group is repeated until no more than what has been emitted is left.
+    If sparse, the third group is repeated until no more than the emitted elements are left.
     """
     n, done = sum(counts), 0
     kept: list[int] = []

@@ -1,4 +1,4 @@
-"""Emulate Horovod's tensor fusion ahead of time: what a cycle finds ready shares a message."""
+"""Planner after Horovod's tensor fusion: tensors that become ready within a cycle share a message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from merging.profile import Profile
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Horovod(Planner):
-    """Send at every tick of `cycle` seconds what became ready since the last, at most `bytes` a message.
+    """Planner that sends, every `cycle` seconds, the tensors that became ready since, at most `bytes` a message.
 
     Elements are counted as fp32, 4 bytes each. A tensor that would take the message over `bytes` opens
     the next one (the threshold helper of MG-WFBP keeps it inside); one that is over by itself goes alone.

@@ -1,4 +1,4 @@
-"""Plan wait-free backpropagation: every tensor leaves by itself, as soon as it is ready."""
+"""Planner of wait-free backpropagation: every tensor leaves by itself, as soon as it is ready."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from merging.profile import Profile
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Layerwise(Planner):
-    """Give every tensor a merge buffer of its own: the most overlap, and n start-ups.
+    """Planner with a merge buffer for every tensor: the most overlap, and n start-ups.
 
     The optimum where a start-up costs nothing; elsewhere the baseline to beat. Source: wait-free
     backpropagation (Zhang et al., Poseidon, USENIX ATC 2017), the WFBP of arXiv 1811.11141.

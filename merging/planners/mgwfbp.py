@@ -1,4 +1,4 @@
-"""Plan by MG-WFBP: wait for the next tensor when that costs less than a start-up."""
+"""MG-WFBP planner: wait for the next tensor when that costs less than a start-up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from merging.profile import Profile
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class MGWFBP(Planner):
-    """Merge into the next tensor unless the merge buffer would be through before it, or waiting costs alpha.
+    """Planner that merges the next tensor unless the exchange would end before it, or waiting costs alpha.
 
     A merge buffer could start at tau and end at tau + C; the next tensor is ready at r. They are merged iff
     r < tau + C, and r < tau or r - tau < alpha, where alpha is costs.exchange(0). `asc` merges only while
@@ -23,7 +23,7 @@ class MGWFBP(Planner):
     merge buffer below that many elements is merged in any case (0: never; the forks in DeAR, FGBuff and
     ADTopk use 8192).
 
-    Source: Shi, Chu and Li, arXiv 1811.11141 (INFOCOM 2019) and 1912.09268 (TPDS), as their code has it:
+    Source: Shi, Chu and Li, arXiv 1811.11141 (INFOCOM 2019) and 1912.09268 (TPDS), as in their code:
     alpha test and look-ahead of one tensor. Despite the title of "optimal", a greedy with no look further
     ahead: on alpha=6, beta=1, b=[0,5,6], p=[5,1,1] it merges the first two and finishes at 24, while 19 is
     possible (26 % more); `exact` is the optimum. Like the original it knows no selection: behind, its clock

@@ -1,4 +1,4 @@
-"""Plan by OMGS-SGD: merge when the wait, selection included, is shorter than the start-up it saves."""
+"""OMGS-SGD planner: merge when the wait, selection included, is shorter than the start-up it saves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from merging.profile import Profile
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class OMGS(Planner):
-    """Merge into the next tensor iff t_wait < t_save, as in the authors' code.
+    """Planner that merges the next tensor iff t_wait < t_save, as in the authors' code.
 
     For a merge buffer G and the next tensor j, with S and C for selection and exchange, `done` when G is
     selected and tau when the channel could take it (never before `done`):
@@ -24,11 +24,11 @@ class OMGS(Planner):
         t_save = C(G) + C(j) - C(G + j)
 
     Source: Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient
-    Sparsification on GPUs", INFOCOM 2020, the MGS rule as its code has it. It was made for mode "behind";
+    Sparsification on GPUs", INFOCOM 2020, the MGS rule as in its code. It was made for mode "behind";
     ahead S is a sum over tensors, dense it is 0.
 
-    Not the optimum, for three reasons, all kept: the true delay is S(j) more than t_wait; nobody asks
-    whether G would be through before j is ready; and the loop of the code begins one tensor late, so that
+    Not the optimum, for three reasons, all kept: the true delay is S(j) more than t_wait; the rule ignores
+    whether G's exchange would end before j is ready; and the loop of the code begins one tensor late, so that
     the first two always share a merge buffer, while the clocks go on as if they did not.
     `first_pair=False` undoes the last: the pair is judged like any other. On S = x log2 x, C = 2(4 + x),
     b=[3,3,0], p=[4,4,8] it gives one merge buffer, 110, where three finish at 70 (57 % more).

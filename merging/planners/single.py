@@ -1,4 +1,4 @@
-"""Send one message per step."""
+"""Planner of one message per step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from merging.profile import Profile
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Single(Planner):
-    """Put all tensors into one merge buffer: one start-up, and no overlap with backward.
+    """Planner with all tensors in one merge buffer: one start-up, and no overlap with backward.
 
     The optimum where backward takes no time. Source: the packed message of Sync-EASGD (You, Buluc and
     Demmel, SC 2017); no elastic averaging.

@@ -1,4 +1,4 @@
-"""Let a merge buffer leave as soon as it is large enough."""
+"""Planner with merge buffers that leave as soon as they are large enough."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from merging.profile import Profile
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Threshold(Planner):
-    """Close a merge buffer as soon as it holds `bytes` or more; the tail stays a merge buffer of its own.
+    """Planner that closes a merge buffer as soon as it has `bytes` or more; the tail is a merge buffer of its own.
 
     Elements are counted as fp32, 4 bytes each. 0 closes at every tensor. The tensor that crosses the
     threshold is inside, as in the threshold helper of the MG-WFBP and OMGS-SGD code; Horovod and DeAR

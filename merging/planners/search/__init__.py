@@ -1,1 +1,1 @@
-"""Search for partitions: pure functions that several planners share."""
+"""Searches for partitions: pure functions that several planners share."""

@@ -1,4 +1,4 @@
-"""Bound when plans can end at the earliest, so that the search for the optimum leaves out what cannot lead to it."""
+"""Lower bounds of the end of plans, so that the search for the optimum excludes edges that cannot lead to it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Path = list[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Bounds:
-    """Hold lower bounds of the finish, by Lagrangian weights, and the merge buffers that they come from.
+    """Lower bounds of the finish, by Lagrangian weights, and the merge buffers that they come from.
 
     rest: for r weights w, evenly from 0 to 1, shape (r, n + 1): no plan from a state (t, E) of prefix i ends before
-        w t + (1 - w) E + rest[w, i]. Concave in w, so that few of them have to be looked at.
+        w t + (1 - w) E + rest[w, i]. Concave in w, so that few of them suffice.
     best: the number of the edge of prefix i that it comes from, (r, n).
     late: of a plan that ends in time, the latest compute and channel clock of each prefix, (2, n + 1).
     """
@@ -40,14 +40,14 @@ class Bounds:
         return found
 
     def in_time(self, i: int, clock: Reals, channel: Reals, finish: float) -> Indices:
-        """Return which states of prefix i can still end by `finish`, which is not later than that of `late`."""
+        """Return the states of prefix i that can still end by `finish`, which is not later than that of `late`."""
         good = ((clock <= self.late[0, i]) & (channel <= self.late[1, i])).nonzero()[0]
         return np.asarray(good[self.lower(i, clock[good], channel[good]) <= finish])
 
     def follow(self, edges: Edges, shift: int = 0) -> tuple[Path, float]:
-        """Return the plan that takes, from where it has come to, the edge of the bound there; and when it ends.
+        """Return the plan that follows, from each state, the edge of the bound there; and when it ends.
 
-        `shift`: the edge of the weight so many numbers away is taken instead.
+        `shift`: follow the edge of the weight so many numbers away instead.
         """
         n, i, clock, channel, path = edges.n, 0, 0.0, 0.0, []
         while i < n:
@@ -81,7 +81,7 @@ def bound(
         clock[i]   = max over edges of  min(clock[j + 1], channel[j + 1] - C) - T
 
     weights: how many. More are closer.
-    behind: bounds of the reversed edges, which say as much of what comes before an edge; None: nothing is known of it.
+    behind: bounds of the reversed edges, which bound the prefix before an edge; None: not known.
     """
     n = edges.n
     w = np.linspace(0.0, 1.0, weights)[:, None]

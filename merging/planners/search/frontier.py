@@ -19,14 +19,14 @@ Found = tuple[Plan, float]
 
 
 class Spent(Exception):
-    """Say that the work allowed is done and the search is not."""
+    """Signal: the allowed work is done and the search is not."""
 
 
 @dataclass
 class Work:
-    """Count how many extensions of states may still be tried, over several searches.
+    """Number of extensions of states that may still be tried, over several searches.
 
-    An integer, not a time: the same in every process, and so is what is found with it.
+    An integer, not a time: equal in every process, and so are the results.
     """
 
     left: int | None = None  # None: any number
@@ -38,7 +38,7 @@ class Work:
         return self.left is not None and self.left <= 0
 
     def spend(self, extensions: int) -> None:
-        """Take so many off. Raises `Spent` where more are wanted than are left, here or of the whole."""
+        """Subtract so many. Raises `Spent` where more are wanted than are left, here or of the whole."""
         if self.whole is not None:
             self.whole.spend(extensions)
         if self.left is not None:
@@ -61,11 +61,11 @@ def search(
     None: none ends in time.
 
     A state is (t, E) after the first j tensors, with t the compute and E the channel clock. Every state of prefix i is
-    extended by every merge buffer that starts there and is in `opened`; what the bounds say cannot end by `finish` is
-    dropped, and of the states of a prefix those beaten in t and E. With `width`, only so many states of a prefix are
+    extended by every merge buffer that starts there and is in `opened`; states that cannot end by `finish` are
+    dropped, and so are states of a prefix beaten in t and E. With `width`, only so many states of a prefix are
     kept, those with the lowest bounds: a good plan soon, not always the optimum.
 
-    The additions are those of `predict`, in its order, and rounding is monotone: what is found is the optimum to the
+    The additions are those of `predict`, in its order, and rounding is monotone: the result is the optimum to the
     bit, and states must be beaten in merge buffers as well. Where each merge buffer takes a `grain` more, as in the
     edges, the fewest come by themselves, among sums in another order, too.
 
@@ -123,10 +123,10 @@ def _best(states: _Open, history: list[tuple[Indices, Indices, NDArray[np.bool_]
 
 
 class _Open:
-    """Hold the states that merge buffers can start from, in arrays that grow.
+    """States that merge buffers can start from, in arrays that grow.
 
-    Once something was added there are `clock` (one row per clock), `channel`, `start` (the prefix), `buffers` (merge
-    buffers so far) and `label` (its number within the prefix), each with `size` columns.
+    After the first `add` there are `clock` (one row each), `channel`, `start` (the prefix), `buffers` (merge
+    buffers so far) and `label` (its number within the prefix). Each has `size` columns.
     """
 
     def __init__(self, clocks: int) -> None:
@@ -151,12 +151,12 @@ class _Open:
         self.start, self.buffers, self.label = self._whole[:, : self.size]
 
     def advance(self, steps: Reals) -> None:
-        """Let the compute clocks pass one more tensor."""
+        """Advance the compute clocks by one more tensor."""
         self.clock += steps[:, None]
 
 
 def unbeaten(clock: Reals, channel: Reals, buffers: Indices | None = None) -> Indices:
-    """Return the indices of the states that no other state equals or beats in all that is given.
+    """Return the indices of the states that no other state equals or beats in all given figures.
 
     Of equal states the first is kept. Without `buffers`, in the order of clocks; else of merge buffers.
     """

@@ -1,4 +1,4 @@
-"""Apply the intra-worker rule of `agmerge`: merge while the channel is busy, after each possible first buffer."""
+"""Intra-worker rule of `agmerge`: merge while the channel is busy, after each possible first buffer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from merging.profile import Profile
 
 # Of backward, during which all merge buffers go dense.
 _SHARES = (0.0, 0.5, 0.75, 0.9, 0.97, 1.0)
-_EQUAL = 1e-12  # of the finish: what sums in another order may differ by
+_EQUAL = 1e-12  # of the finish: difference of sums in another order
 
 Marks = NDArray[np.uint8]
 
@@ -23,13 +23,13 @@ Marks = NDArray[np.uint8]
 def greedy(profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
     """Return, in pieces, a plan that leaves the channel idle no more once in use: O(n^2) steps in numpy, n^2 bytes.
 
-    For every f in 1..n: the first f tensors are a merge buffer, and from then on each is closed at the first
-    tensor with which it is ready (selection included) no sooner than the channel is free. The f whose last
-    exchange ends first is kept; of equals, the one with the fewest merge buffers. f = n is one merge buffer, so
+    For every f in 1..n: the first f tensors are a merge buffer. From then on each is closed at the first
+    tensor with which it is ready (selection included) no sooner than the channel is free. The f with the first
+    end of the last exchange is kept; of equals, that with the fewest merge buffers. f = n is one merge buffer, so
     `single` never ends sooner.
 
-    Where merge buffers may go dense, each goes the way that ends it sooner, and waits until it is ready for that
-    way. By itself that ended up to 41 % later than the optimum: selection delays all that follows, and an end
+    Where merge buffers may go dense, each is sent in the mode that ends it sooner, and waits until it is ready for
+    that. By itself that ended up to 41 % later than the optimum: selection delays all that follows, and an end
     does not show it. So the same is tried with all of them dense until a share of backward, for a few shares up
     to the whole, and with none dense; that left 4 %.
     """
@@ -47,10 +47,10 @@ def greedy(profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
 def _follow(profile: Profile, costs: Costs, mode: str, until: int | None) -> Pieces[tuple[Reals, Marks]]:
     """Follow the rule in n lanes, in pieces; one per first merge buffer.
 
-    until: merge buffers go dense that close before this tensor, and later whichever way ends sooner; None: never.
+    until: merge buffers that close before this tensor are dense, later ones in the mode that ends sooner; None: none.
 
     Returns when the last exchange of each lane ends, shape (n,), and at [j, f] whether lane f closes a merge
-    buffer after tensor j: 0 no, 1 sparse, 2 dense. Lane f holds f + 1 tensors in its first, so is 0 above.
+    buffer after tensor j: 0 no, 1 sparse, 2 dense. Lane f has f + 1 tensors in its first, so is 0 above.
     """
     n = len(profile)
     work, load, numel = (_upto(values) for values in (profile.work, profile.load, profile.numel))
@@ -95,7 +95,7 @@ def _fewest(ends: Reals, marks: Marks, soonest: float) -> list[int]:
 
 
 def _plan(marks: Marks) -> Plan:
-    """Return the plan whose merge buffers end at the marked tensors; 2 marks a dense one."""
+    """Return the plan with merge buffers that end at the marked tensors; 2 marks a dense one."""
     stops = np.flatnonzero(marks)
     return Plan(tuple(np.diff(stops, prepend=-1).tolist()), tuple((marks[stops] == 2).tolist()))
 

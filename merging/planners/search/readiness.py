@@ -1,4 +1,4 @@
-"""Say when tensors are usable, and what selecting from a run of them takes: what the published rules look at."""
+"""Times at which tensors are usable, and seconds of selection from a run of them, for the published rules."""
 
 from __future__ import annotations
 

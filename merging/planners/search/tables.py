@@ -1,4 +1,4 @@
-"""Tabulate what every possible merge buffer costs, and what is known of clocks before any plan is chosen."""
+"""Tables of the costs of every possible merge buffer, and of clocks that are known before any plan is chosen."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from merging.pieces import Pieces
 from merging.profile import Profile
 from merging.size_limit import LIMIT
 
-_ROWS = 64  # of a table, that are made at once, up to the diagonal
+_ROWS = 64  # of a table, made at once, up to the diagonal
 
 Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Option:
-    """Describe one way to send a merge buffer; [j, i] is about the merge buffer of the tensors i to j, i <= j.
+    """Send mode of a merge buffer; [j, i] is about the merge buffer of the tensors i to j, i <= j.
 
     clock: which row of `Tables.steps` the compute clock follows inside the merge buffer.
-    select: seconds of the processor after the last tensor, for selection and the message, or None for nothing.
+    select: seconds of the processor after the last tensor, for selection and the message, or None for none.
     channel: seconds of the exchange; infinite for i > j and for 2**31 elements or more.
     dense: whether the merge buffer goes dense.
     """
@@ -36,10 +36,10 @@ class Option:
 
 @dataclass(frozen=True)
 class Tables:
-    """Hold all that `predict` takes from a profile and costs in one mode.
+    """Tables of all that `predict` reads of a profile and costs in one mode.
 
     steps: seconds that the compute clock advances at each tensor, one row per clock, shape (c, n).
-    options: the ways to send a merge buffer.
+    options: the send modes of a merge buffer.
     fixed: whether the readiness of a tensor is the same in every plan.
     """
 
@@ -84,7 +84,7 @@ def tables(profile: Profile, costs: Costs, mode: str) -> Pieces[Tables]:
 
 
 def _sums(values: Elements) -> Elements:
-    """Return the sum of values i to j at [j, i]; what is at i > j means nothing."""
+    """Return the sum of values i to j at [j, i]; entries with i > j have no meaning."""
     upto = np.concatenate([[0], np.cumsum(values)])
     return np.asarray(upto[1:, None] - upto[None, :-1], dtype=np.int64)
 
