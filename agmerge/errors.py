@@ -91,7 +91,7 @@ class NoAnswer(AGMergeError):
     step: int | None = None  # committed exchanges so far; None outside of steps
     waited: float = 0.0  # seconds
     missing: tuple[int, ...] = ()  # the ranks that are not known to have come as far; empty if none is known
-    advice: str = ""  # what to do, where that is known
+    advice: str = ""  # for the user, where there is any
     words: str = ""  # the backend's own, shortened
 
     def __init__(self, text: str = "", words: object = "", missing: Sequence[int] = ()) -> None:

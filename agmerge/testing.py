@@ -31,9 +31,9 @@ def run(
     """Call ``fn(rank)`` on ``n`` threads, each a rank of one in-memory group; return the results, rank by rank.
 
     ``inject(call)`` runs on the rank's thread before each collective that it starts: it may sleep (a slow
-    rank), raise (a rank that fails), or change ``call.tensor`` in place (a damaged message). A rank whose
-    ``fn`` has ended is gone: others that wait for it get :class:`agmerge.PeerLost`. The first error that
-    is not such a consequence is raised here; with ``return_errors`` the exceptions stand among the results.
+    rank), raise (a rank that fails), or change ``call.tensor`` in place (a damaged message). A rank with an
+    ``fn`` that has ended is gone: others that wait for it get :class:`agmerge.PeerLost`. The first error that
+    is not such a consequence is raised here; with ``return_errors`` the exceptions are among the results.
 
     ``torch.manual_seed`` acts on the whole process: build a model once and give each rank a deepcopy.
     """

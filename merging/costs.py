@@ -59,7 +59,7 @@ class Costs:
         A dense merge buffer costs message(0), as packing is part of `dense`.
 
     Each maps a number or a numpy array of element counts to seconds, elementwise, never decreasing; this
-    is tried once, at powers of two up to 2**31. Raises TypeError for what cannot be called, ValueError for
+    is tried once, at powers of two up to 2**31. Raises TypeError for anything but functions, ValueError for
     a function that breaks a rule.
     """
 

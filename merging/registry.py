@@ -55,7 +55,7 @@ def get(name: str, /, **options: Any) -> Planner:
 
     Case, hyphens, underscores, blanks and brackets do not count in names; published names ("wfbp", "AGM-Inter") are
     accepted, not listed: such a name implies options, which `options` override.
-    Raises ValueError for an unknown name, TypeError for an unknown option; each lists what there is. A
+    Raises ValueError for an unknown name, TypeError for an unknown option; each lists the known ones. A
     planner refuses a wrong option value with either.
     """
     meaning = find(name) if isinstance(name, str) else None

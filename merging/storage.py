@@ -41,7 +41,7 @@ def unseal(text: str, kind: str, build: Callable[..., Record]) -> Record:
         raise ValueError(f"this is not a {kind} record, or a damaged one; it starts with {text[:40]!r}")
     version = record.get("format")
     body = {key: value for key, value in record.items() if key not in _SEAL}
-    # Sealing it again compares the checksum and also what a parser cannot see: blanks, escapes, double keys.
+    # Sealing it again compares the checksum and also details that a parser ignores: blanks, escapes, double keys.
     if not isinstance(version, int) or seal(kind, body, version) != text:
         raise ValueError(f"this {kind} record is damaged or was edited: use an intact copy or make a new one")
     if version != FORMAT:

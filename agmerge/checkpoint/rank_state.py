@@ -148,7 +148,7 @@ class Restored:
 def load(reducer: Synchronizer, section: Mapping[str, Any] | None, *, own: bool = False) -> dict[str, Any] | None:
     """Collective. Load the result of :func:`save` on this rank, or those of all ranks; drop anything else.
 
-    Ranks communicate only where a step had begun, and its gradients complete a merge buffer. One warning says what is
+    Ranks communicate only where a step had begun, and its gradients complete a merge buffer. One warning names what is
     dropped. A file of another number of ranks is redistributed, see :mod:`agmerge.checkpoint.redistribute`. Returns the
     inner optimizer's own state, where sections have it by rank. Raises ``ValueError`` if a residual has another shape
     than its parameter, or is not finite, and before anything changes for a section that is damaged.
@@ -163,7 +163,7 @@ def load(reducer: Synchronizer, section: Mapping[str, Any] | None, *, own: bool 
     if section is not None:
         check_section(section, RANKS)
     reducer.check_idle("load_state_dict()")
-    reducer.discard()  # the rest of a synchronize() without step()
+    reducer.discard()  # left by a synchronize() without step()
     if section is not None and RANKS in section:
         section = _own_part(exchange, section)
     if section is None:

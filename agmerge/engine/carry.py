@@ -1,7 +1,7 @@
-"""Parameters that all workers have in common, and what this one has done beyond them.
+"""Parameters that all workers share, and this worker's updates beyond them.
 
 ``base`` is the same on every rank, to the bit. After the optimizer has stepped, a worker's parameters differ from it:
-the pseudo-gradient ``base - parameter`` is exchanged. What is not sent of it stays in the parameters
+the pseudo-gradient ``base - parameter`` is exchanged. Its unsent remainder stays in the parameters
 (:class:`Applied`), or beside them in the exchange's residual (:class:`Kept`).
 """
 

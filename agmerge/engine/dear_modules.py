@@ -97,7 +97,7 @@ class Hook:
         return Hook, ()
 
 
-@_disable_dynamo  # what this does depends on messages, and must not be traced by torch.compile
+@_disable_dynamo  # its effect depends on messages, and must not be traced by torch.compile
 def _tell(hook: Hook) -> None:
     listener = None if hook.listener is None else hook.listener()
     if listener is None:

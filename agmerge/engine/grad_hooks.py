@@ -205,10 +205,10 @@ def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torc
         else:
             listener.on_gradient(parameter, name)
 
-    apart = _disable_dynamo(tell)  # what it does depends on messages
+    apart = _disable_dynamo(tell)  # its effect depends on messages
 
     def hook(parameter: torch.Tensor) -> None:
-        if is_dynamo_compiling():  # the backward pass is called in a compiled function, which traces what hooks do
+        if is_dynamo_compiling():  # the backward pass is called in a compiled function, which traces hooks
             apart(parameter)
         else:
             tell(parameter)
@@ -219,7 +219,7 @@ def _hook(reference: weakref.ref[GradientListener], name: str) -> Callable[[torc
 def _on_device(hook: Callable[[torch.Tensor], None], name: str) -> Callable[[torch.Tensor], None]:
     """Return ``hook`` for the gradient ``name`` of a device: not traced by torch.compile, nor captured in a graph."""
 
-    @_disable_dynamo  # what it does depends on messages
+    @_disable_dynamo  # its effect depends on messages
     def outside(parameter: torch.Tensor) -> None:
         streams = streams_of(parameter.device)
         if streams is not None and streams.is_capturing():

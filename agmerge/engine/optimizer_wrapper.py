@@ -125,7 +125,7 @@ class OptimizerWrapper(OptimizerHolder, torch.optim.Optimizer):
         return self._inner.register_load_state_dict_post_hook(hook, prepend)
 
 
-# Modules of optimizers that exchange gradients by themselves, and what to do instead.
+# Modules of optimizers that exchange gradients by themselves, and the advice for each.
 OF_OTHERS = {
     "deepspeed.runtime": (
         "DeepSpeed averages gradients in its own engine, and ZeRO shards what they are for: with ZeRO stage 0, leave "
@@ -141,7 +141,7 @@ OF_OTHERS = {
 def check_optimizer(optimizer: Any) -> None:
     """Raise unless ``optimizer`` can be wrapped.
 
-    ``TypeError`` for what is no optimizer, for a wrapper around one and for one that exchanges gradients by itself,
+    ``TypeError`` for anything but an optimizer, for a wrapper around one and for one that exchanges gradients itself,
     ``ValueError`` if it needs closures.
     """
     if isinstance(optimizer, OptimizerWrapper):

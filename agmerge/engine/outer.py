@@ -1,4 +1,4 @@
-"""Outer optimizers: steps of the shared parameters with what several local steps of all workers add up to."""
+"""Outer optimizers: steps of the shared parameters with the pseudo-gradients of several local steps."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from agmerge.tensors.parameters import ParameterTable
 class OwnStep:
     """Result of one step of this worker's optimizer."""
 
-    result: Any = None  # the closure's loss, or what the optimizer's step has returned
+    result: Any = None  # the closure's loss, or the result of the optimizer's step
     stepped: bool = True  # False: gradients were not finite
     scaled: bool = False  # by a GradScaler, which checks for that itself
     bad: tuple[str, ...] = ()  # parameters with gradients that were not finite, if checked in this file

@@ -343,7 +343,7 @@ class Reducer(Synchronizer):
         elif self.exchange.is_broken:
             self._raise_broken()
         elif missing := [m.name for m in self.exchange.members() if m.name not in self._handed_over]:
-            if self.exchange.under_way:  # else nothing has left, and this rank begins the step anew
+            if self.exchange.under_way:  # else nothing has left, and this rank begins the step again
                 self.exchange.give_up(GAVE_UP.format(missing=and_more(missing), cause=_surviving()))
             self.discard()
         elif self._handed_over.overrun:

@@ -13,7 +13,7 @@ LOOKS = 16  # most norms to compute, each of which reads all gradients once
 EXACT = 1e-12  # relative error of the factors computed here
 SMALLEST = 1e-37  # about where processors may flush products to zero
 UNLIKELY = 1e-5
-ADDED = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds to the norm before it divides by it
+ADDED = 1e-6  # added to the norm by torch.nn.utils.clip_grad_norm_ before it divides
 
 
 def common_factor(before: torch.Tensor, after: torch.Tensor) -> float | None:

@@ -17,7 +17,7 @@ from agmerge.tensors.dtensors import is_dtensor, local_of
 from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
 # torch's, and those of nanochat and modded-nanogpt. A Muon may as well step everything on each rank: it is known by its
-# arguments `rank` and `world_size`, and where it has none by what it does.
+# arguments `rank` and `world_size`, and where it has none by its steps.
 CLASSES = frozenset(
     ("ZeroRedundancyOptimizer", "DistAdam", "DistAdamW", "DistMuon", "DistMuonAdamW", "DistributedMuon")
 )

@@ -92,7 +92,7 @@ class _Together:
             self.reducer.before_step()
 
     def end(self, optimizer: Any, step: OwnStep) -> None:
-        """Collective. Record a step of ``optimizer``; after that of the last one count it, and exchange what is due.
+        """Collective. Record a step of ``optimizer``; after that of the last one count it, and make the exchange due.
 
         Raises as :meth:`UpdateReducer.count_step` does.
         """

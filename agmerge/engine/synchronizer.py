@@ -36,7 +36,7 @@ class Synchronizer:
     ``members``: the parameters of the wrapped optimizer; ``table``: the tensors of them that are exchanged.
     """
 
-    combines_gradients: ClassVar[bool]  # p.grad becomes what all workers have in common
+    combines_gradients: ClassVar[bool]  # p.grad becomes the combined gradient
 
     def __init__(self, members: ParameterTable, table: TensorTable, config: Config) -> None:
         check_two_level(config)
@@ -262,7 +262,7 @@ class Synchronizer:
         with self.exchange.breaking():
             self.exchange.replan()
 
-    # -- what is kept -----------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------------------
 
     def unsent(self) -> dict[str, torch.Tensor]:
         """Return the residuals of this rank, by name, in the shape of the parameter or of this rank's shard."""

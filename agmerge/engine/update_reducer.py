@@ -62,7 +62,7 @@ class UpdateReducer(Synchronizer):
         self._bad: tuple[str, ...] = ()  # parameters with gradients that were not finite since the last exchange
         self._said: tuple[str, ...] = ()  # likewise, in the messages under way
         self._skipped_in_a_row = 0
-        self._receive_at: int | None = None  # the step after which messages under way are taken in
+        self._receive_at: int | None = None  # the step after which messages under way are applied
         self._due: Due | None = None  # which merge buffers these are of
         self._snapshot: object = None  # of the table, as of the last check
         self.in_shared = False  # parameters are the shared ones for a while
@@ -100,7 +100,7 @@ class UpdateReducer(Synchronizer):
         return Residual() if self.exchange.residuals() and not memory.has_residual else memory
 
     def _admit(self) -> None:
-        """Take in the parameters that take part now. They do so as long as there is this optimizer."""
+        """Add the parameters that take part now to the carry. They stay as long as there is this optimizer."""
         self.carry.admit({member.name: member.local for member in self._ways.parameters()})
         self._ways.keep(self.carry.parameters)
 

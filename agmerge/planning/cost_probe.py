@@ -33,7 +33,7 @@ ENOUGH = 1 << 20  # elements of a quantised message, which need memory of their 
 PIECE = 1e-5  # seconds: no processor does a piece of work sooner
 ROUNDS = 5  # so often are small messages in a row timed, at most
 BETWEEN = (1e-3, 0.05)  # seconds of work from one of them to the next, least and most
-VECTORS = 8  # selected from for one message, at most, to see what one more takes
+VECTORS = 8  # selected from for one message, at most, to time one more
 PAIRS = 2  # of messages from one vector and from several
 
 

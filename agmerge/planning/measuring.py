@@ -100,7 +100,7 @@ def profile(
 ) -> merging.Profile:
     """Return the tensors that take part as planners see them.
 
-    A load is in elements of the timed lane: selected ones with index and value as they are sent, or those of factors.
+    A load is in elements of the timed class: selected ones with index and value as they are sent, or those of factors.
     Other tensors count by their bytes.
 
     Args:
@@ -155,7 +155,7 @@ def bytes_of_element(
 
 
 def bytes_of_quantised(buffers: MergeBuffers, lane: Lane, quantiser: Quantiser) -> float:
-    """Return the bytes of an element of a lane in a message of this quantiser, with its share of a scale."""
+    """Return the bytes of an element of a tensor class in a message of this quantiser, scales included."""
     slots = [slot for slot in buffers.layout.slots if slot.lane == lane]
     sizes = [(slot.numel, block_size(slot.shape)) for slot in slots]
     taken = sum(blocks_in(numel, size) * quantiser.record_bytes(size) for numel, size in sizes)

@@ -32,7 +32,7 @@ class MessageTimer:
         Args:
 
             buffers: the merge buffers in use, with their memory and sparsifier.
-            segment: what the message carries.
+            segment: the elements of the message.
             exchange: how it is sent: selected from if that is a sparse one, else dense.
             step: its density and number count.
             backward: seconds of a backward pass on this rank; half of it goes on after a message has left.
@@ -133,7 +133,7 @@ class MessageTimer:
         if not self._exchange.sparse or not self.segment.lane.sparse:
             return None
         sparsifier = unobserved(self.buffers.config.compressor.part(Kind.SPARSE))
-        assert isinstance(sparsifier, Sparsifier)  # the lane is a sparse one
+        assert isinstance(sparsifier, Sparsifier)  # the tensor class is a sparse one
         work, k, shapes = self.buffers.vector(self.segment, self.step)
         return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)
 

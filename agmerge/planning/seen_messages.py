@@ -38,7 +38,7 @@ class SeenMessages(NamedTuple):
 def measure_costs(
     buffers: MergeBuffers, step: int, backward: float, budget: Budget, seen: SeenMessages | None
 ) -> Iterator[MeasuredCosts | None]:
-    """Collective. Yield as :func:`agmerge.planning.cost_probe.probe`, with costs bounded by what was seen.
+    """Collective. Yield as :func:`agmerge.planning.cost_probe.probe`, with costs bounded by seen messages.
 
     ``seen``: None: nothing was.
     """
@@ -79,7 +79,7 @@ def seen_in(plan: merging.Plan, profile: merging.Profile, making: Seconds, trave
 
 
 def bounded(costs: MeasuredCosts, seen: SeenMessages, numel: int, as_many: float) -> MeasuredCosts:
-    """Return ``costs``, bounded by what was seen. Pure.
+    """Return ``costs``, bounded by seen messages. Pure.
 
     Args:
 

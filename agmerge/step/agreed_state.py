@@ -49,7 +49,7 @@ class Decision:
     """Changes from the next step on, the same on every rank; None: no change."""
 
     plan: merging.Plan | None = None  # for the tensors that take part, in their order
-    cutoff: DenseCutoff | None = None  # of dense="partial"; with another size ranks agree anew
+    cutoff: DenseCutoff | None = None  # of dense="partial"; with another size ranks agree again
     budgets: tuple[int, ...] | None = None  # elements that each tensor may send in a step, by slot
 
 
@@ -167,7 +167,7 @@ class AgreedState:
         return self._stale or self.table.snapshot() != self._snapshot
 
     def members(self) -> list[ParameterInfo]:
-        """Return the tensors that take part now, each with its lane.
+        """Return the tensors that take part now, each with its class.
 
         Raises ``ValueError`` for one that cannot be sent.
         """
@@ -232,7 +232,7 @@ class AgreedState:
             if decision.cutoff is not None:
                 before, self.config = self.config.partial, replace(self.config, partial=decision.cutoff)
                 if before is None or before.elements != decision.cutoff.elements:
-                    self.reopen()  # tensors change lanes
+                    self.reopen()  # tensors change their class
             if decision.plan is not None:
                 self.use_plan(decision.plan)
 

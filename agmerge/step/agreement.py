@@ -38,7 +38,7 @@ SHARD = (
 def model_facts(members: Sequence[ParameterInfo], config: Config) -> list[Fact]:
     """Return the facts about the model that ranks must agree on: every tensor, in the order of the groups.
 
-    For DTensors, first which shard a rank has: shards of the same shape could not be told apart otherwise.
+    For DTensors, first which shard a rank has: shards of the same shape could not be distinguished otherwise.
     """
     groups = config.groups.by_name(members) if config.groups is not None else []
     group_of = {name: f" group {number}" for number, group in enumerate(groups) for name in group}
@@ -104,7 +104,7 @@ def _is_rest_left(comm: Backend, config: Config, members: Sequence[ParameterInfo
         if member.kind in (Kind.DENSE, Kind.QUANTISED)
         and not config.memory_of(member.kind, on_device=member.device.type != "cpu").has_residual
     }
-    if not whole or config.updates is not None:  # parameters hold what is not sent of their own updates
+    if not whole or config.updates is not None:  # unsent updates are in the parameters
         return False
     own = any(name in whole and kind in RESTS and bool(tensor.any()) for (kind, name), tensor in carried.items())
     return b"1" in gather_bytes(comm, b"1" if own else b"0", "membership/rest", config.timeout)

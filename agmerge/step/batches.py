@@ -9,7 +9,7 @@ from agmerge.tensors.arena import Arena
 from agmerge.tensors.layout import Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
 
-Batch = list[tuple[Slot, "torch.Tensor | None"]]  # tensors of one lane, with their gradients
+Batch = list[tuple[Slot, "torch.Tensor | None"]]  # tensors of one class, with their gradients
 
 
 class Batches:
@@ -26,7 +26,7 @@ class Batches:
         batches.setdefault(self._buffers.arena_of[slot.index], []).append((slot, gradient))
 
     def accumulate(self, buffer: int) -> None:
-        """Write ``work = residual + gradient`` for all waiting tensors of a merge buffer, lane by lane."""
+        """Write ``work = residual + gradient`` for all waiting tensors of a merge buffer, class by class."""
         batches = self._waiting.pop(buffer, {})
         for device in {arena.lane.device for arena in batches if arena.lane.on_device}:
             self._buffers.kernels.largest(buffer, device).begin()

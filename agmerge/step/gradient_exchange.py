@@ -41,7 +41,7 @@ class Combined:
         self.buffers: MergeBuffers = attempt.buffers
         self.skipped = attempt.nonfinite  # the step comes to nothing: a rank has found an infinity or NaN
         self.used: Sequence[bool] = attempt.used  # by slot: whether any rank had a tensor
-        self.flags = attempt.flags_of_all  # what all ranks say together, see Flag
+        self.flags = attempt.flags_of_all  # flags of all ranks, see Flag
 
     @cached_property
     def updates(self) -> Mapping[str, torch.Tensor | None]:
@@ -149,8 +149,8 @@ class GradientExchange(AgreedState):
         """Collective. Send the remaining messages, receive all, and return the combined tensors.
 
         ``gradient_of``: called with the name of each tensor that was not handed over, and again where the round is
-        repeated. It may return a :class:`agmerge.tensors.difference.Difference`, which saves a pass. ``flags``: what
-        this rank announces to all. ``due``: returns which of so many merge buffers are exchanged; None: all.
+        repeated. It may return a :class:`agmerge.tensors.difference.Difference`, which saves a pass. ``flags``: bits
+        that this rank announces. ``due``: returns which of so many merge buffers are exchanged; None: all.
         ``nonfinite``: names of parameters that this rank already knows not to be finite. Raises
         :class:`agmerge.NonFiniteError` on every rank, according to ``config.nonfinite``: the exchange stays usable, and
         the step begins again.

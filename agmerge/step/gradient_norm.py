@@ -1,7 +1,7 @@
 """Norm of the combined gradient of a step, with and without the noise that quantisation has added.
 
 Let m be the gradient that is combined exactly, ``s * (g_1 + ... + g_W)``, where s is 1/W for an average. A quantiser of
-noise d turns each vector v into one that is v on average, and whose square is ``(1 + d) |v|^2`` on average. Errors of
+noise d turns each vector v into one that is v on average, with a square of ``(1 + d) |v|^2`` on average. Errors of
 ranks are independent. So the sum of the ranks' messages has on average the square ``|m|^2 + d1 s^2 G``, where G is
 ``|g_1|^2 + ... + |g_W|^2``; after a second phase it is ``1 + d2`` times as much. With p the update that ranks read,
 ``|p|^2 / (1 + d2) - d1 s^2 G`` is then |m|^2 on average. G is in the headers of messages. Blocks are many, and their

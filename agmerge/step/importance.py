@@ -37,7 +37,7 @@ def budgets_by_energy(slots: Sequence[Slot], energies: Energies, density: float)
 
     Args:
         slots: all n tensors, in the order of the layout.
-        energies: (W, n), what each of W ranks has added up. Their mean counts; one that is not finite counts as 0.
+        energies: (W, n), the sums of each of W ranks. Their mean counts; one that is not finite counts as 0.
         density: the share of the elements of sparse tensors that all of these send together.
 
     The share of a tensor grows with its energy per element, see :func:`merging.budgets.loads` (AGTF).

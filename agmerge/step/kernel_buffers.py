@@ -65,7 +65,7 @@ class KernelBuffers:
                 yield slot.index, TensorNotes(found)
 
     def scratch_of(self, buffer: int, lane: Lane) -> Scratch | None:
-        """Return :meth:`scratch` of all that a merge buffer has of a lane; None, too, if that is several segments."""
+        """Return :meth:`scratch` of a merge buffer's tensors of a class; None, too, if these are several segments."""
         parts = [
             (segment, selected)
             for message in self._messages[buffer]

@@ -96,7 +96,7 @@ class MergeBuffers:
         self.side = SideStreams(dict.fromkeys(lane.device for lane in self.arenas))
         self.clock = clock_for(lane.device for lane in self.arenas)
         self.budgets = Budgets(config.density, self.layout.slots, selects=config.compressor.selects)
-        # In this round, of lanes with a memory that hands back: values that this rank, and that all ranks have sent
+        # In this round, of tensor classes that hand back: values that this rank, and that all ranks have sent
         # where that takes the place of an update.
         self.sent: list[Sent] = []
         self.received: list[Received] = []
@@ -174,10 +174,10 @@ class MergeBuffers:
         )
 
     def _arena_of(self, segment: Segment) -> Arena:
-        return self.arena_of[segment.slots[0].index]  # a lane takes longer to look up
+        return self.arena_of[segment.slots[0].index]  # a :class:`Lane` takes longer to look up
 
     def exchanges(self, *, exact: bool = False, count: Count = nobody_counts) -> dict[Kind, Exchange]:
-        """Return new exchanges, one for each kind of lane here. ``exact``: without a cast."""
+        """Return new exchanges, one for each kind of tensor class here. ``exact``: without a cast."""
         context, kinds = self.exchange_context(count), {lane.kind for lane in self.arenas} | {Kind.DENSE}
         context = replace(context, cast=None) if exact else context
         return {kind: exchange_of(kind, self.exchange)(context) for kind in kinds}
@@ -354,7 +354,7 @@ class MergeBuffers:
         if self.bases is not None:
             self.bases.commit()
         if self._untrimmed:  # in the first step all gradients are there before any can be let go; the second one's
-            self._untrimmed -= 1  # go one by one, but out of what the first has left in pieces
+            self._untrimmed -= 1  # go one by one, but out of fragments that the first has left
             trim()
 
     # -- state ----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ def messages_of(
 
         plan: of the tensors in ``layout``, in its order.
         layout: where they lie.
-        exchanges: by kind of lane; that of ``Kind.DENSE`` also serves merge buffers that the plan sends dense.
+        exchanges: by kind of tensor class; that of ``Kind.DENSE`` also serves merge buffers that the plan sends dense.
         workers: the number of ranks that exchange messages.
         ordered: sums are in rank order, whatever the plan: dense tensors do not share messages with others.
     """

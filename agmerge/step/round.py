@@ -58,7 +58,7 @@ class Round:
         self.flags, self._due = flags, due
         self.flags_of_all = 0  # flags of all ranks, once the first merge buffer has arrived
         self.used = [False] * len(buffers.layout.slots)  # by slot: any rank has a gradient, once all of them are there
-        self.nonfinite = False  # a rank has found a gradient that is not finite: nothing of this may be kept
+        self.nonfinite = False  # a rank has found a gradient that is not finite: the attempt must leave no trace
         self.noises: list[Noise] = []  # of the updates that messages have brought
         self.guard = NonFiniteGuard()
         self.recorder = StepRecorder(clock or buffers.clock, len(buffers.layout.slots), len(buffers.messages))
@@ -72,7 +72,7 @@ class Round:
         self._in_flight: list[list[SentMessage]] = []  # per merge buffer that was sent
         # By message: bytes, elements, and bytes by codec that are in the totals already.
         self._counted: dict[int, tuple[int, int, Mapping[str, int]]] = {}
-        self._arrived = 0  # merge buffers whose messages are known to have arrived
+        self._arrived = 0  # merge buffers with messages that are known to have arrived
         self._known = buffers.config.compressor.snapshot()  # its state before this attempt
 
     def _is_due(self, buffer: int) -> bool:
@@ -173,7 +173,7 @@ class Round:
             self.buffers.budgets.energy.add(slot, gradient.tensor() if isinstance(gradient, Difference) else gradient)
 
     def _prepare_in_place(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
-        """Prepare a tensor from where its gradient lies: its lane has no residual."""
+        """Prepare a tensor from where its gradient lies: its class has no residual."""
         gradient = gradient.tensor() if isinstance(gradient, Difference) else gradient
         values = self.buffers.in_place.hold(slot, gradient)
         finite = self.buffers.prepared[slot.index].prepare(slot, values, self.step)
@@ -266,7 +266,7 @@ class Round:
 
     def _select(self, segment: Segment) -> Selection:
         sparsifier = self.buffers.config.compressor.part(Kind.SPARSE)
-        assert isinstance(sparsifier, Sparsifier)  # the lane is a sparse one
+        assert isinstance(sparsifier, Sparsifier)  # the tensor class is a sparse one
         work, k, shapes = self.buffers.vector(segment, self.step)
         if self.dirty:
             capacity = sparsifier.capacity(work.numel(), k=k, step=self.step, shapes=shapes)

@@ -111,13 +111,13 @@ Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], "bool |
 class Arena:
     """Flat storage of one tensor class: 1-D tensors of ``length`` elements each.
 
-    ``residual`` (None for a memory without one) and ``work`` have the lane's storage dtype, and so has the momentum of
+    ``residual`` (None for a memory without one) and ``work`` have the class's storage dtype, and so has the momentum of
     a memory with momentum. ``update`` has the gradient's dtype: a parameter's ``grad`` becomes a view of it. Without a
     residual and with equal dtypes, ``update`` is ``work``. ``size``: the number of workers. ``rate``: returns the
     momentum hyper-parameters of a tensor; None: no momentum is applied here.
     """
 
-    work: torch.Tensor  # residual + gradient, less what is committed
+    work: torch.Tensor  # residual + gradient, less committed values
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Arena:
         self.in_place = not memory.has_residual and lane.dtype == lane.storage
         self._moves = memory.has_residual and lane.dtype == lane.storage and not lane.on_device
         self.update = first if self.in_place else zeros(length, lane.dtype, lane.device)
-        # `.data`: each with a version of its own, which tells whether a script has written to it.
+        # `.data`: each with a version of its own, which shows whether a script has written to it.
         self.gradients = {slot.index: view(self.update, slot).data for slot in slots}
         self._turn = 1
         self.swap()
@@ -319,7 +319,7 @@ class Arena:
             commit(self.work[segment.start : segment.stop], indices, -values)
 
     def take(self, segment: Segment, write: Write) -> bool:
-        """Call ``write``, which writes what is sent of ``segment`` and subtracts it from ``work`` in the same pass.
+        """Call ``write``, which writes the sent values of ``segment`` and subtracts them from ``work`` in one pass.
 
         Returns False, with nothing done, where no loop or kernel implements what the memory does when something is
         sent.

@@ -21,7 +21,7 @@ class Lane:
 
     device: torch.device
     dtype: torch.dtype  # of the gradients
-    kind: Kind  # how the ranks combine what is sent of them
+    kind: Kind  # how the ranks combine their messages
     density: float | None = None  # None: the compressor's own
 
     @property
@@ -53,7 +53,7 @@ class Slot:
     name: str
     shape: tuple[int, ...]
     lane: Lane
-    offset: int  # of its first element in the lane, in elements
+    offset: int  # of its first element in the flat buffer, in elements
 
     @cached_property
     def numel(self) -> int:
@@ -62,17 +62,17 @@ class Slot:
 
     @cached_property
     def end(self) -> int:
-        """Return the offset where the next tensor of the lane starts."""
+        """Return the offset where the next tensor of the class starts."""
         return self.offset + padded(self.numel)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Slice of one lane's flat buffer that belongs to one merge buffer, or to one message of it."""
+    """Slice of the flat buffer of a tensor class that belongs to one merge buffer, or to one message of it."""
 
     lane: Lane
     slots: tuple[Slot, ...]  # the tensors that lie in it, the first and the last perhaps not whole
-    span: tuple[int, int] | None = None  # (start, stop) in the lane, multiples of ALIGNMENT; None: tensors are whole
+    span: tuple[int, int] | None = None  # (start, stop) in the buffer, multiples of ALIGNMENT; None: tensors are whole
 
     @cached_property
     def key(self) -> str:
@@ -88,12 +88,12 @@ class Segment:
 
     @cached_property
     def start(self) -> int:
-        """Return the offset of the first element, in the lane's flat buffer."""
+        """Return the offset of the first element, in the class's flat buffer."""
         return self.slots[0].offset if self.span is None else self.span[0]
 
     @cached_property
     def stop(self) -> int:
-        """Return one past the last element, in the lane's flat buffer, padding included."""
+        """Return one past the last element, in the class's flat buffer, padding included."""
         return self.slots[-1].end if self.span is None else self.span[1]
 
     @cached_property
@@ -155,11 +155,11 @@ def _piece(shape: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
 
 
 class Layout:
-    """Slots of all tensors in readiness order, and the length of each lane's flat buffer."""
+    """Slots of all tensors in readiness order, and the length of each class's flat buffer."""
 
     def __init__(self, tensors: Sequence[tuple[str, tuple[int, ...], Lane]]) -> None:
         """Lay out ``tensors``, (name, shape, lane) in readiness order."""
-        self.lengths: dict[Lane, int] = {}  # elements of each lane, padding included
+        self.lengths: dict[Lane, int] = {}  # elements of each tensor class, padding included
         slots = []
         for index, (name, shape, lane) in enumerate(tensors):
             slot = Slot(index, name, shape, lane, self.lengths.get(lane, 0))
@@ -173,7 +173,7 @@ class Layout:
         return sum(slot.numel for slot in self.slots)
 
     def segments(self, start: int, stop: int) -> list[Segment]:
-        """Return the segments of a merge buffer of tensors ``start`` to ``stop``: one for each lane it touches."""
+        """Return the segments of a merge buffer of tensors ``start`` to ``stop``: one for each tensor class."""
         by_lane: dict[Lane, list[Slot]] = {}
         for slot in self.slots[start:stop]:
             if slot.numel:

@@ -39,7 +39,7 @@ class NonFiniteGuard:
         self.found = False  # the host knows of something that the messages must announce
         self.given_up = ""  # why this rank gives the step up; empty: it does not
         self._names: dict[str, None] = {}  # of parameters, found on the host
-        self._on_devices: list[tuple[str, torch.Tensor]] = []  # names, and tensors whose result is still on the device
+        self._on_devices: list[tuple[str, torch.Tensor]] = []  # names, and tensors with a result on the device
         # By device, and by `id`: the largest magnitudes there that no message has announced.
         self._largest: dict[torch.device, dict[int, torch.Tensor]] = {}
         self._told: list[torch.Tensor] = []  # those that messages have announced; another stream may still read them

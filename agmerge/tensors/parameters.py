@@ -22,7 +22,7 @@ class ParameterInfo:
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int, ...]  # of `local`
-    kind: Kind = Kind.DENSE  # of its lane
+    kind: Kind = Kind.DENSE  # of its tensor class
     density: float | None = None  # of its own, where the script gives densities by pattern
 
     @property
@@ -190,7 +190,7 @@ class ParameterTable:
         ]
 
     def snapshot(self) -> list[tuple[Any, ...]]:
-        """Return membership, dtypes, devices and shapes, to be compared by ``==``: where they differ, ranks agree anew.
+        """Return membership, dtypes, devices and shapes, to be compared by ``==``: if they differ, ranks agree again.
         """
         return [
             (id(p), p.dtype, p.device, p.shape)
