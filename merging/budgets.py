@@ -11,8 +11,8 @@ from merging.checks import Elements, Reals
 def loads(numel: ArrayLike, energy: ArrayLike, density: float, *, least: float = 0.0, most: float = 1.0) -> Elements:
     """Return K per tensor, floor(rho_i * p_i) as in AGTF: the `load` of a Profile for the planner agtf.
 
-    rho_i is proportional to the energy per element, |g_i|^2 / p_i, held between `least` and `most`, and
-    scaled so that the sum of rho_i * p_i is density * sum of p, as far as `most` allows where others have
+    rho_i is proportional to the energy per element, |g_i|^2 / p_i, clipped to `least` and `most`. It is
+    scaled so that the sum of rho_i * p_i is density * sum of p; less where `most` limits it and others have
     no energy. All energies 0: every tensor gets `density`. The energies must be the same on every rank:
     reduce them first.
 
