@@ -1,4 +1,4 @@
-"""Choose which coordinates of a vector to send, and keep the rest in a memory.
+"""Compressors of gradients, and memories, which keep the coordinates that are not sent as a residual.
 
     >>> import torch, sparsifiers
     >>> chosen = sparsifiers.get("topk", density=0.25).select(torch.tensor([0.5, -3.0, 2.0, 0.0]))
@@ -6,7 +6,7 @@
     [1]
 
 A sparsifier reads one 1-D vector and returns the places of its important coordinates; it never changes the vector and
-never communicates. A memory keeps, or drops, what was not sent. `Compressor` is what a sparsifier has in common with
+never communicates. A memory keeps, or drops, the residual. `Compressor` is the common base of sparsifiers and
 compressors that select nothing: a `LowRank` sends two factors of a matrix, and a `Quantiser` every coordinate in few
 bits; `quantisers()` names these, and `quantiser(name)` makes one. This package needs torch, numpy and the standard
 library, and imports neither `agmerge` nor `merging`.

@@ -1,4 +1,4 @@
-"""Give each row of each tensor its turn, beside the largest of all: ADTopk.
+"""ADTopk: each row of each tensor sends in turn, beside the largest of all.
 
 Ming, Hu, Zhou, Zheng and Feng, "ADTopk: All-Dimension Top-k Compression for High-Performance Data-Parallel DNN
 Training", HPDC'24. Global top-k leaves whole rows (output channels, neurons) without an update for many steps;
@@ -25,12 +25,12 @@ from sparsifiers.stateful import Keyed
 
 
 class AdTopKRow(Sparsifier):
-    """Send the largest of each row, every row as much as any other.
+    """Sparsifier of the largest of each row, as many of each row as of any other.
 
-    count is always k. Each tensor of the vector sends its part of k, rounded up or down, and its rows are dealt
-    these in turn, so that also rows too many for k are served. See `rows.deal` for how soon.
+    count is always k. Each tensor of the vector sends its share of k, rounded up or down, and its rows are dealt
+    these in turn: so rows too many for k are served, too. See `rows.deal` for how soon.
 
-    Alone it keeps little of a gradient whose rows differ in scale (8 % of the energy where topk keeps 45 %,
+    Alone it sends little of a gradient with rows of different scale (8 % of the energy where topk sends 45 %,
     measured with log-normal rows at 1 %): it is the half of `adtopk` that covers, and is there to measure that.
     It needs shapes: without them the vector is one row, and this is topk.
     """
@@ -46,10 +46,10 @@ class AdTopKRow(Sparsifier):
 
 
 class AdTopK(Keyed):
-    """Send the largest of each row at even steps, and the largest of all at odd steps.
+    """Sparsifier of the largest of each row at even steps, and the largest of all at odd steps.
 
     As wide as `adtopk-row`, nearly as deep as topk. Even steps send exactly k. Odd steps
-    send 0.8 k to k on the CPU, where the last odd step's threshold is used again if its count fits, which saves
+    send 0.8 k to k on the CPU, where the last odd step's threshold is used again if its count fits. That saves
     the search for a new one; cold keys and misfits select exactly. reuse=False selects exactly at every odd
     step: for comparisons, or where counts must not vary. On a device odd steps are always exact, because
     whether a threshold fits could only be known by waiting for the count.
@@ -86,14 +86,14 @@ class AdTopK(Keyed):
 
 
 class AdTopKFill(Sparsifier):
-    """Send the largest element of every row, and fill up with the largest of all the others.
+    """Sparsifier of the largest element of every row, filled up with the largest of all the others.
 
     Ours. count is always k. Tensors of fewer than two dimensions have no floor. Where there are more rows than
-    k, k of them send their largest in turn: every row sends once in ceil(rows / k) steps, and nothing is left to
+    k, k of them send their largest in turn: every row sends once in ceil(rows / k) steps, and there is nothing to
     fill up with; so choose a density above rows / n.
 
-    As wide as `adtopk-row` at every step and nearly as deep as topk (43 % of the energy where topk keeps 45 %
-    and rows alone 8 %, measured with log-normal rows at 1 %), for two passes over the vector at every step. It
+    As wide as `adtopk-row` at every step and nearly as deep as topk, for two passes over the vector at every step:
+    43 % of the energy, where topk keeps 45 % and rows alone 8 %, measured with log-normal rows at 1 %. It
     has no phases and no state: prefer it to `adtopk` where selection time does not matter.
     """
 

@@ -1,4 +1,4 @@
-"""Check in one place what is asked of a sparsifier.
+"""Check the arguments of sparsifiers, in one place.
 
 Each check raises before anything is computed, and says what was wrong, where (the sparsifier and the key of the
 vector) and what to do. `owner` and `key` only name that place; they are formatted when a check fails.
@@ -25,14 +25,14 @@ PLAIN = frozenset({int})  # of sizes; a bool is an int, but not of this type
 
 @dataclass(frozen=True)
 class Request:
-    """Hold one call of `select` or `capacity` after its checks: all that a choice may depend on beside the vector."""
+    """Checked arguments of `select` or `capacity`: all that a selection may depend on beside the vector."""
 
     k: int  # indices that are wanted; 0 only for an empty vector
     key: str  # names the vector, and owns the state that belongs to it; "" in `capacity`
     step: int  # committed exchanges so far, equal on all ranks
     shapes: tuple[tuple[int, ...], ...]  # of the tensors that the vector concatenates; (numel,) where not given
-    # Kept beside the vector: on a device what kernels need, for a selection that may be made later; on the host what
-    # was noted when it was written. None: nothing, and the selection is made now.
+    # Kept beside the vector: on a device scratch of kernels, for a selection that may be made later; on the host
+    # candidates noted when it was written. None: nothing, and the selection is made now.
     scratch: Scratch | Candidates | None = None
 
 
@@ -93,8 +93,8 @@ def check_request(
 ) -> Request:
     """Return the call as a Request, with k from the density where it is None.
 
-    ValueError or TypeError for an argument outside the contract. Plain ints, which is what the core passes, are looked
-    at without a call: this runs for every selection. Only what is of another type is converted, or refused.
+    ValueError or TypeError for an argument outside the contract. Plain ints, which the core passes, are checked
+    without a call: this runs for every selection. Only values of other types are converted, or refused.
     """
     if type(numel) is not int or not 0 <= numel < NUMEL_LIMIT:
         numel = check_numel(owner, numel, key)

@@ -1,4 +1,4 @@
-"""Define the contract of a sparsifier: `Sparsifier`, the base class, and `Selection`, what it returns."""
+"""Contract of a sparsifier: `Sparsifier`, the base class, and `Selection`, its result."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sparsifiers.gpu import Scratch
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Hold the coordinates that are offered for sending.
+    """Selection of coordinates to be sent.
 
-    A message has `capacity` slots, of which `count` are used; the slots after them are padding. ValueError for
+    A message has `capacity` entries, of which `count` are used; the entries after them are padding. ValueError for
     tensors of another form.
     """
 
     indices: Tensor  # int32[capacity]: first `count` unique places, ascending, then any in range, sent with value +0
     count: int | Tensor  # an int, or 0-dim int32 on the device of `indices`, so that selecting never waits for it
-    values: Tensor | None = None  # [capacity]: what stands there, and 0 in padding; None: nobody has looked
+    values: Tensor | None = None  # [capacity]: the values there, and 0 in padding; None: not read
 
     def __post_init__(self) -> None:
         if self.indices.dtype != torch.int32 or self.indices.dim() != 1:
@@ -45,7 +45,7 @@ class Selection:
 
     @property
     def capacity(self) -> int:
-        """Return how many slots there are."""
+        """Return how many entries there are."""
         return self.indices.numel()
 
     def trimmed(self) -> Tensor:
@@ -54,10 +54,10 @@ class Selection:
 
 
 class Sparsifier(Compressor):
-    """Choose which coordinates of a vector to send.
+    """Compressor that selects coordinates of a vector.
 
     A subclass sets `name` and writes `_select`; everything else has a default that is right for a sparsifier
-    that has no options, sends exactly k indices and remembers nothing. One whose message is smaller than k writes
+    that has no options, sends exactly k indices and remembers nothing. One with messages of fewer than k writes
     `_capacity`; for options and state see `Compressor`. Arguments are checked here, once, and arrive as a `Request`:
     k carries warm-up, per-tensor densities and budgets, and step is the only clock.
     """
@@ -87,10 +87,10 @@ class Sparsifier(Compressor):
         key: names the vector, and owns the state that belongs to it; a key not seen before starts cold.
         step: committed exchanges so far, the only clock; equal on all ranks.
         shapes: those of the tensors that the vector concatenates; None: it is one 1-D tensor.
-        scratch: what kernels keep beside the vector, where the sparsifier `has_kernels`. The selection is then made
-            when somebody looks at it, or says where it is to be written (`Deferred`): till then the vector must stay as
-            it is. On the host what was noted when the vector was written, where it `takes_candidates`; that changes
-            nothing but time. None: there is nothing, and the selection is made now.
+        scratch: of kernels, beside the vector, where the sparsifier `has_kernels`. The selection is then made when it
+            is read, or written to a message (`Deferred`): till then the vector must stay as it is. On the host the
+            candidates noted when the vector was written, where it `takes_candidates`; they change nothing but time.
+            None: there is none, and the selection is made now.
 
         The vector is not changed, no gradient is recorded, and nothing waits for a device. ValueError or TypeError
         for arguments outside the contract.
@@ -112,7 +112,7 @@ class Sparsifier(Compressor):
         step: int = 0,
         shapes: Sequence[Sequence[int]] | None = None,
     ) -> int:
-        """Return the slots of the message that `select` fills, at most k, from the same arguments.
+        """Return the entries of the message that `select` fills, at most k, from the same arguments.
 
         It is a pure function of these, so that all ranks know the size of a message beforehand.
         """
@@ -121,10 +121,10 @@ class Sparsifier(Compressor):
 
     @abstractmethod
     def _select(self, vector: Tensor, request: Request) -> Selection:
-        """Select from a detached, non-empty vector in CPU memory, with exactly the slots that `_capacity` says."""
+        """Select from a detached, non-empty vector in CPU memory, with exactly the entries that `_capacity` returns."""
 
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
-        """Select from a vector that is not in CPU memory, with the same slots, without waiting for its device.
+        """Select from a vector that is not in CPU memory, with the same entries, without waiting for its device.
 
         The default is `_select`: right where that only calls torch, uses no shape that depends on values, and reads
         none on the host.
@@ -132,7 +132,7 @@ class Sparsifier(Compressor):
         return self._select(vector, request)
 
     def _capacity(self, numel: int, request: Request) -> int:
-        """Return the slots of the message: request.k unless the method has a reason to send fewer."""
+        """Return the entries of the message: request.k unless the method has a reason to send fewer."""
         return request.k
 
     def __repr__(self) -> str:

@@ -10,10 +10,10 @@ from sparsifiers.compressor import Compressor, Kind
 
 
 class ByName(Compressor):
-    """Compress each tensor by the compressor of the first pattern that matches its whole name; by the last, if none.
+    """Compressor of each tensor by the first pattern that matches its whole name; by the last, if none does.
 
-    At most one compressor of each kind compresses, so that a tensor's kind says whose it is; a pattern may say
-    that tensors are sent whole, by a compressor of `Kind.DENSE`.
+    At most one compressor of each kind compresses, so that a tensor's kind names its compressor; a pattern may leave
+    tensors dense, by a compressor of `Kind.DENSE`.
     """
 
     name = "by-name"

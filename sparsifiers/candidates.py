@@ -1,9 +1,9 @@
-"""Note the largest elements of a vector while it is written, so that nobody reads it again to select them.
+"""Note the largest elements of a vector while it is written, so that selection need not read it again.
 
-A pass that writes a vector piece by piece notes position and key of what exceeds a floor, a little below the last
-selection's smallest key. If k or more are held at last, the k largest of them are the k largest of the vector, exactly.
-If fewer are, because the scale has dropped, or if there was no room, the vector is read as if nothing had been noted.
-So nothing depends on the floor but time.
+A pass that writes a vector piece by piece notes position and key of elements that exceed a floor, a little below the
+last selection's smallest key. If k or more are held at last, the k largest of them are the k largest of the vector,
+exactly. If fewer are, because the scale has dropped, or if there was no room, the vector is read as if nothing had been
+noted. So nothing depends on the floor but time.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from sparsifiers.threshold_reuse import key_from, value_of
 
 ROOM = 3  # times k: as many are held at most, of 8 bytes each
 RARE = 16  # elements for each that is selected, at least: the lists take 1.5 bytes an element at most
-# The next floor is a part of the smallest magnitude selected. That part rises while enough are held, and drops where
-# too few were: so the vector is read in one step of thirty or so. It is large, because error feedback leaves just below
-# the last threshold what was not sent: of networks in training 0.95 held 1.2 to 1.8 k, 0.85 three times as many.
+# The next floor is a fraction of the smallest magnitude selected. It rises while enough are held, and drops where too
+# few were: so the vector is read in one step of thirty or so. It is large, because error feedback keeps the residual
+# just below the last threshold: of networks in training 0.95 held 1.2 to 1.8 k, 0.85 three times as many.
 FIRST, LEAST, MOST = 0.95, 0.6, 0.99
 RISE, DROP = 0.0015, 0.04
-MUCH = 4  # a part of the vector of so many, that is read if it was not noted
+MUCH = 4  # where more than 1 / MUCH of the vector was not noted, all of it is read
 SPARE = 65  # slots that loops may write to beyond the room
 NOTHING = np.iinfo(np.int32).max  # a floor that no key exceeds
 
 
 class Notes(ctypes.Structure):
-    """Mirror `struct notes` of kernel_memory.c."""
+    """Mirror of `struct notes` of kernel_memory.c."""
 
     _fields_ = [
         ("floor", ctypes.c_int32),
@@ -48,7 +48,7 @@ class Notes(ctypes.Structure):
 
 
 class Stretch(NamedTuple):
-    """Name elements of the vector that are written, and which part of the list holds what exceeds the floor of them."""
+    """Elements `start` to `stop` of a vector, and entries `first` to `end` of the list, which were noted of them."""
 
     start: int
     stop: int
@@ -57,12 +57,12 @@ class Stretch(NamedTuple):
 
 
 class Candidates:
-    """Hold what was noted of a vector of `length` elements, fp32 in CPU memory, and learn a floor from step to step."""
+    """Candidates noted of a vector of `length` elements, fp32 in CPU memory, by a floor that is learnt step by step."""
 
     def __init__(self, length: int) -> None:
         self.length = length
         self._floor = NOTHING  # a key
-        self._part = FIRST  # of the smallest magnitude selected: the next floor
+        self._part = FIRST  # times the smallest magnitude selected: the next floor
         self._room = 0  # candidates that the lists can hold
         self._list = np.empty((2, SPARE), dtype=np.int32)  # positions, with the signs of the elements, and keys
         self._addresses = (0, 0)  # of both
@@ -71,7 +71,7 @@ class Candidates:
         self._has_tried = False  # to note something, since the last selection
 
     def begin(self, notes: Notes, start: int) -> bool:
-        """Let `notes` take what exceeds the floor from element `start` on; tell whether there is a floor."""
+        """Prepare `notes` for elements above the floor, from element `start` on; return whether there is a floor."""
         self._stretches.pop(start, None)
         if not self._stretches:
             self._held = 0
@@ -82,7 +82,7 @@ class Candidates:
         return self._has_tried
 
     def end(self, notes: Notes) -> None:
-        """Keep what was noted, if there was room for all of it."""
+        """Keep the noted candidates, if there was room for all of them."""
         first, held = self._held, notes.held
         if self._has_tried and held <= notes.room:
             start = notes.first
@@ -90,7 +90,7 @@ class Candidates:
             self._held = first + held
 
     def forget(self, start: int) -> None:
-        """Forget what was noted from element `start` on: it is written again."""
+        """Forget candidates from element `start` on: these elements are written again."""
         self._stretches.pop(start, None)
 
     def largest(
@@ -98,8 +98,8 @@ class Candidates:
     ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
         """Return the positions of the k largest keys `bits & mask`, int32[k], ascending; of equals the lowest.
 
-        With them what `bits` has there, if that is known. bits: the vector as it was written, int32[length]; afterwards
-        it may change. search: finds the positions by reading the vector.
+        With them the elements of `bits` there, if they are known. bits: the vector as it was written, int32[length];
+        afterwards it may change. search: finds the positions by reading the vector.
         """
         held, has_tried, self._has_tried = self._gather(bits, mask, k), self._has_tried, False
         self._stretches = {}
@@ -121,14 +121,14 @@ class Candidates:
     def _gather(self, bits: NDArray[np.int32], mask: int, k: int) -> int | None:
         """Put all that exceed the floor into the workspace of this thread, in order; return how many they are.
 
-        What lies between the stretches is read: small tensors, and those that another loop has written. None, if that
-        is much, or there is no room.
+        Elements between the stretches are read: small tensors, and those that another loop has written. None, if these
+        are many, or there is no room.
         """
         stretches = sorted(self._stretches.values())
         unknown = self.length - sum([stop - start for start, stop, _, _ in stretches])
         if unknown > self.length // MUCH:
             return None
-        spare = min(unknown, k + kernel.BLOCK)  # slots for what is read
+        spare = min(unknown, k + kernel.BLOCK)  # slots for elements that are read
         positions, keys, _ = workspace(sum([end - first for _, _, first, end in stretches]) + spare)
         done = held = 0
         for start, stop, first, end in [*stretches, (self.length, self.length, 0, 0)]:
@@ -157,10 +157,10 @@ class Candidates:
 
 
 class TensorNotes:
-    """Note what a loop writes of one tensor, the parts of which lie in one vector or several, for `kernel.add`."""
+    """Notes of a loop that writes one tensor, the slices of which lie in one vector or several, for `kernel.add`."""
 
     def __init__(self, parts: Sequence[tuple[Candidates, int, int]]) -> None:
-        """Take, of each part, the candidates of its vector, where it starts there, and how many elements it has."""
+        """Take, of each slice, the candidates of its vector, where it starts there, and how many elements it has."""
         self._notes = (Notes * len(parts))(*(Notes(elements=elements) for _, _, elements in parts))
         self._address = ctypes.addressof(self._notes)
         ours = zip(parts, self._notes, strict=True)
@@ -174,11 +174,11 @@ class TensorNotes:
         return (self._address, len(self._parts)) if begun else (0, 0)
 
     def end(self) -> None:
-        """Keep what was noted since `begin`."""
+        """Keep the candidates noted since `begin`."""
         for candidates, _, notes in self._parts:
             candidates.end(notes)
 
     def forget(self) -> None:
-        """Forget what was noted: the tensor is written again."""
+        """Forget the candidates: the tensor is written again."""
         for candidates, start, _ in self._parts:
             candidates.forget(start)

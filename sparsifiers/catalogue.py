@@ -1,4 +1,4 @@
-"""List the compressors and memories by name. A new one is a file of its own, and an import and a line here."""
+"""Compressors and memories by name. A new one is a file of its own, and an import and a line here."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def is_sparsifier(name: str) -> bool:
 
 
 def register(name: str, factory: Callable[..., Sparsifier]) -> None:
-    """Let `get(name, density, **options)` return `factory(density, **options)`. ValueError for a taken name."""
+    """Register a sparsifier, made by `factory(density, **options)`. ValueError for a taken name."""
     _refuse_taken(name, _low_rank, _quantisers)
     _sparsifiers.register(name, factory)
 
@@ -139,13 +139,13 @@ def quantiser(name: str, **options: object) -> Quantiser:
 
 
 def register_quantiser(name: str, factory: Callable[..., Quantiser]) -> None:
-    """Let `quantiser(name, **options)` return `factory(**options)`. ValueError for a taken name."""
+    """Register a quantiser, made by `factory(**options)`. ValueError for a taken name."""
     _refuse_taken(name, _sparsifiers, _low_rank)
     _quantisers.register(name, factory)
 
 
 def canonical(name: str) -> str | None:
-    """Return the canonical name of a compressor of any kind, or of what comes nearest to a published one; None: none.
+    """Return the canonical name of a compressor of any kind, or of the nearest to a published name; None: none.
 
     A name that is taken comes before one that is only near.
     """

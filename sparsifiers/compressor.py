@@ -1,7 +1,7 @@
-"""Define what compressors have in common: a name, a kind, options, and state that survives a restart.
+"""Common base of compressors: a name, a kind, options, and state that survives a restart.
 
 A sparsifier sends some of the elements of a vector, a cast sends all of them in fewer bits, a low-rank compressor
-sends two thin factors. What they share is here, so that the code that plans, checks and saves a training asks one type.
+sends two thin factors. The code that plans, checks and saves a training needs this one type.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparsifiers.canonical import canonical
 
 
 class Kind(enum.Enum):
-    """Say how the ranks combine what a compressor makes of a tensor."""
+    """Treatment of a tensor: how the ranks combine its compressed gradients."""
 
     DENSE = "dense"  # every element, perhaps in fewer bits: an all-reduce
     SPARSE = "sparse"  # some elements and where they stand: an exchange of indices and values
@@ -25,7 +25,7 @@ class Kind(enum.Enum):
 
 
 class Compressor(ABC):
-    """Describe one way of making gradients smaller, with the options and the state that belong to it.
+    """Method that makes gradients smaller, with its options and its state.
 
     A subclass sets `name` and `kind`. Everything else has a default that is right for a compressor without options
     that sends all elements and remembers nothing. One with hyper-parameters returns them from `options`; one that
@@ -34,8 +34,8 @@ class Compressor(ABC):
     """
 
     name: str  # the canonical name, as in compression=name
-    kind: Kind  # decides the lane of a tensor, and with it which exchange carries it
-    memory: str = "none"  # name of the memory that it is meant to be used with; "none" drops what is not sent
+    kind: Kind  # decides the class of a tensor, and with it which exchange carries it
+    memory: str = "none"  # name of the memory that it is meant to be used with; "none" drops the residual
     same_on_all_ranks: bool = False  # all ranks choose the same coordinates from (seed, key, step) alone: no vote
     density: float = 1.0  # elements sent / elements, in (0, 1]
     candidates: tuple[str, ...] = ()  # names of those of which training takes one, the most exact first; (): no choice
@@ -47,15 +47,15 @@ class Compressor(ABC):
         return frozenset((self.kind,))
 
     def of_tensor(self, name: str) -> Compressor:
-        """Return what compresses the tensor of this name: itself, or one of those that it consists of."""
+        """Return the compressor of the tensor of this name: itself, or one of those that it consists of."""
         return self
 
     def part(self, kind: Kind) -> Compressor | None:
-        """Return what it has of a kind: itself, one of those that it consists of, or None."""
+        """Return its compressor of a kind: itself, one of those that it consists of, or None."""
         return self if kind in self.kinds else None
 
     def is_for(self, dtype: torch.dtype) -> bool:
-        """Return whether gradients of this dtype are compressed; others travel whole."""
+        """Return whether gradients of this dtype are compressed; others travel dense."""
         return True
 
     @property
@@ -73,11 +73,11 @@ class Compressor(ABC):
         return {}
 
     def state_dict(self) -> dict[str, object]:
-        """Return what must survive a restart for the next steps to be the same; empty if there is nothing."""
+        """Return the state that a restart needs for the next steps to be the same; empty if there is none."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore what `state_dict` returned. ValueError if it belongs to another kind of compressor."""
+        """Restore the state of `state_dict`. ValueError if it belongs to another kind of compressor."""
         if state:
             raise ValueError(f"{self}: keeps no state, but was given {sorted(state)}; load that into what saved it")
 

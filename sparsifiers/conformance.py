@@ -43,9 +43,9 @@ def check(sparsifier: str | Callable[..., Any], *, at_least: float = 0.8, **opti
     sparsifier: a registered name, or a factory as given to `register`: factory(density, **options). Or the name, or
         the class, of a low-rank compressor: see `sparsifiers.conformance_low_rank`. Or the name or the class of a
         quantiser, or a factory of one, which needs no density: see `sparsifiers.conformance_quantiser`.
-    at_least: the part of k that must be sent wherever there are k non-zeros; 0 for a threshold that the user fixes,
-        which sends what it finds and is not the same for a scaled vector.
-    options: hyper-parameters, passed on to the sparsifier, whose own exceptions pass through.
+    at_least: the fraction of k that must be sent wherever there are k non-zeros; 0 for a threshold that the user
+        fixes, which sends as many as it finds and is not the same for a scaled vector.
+    options: hyper-parameters, passed on to the sparsifier; its own exceptions pass through.
     """
 
     if isinstance(sparsifier, str) and is_low_rank(sparsifier) or _makes_low_rank(sparsifier):
@@ -133,7 +133,7 @@ def _construction(make: Maker) -> None:
 
 
 def _protocol(made: Sparsifier) -> None:
-    """Check what a compressor says of itself."""
+    """Check the attributes of a compressor."""
     where = repr(made)
     require(isinstance(made.name, str) and bool(made.name), f"name is {made.name!r}, no text", where)
     require(made.kind is Kind.SPARSE, f"kind is {made.kind!r}, not Kind.SPARSE", where)
@@ -198,7 +198,7 @@ def _symmetries(make: Maker, at_least: float) -> None:
 
 
 def _state(make: Maker, at_least: float) -> None:
-    """Check that state belongs to a key, goes through all ways of saving it, and is forgotten where it must be."""
+    """Check that state belongs to a key, survives every form of saving, and is forgotten where it must be."""
     straight = _run(make(0.02), at_least, stop=12)
     both = make(0.02)
     turns = [selected(both, drifting(t), at_least, key=key, step=t) for t in range(12) for key in "ba"]

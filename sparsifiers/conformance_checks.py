@@ -1,4 +1,4 @@
-"""Compare and complain: what the checks of the contract have in common."""
+"""Helpers that the checks of the contract have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the inputs that a sparsifier is proved on: small, deterministic, and each awkward in a way of its own."""
+"""Make the inputs that a sparsifier is checked on: small, deterministic, and each a special case."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Case:
-    """Hold one input of a selection, with the name that errors call it by."""
+    """Input of a selection, with its name in errors."""
 
-    name: str  # what is awkward about it
+    name: str  # of the special case
     vector: Tensor  # floats [n]
     shapes: Shapes | None = None  # of the tensors that it concatenates
     finite: bool = True  # the lower bound on the count applies to it

@@ -1,4 +1,4 @@
-"""Check that a low-rank compressor keeps the contract: what the exchange asks it, and that its options make it again.
+"""Check that a low-rank compressor keeps the contract: its answers to the exchange, and its options, which remake it.
 
 `sparsifiers.conformance.check` calls this for a name, or a class, of that kind.
 """
@@ -21,7 +21,7 @@ def check_low_rank(compressor: str | Callable[..., LowRank], **options: object) 
     """Raise AssertionError, with what was wrong, unless the compressor keeps the contract.
 
     compressor: a registered name, or a factory: factory(rank, **options), where `seed` is an option.
-    options: hyper-parameters, passed on to the compressor, whose own exceptions pass through.
+    options: hyper-parameters, passed on to the compressor; its own exceptions pass through.
     """
 
     def make(rank: object = RANK, **more: object) -> LowRank:
@@ -42,7 +42,7 @@ def check_low_rank(compressor: str | Callable[..., LowRank], **options: object) 
 
 
 def _properties(made: LowRank) -> None:
-    """Check what a compressor says of itself."""
+    """Check the attributes of a compressor."""
     _require(isinstance(made, LowRank), "this is no sparsifiers.LowRank", made)
     _require(isinstance(made.name, str) and bool(made.name), f"its name is {made.name!r}", made)
     _require(made.kind is Kind.LOW_RANK and made.kinds == {Kind.LOW_RANK}, f"its kind is {made.kind}", made)

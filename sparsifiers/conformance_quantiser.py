@@ -1,4 +1,4 @@
-"""Check that a quantiser keeps the contract: what it says of itself, what bytes depend on, and what is read of them.
+"""Check that a quantiser keeps the contract: its attributes, the bytes it writes, and the values that are read.
 
 `sparsifiers.conformance.check` calls this for the name, the class or a factory of a quantiser.
 """
@@ -31,7 +31,7 @@ def check_quantiser(made_by: str | Maker, **options: object) -> None:
     """Raise AssertionError, with what was wrong and on which input, unless the quantiser keeps the contract.
 
     made_by: a registered name, or a factory: factory(**options).
-    options: hyper-parameters, passed on to the quantiser, whose own exceptions pass through.
+    options: hyper-parameters, passed on to the quantiser; its own exceptions pass through.
     """
 
     def make(**chosen: object) -> Quantiser:
@@ -149,7 +149,7 @@ def _draws(made: Quantiser, size: int) -> None:
 
 
 def _neighbours(made: Quantiser, size: int) -> None:
-    """Check that the bytes of a block, and what is read of them, depend on that block and its number alone."""
+    """Check that the bytes of a block, and the values read, depend on that block and its number alone."""
     values = gaussian(1030 * 64)  # with blocks of 64 more than are quantised at once
     records = encoded(made, values, size)
     read = decoded(made, records, size)

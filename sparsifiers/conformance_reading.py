@@ -1,4 +1,4 @@
-"""Check what is read of the records of a quantiser: zeros, extremes, errors, means, and sums of several messages."""
+"""Check the values read of a quantiser's records: zeros, extremes, errors, means, and sums of several messages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NOISE = 0.15  # share by which the noise may be another one than announced
 COPIES = 2048  # draws of which the mean is taken
 FACTORS = (2.0**-99, 2.0**-20, 8.0, 2.0**20, 2.0**99)  # from 1e-30 to 1e30
 EXTREMES = (3e38, 1e36, 1e-28, 1e-31, 1e-33, 1e-36, 1e-38, 1e-41)
-SENDERS = 256  # at most: what they say must have a finite sum
-LARGEST = 2.0**128 * (1 - 2.0**-16)  # of a sum, with room for what is rounded up while adding
+SENDERS = 256  # at most: their values must have a finite sum
+LARGEST = 2.0**128 * (1 - 2.0**-16)  # of a sum, with room for rounding up while adding
 NORMAL = 2.0**-126  # the least float32 that is not subnormal
 
 
@@ -79,7 +79,7 @@ def _not_finite(made: Quantiser, size: int) -> None:
 
 
 def _factors(made: Quantiser, size: int) -> None:
-    """Check that a vector times a power of two is read as so many times what is read of the vector, to the bit."""
+    """Check that a power of two times a vector is read as so many times the values read of it, to the bit."""
     values = gaussian(4 * size).clamp(-3.9, 3.9)
     read = decoded(made, encoded(made, values, size), size)
     for factor in FACTORS:
@@ -89,7 +89,7 @@ def _factors(made: Quantiser, size: int) -> None:
 
 
 def _extremes(made: Quantiser, size: int) -> None:
-    """Check that what is read is never infinite, not even when added up, and never subnormal, when it is divided."""
+    """Check that values read are never infinite, not even when added up, and never subnormal, when divided."""
     for magnitude in EXTREMES:
         where = where_of(made, size, f"magnitudes of {magnitude:.0e}")
         signs, uniform = gaussian(2 * size).sign(), gaussian(2 * size, 1).erf()
@@ -105,7 +105,7 @@ def _extremes(made: Quantiser, size: int) -> None:
 
 
 def _error(made: Quantiser, size: int, name: str, values: Tensor) -> None:
-    """Check that what is read is no farther from a block than zeros are: else error feedback would have no end."""
+    """Check that values read are no farther from a block than zeros are: else error feedback would have no end."""
     read = decoded(made, encoded(made, values, size), size).double()
     blocks = values.view(-1, size).double()
     errors, squares = (read - blocks).square().sum(dim=1), blocks.square().sum(dim=1)

@@ -25,7 +25,7 @@ def encoded(made: Quantiser, values: Tensor, size: int, draws: Draws = DRAWS, fi
 
 
 def decoded(made: Quantiser, records: Tensor, size: int, draws: Draws = DRAWS, scale: float = 1.0) -> Tensor:
-    """Return ``scale`` times what is read of ``records``, uint8[blocks, bytes]: float32[blocks, size]."""
+    """Return ``scale`` times the values read of ``records``, uint8[blocks, bytes]: float32[blocks, size]."""
     out = torch.full((len(records) * size,), math.nan)
     made.decode_sum([records.reshape(-1)], [draws], size, scale, out)
     return out.view(-1, size)

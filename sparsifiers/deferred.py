@@ -1,4 +1,4 @@
-"""Make a selection on a device not before it is known where it is to be written: perhaps in a message."""
+"""Selections on a device that are made once their destination is known: perhaps a message."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from sparsifiers.gpu import IndexSection, Slots
 
 
 class Select(Protocol):
-    """Queue kernels that select, and write what they take: see `sparsifiers.gpu.select_largest`."""
+    """Function that queues kernels which select and write: see `sparsifiers.gpu.select_largest`."""
 
     def __call__(
         self, slots: Slots, section: IndexSection | None = None, *, commit: bool, momentum: Tensor | None = None
     ) -> None:
-        """Write indices and values to `slots`, and the index codec to `section`; `commit`: take them off the vector."""
+        """Write indices and values to `slots`, indices to `section` too; `commit`: subtract values from the vector."""
 
 
 class Deferred(Selection):
-    """Be a selection that has still to be made, with all of its slots in use.
+    """Selection that has still to be made, with all of its entries in use.
 
-    `write` makes it where somebody wants it. Who looks at its indices or values first has it made in tensors of its
-    own. Once it has been written and taken off the vector, there is nothing left to look at: RuntimeError.
+    `write` makes it at its destination. Reading its indices or values first makes it in tensors of its own. Once it
+    has been written and subtracted from the vector, it cannot be read any more: RuntimeError.
     """
 
     def __init__(self, capacity: int, device: torch.device, select: Select) -> None:
-        """Take how many are selected from a vector on `device`, and what does it."""
+        """Take the number of entries, the vector's device, and the function that selects."""
         self._capacity, self._device, self._select = capacity, device, select
-        self._slots: Slots | None = None  # where it was made for who looked at it
-        self._is_taken = False  # the vector has not got any more what was selected
+        self._slots: Slots | None = None  # where it was made to be read
+        self._is_taken = False  # the selection was subtracted from the vector
 
     @property
     def capacity(self) -> int:
@@ -39,7 +39,7 @@ class Deferred(Selection):
 
     @property
     def count(self) -> int:
-        """Return how many slots are in use."""
+        """Return how many entries are in use."""
         return self._capacity
 
     @property
@@ -49,13 +49,14 @@ class Deferred(Selection):
 
     @property
     def values(self) -> Tensor:
-        """Return what stands there: fp32[capacity]."""
+        """Return the values there: fp32[capacity]."""
         return self._made().values
 
     def write(self, slots: Slots, section: IndexSection, *, commit: bool, momentum: Tensor | None) -> bool:
-        """Make it in `slots` and `section`, which may be parts of a message; return True, for that can be done.
+        """Make it in `slots` and `section`, which may be slices of a message; return True, for that can be done.
 
-        commit: take what is written off the vector. momentum: like the vector, cleared where something was taken off.
+        commit: subtract the written values from the vector. momentum: like the vector, cleared where a value was
+        subtracted.
         """
         self._select(slots, section, commit=commit, momentum=momentum)
         self._is_taken = commit

@@ -68,7 +68,7 @@ def take(keys: Tensor, low: Tensor, high: Tensor, k: int) -> tuple[Tensor, Tenso
 
     keys: int[n], of which at most k exceed high; low, high: 0-dim. Returns the indices int32[k], ascending, and how
     many of them count, 0-dim int32; later slots hold index n - 1. The taken are counted from the left, and the j-th
-    index is where that count first reaches j: a compaction whose shape is known beforehand.
+    index is where that count first reaches j: a compaction of a shape that is known beforehand.
     """
     larger = keys > high
     vacant = (k - torch.count_nonzero(larger)).to(torch.int32)

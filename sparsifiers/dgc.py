@@ -1,4 +1,4 @@
-"""Take the threshold of a sample, corrected by what it lets through: deep gradient compression."""
+"""Deep gradient compression: the threshold of a sample, corrected by the number of elements above it."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def ranked(keys: Tensor, rank: int) -> Tensor:
 
 
 class DGC(Sparsifier):
-    """Send the k largest coordinates, found through the threshold of a small sample.
+    """Sparsifier of the k largest coordinates, found through the threshold of a small sample.
 
     Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression", ICLR 2018, section 5: sample
     0.1 to 1 % of the elements, take the sample's top-k threshold, then select hierarchically, top-k among the
-    candidates, where that let too many through. Momentum correction, masking and clipping belong to the
+    candidates, where there are too many. Momentum correction, masking and clipping belong to the
     memory `dgc`, the warm-up to the training loop.
 
     mode "exact" (the default): the sample's rank has a margin, so that the candidates hold the k largest; the
@@ -56,7 +56,7 @@ class DGC(Sparsifier):
     is outside [0.8, 1.3] k, then cut to the k largest. A threshold of zero is left at once, all non-zeros
     being candidates. It is there for comparisons: dearer, and no better.
 
-    sample_ratio: part of the vector to sample, in (0, 1]; at least 32 of the k largest are expected in it.
+    sample_ratio: fraction of the vector to sample, in (0, 1]; at least 32 of the k largest are expected in it.
     """
 
     name = "dgc"
@@ -113,7 +113,7 @@ class DGC(Sparsifier):
 
 
 def _factor_loop(vector: Tensor, key: Tensor, k: int) -> NDArray[np.int32]:
-    """Return what the authors' loop selects from the threshold with this key on: int32[at most k], ascending."""
+    """Return the selection of the authors' loop, from the threshold with this key on: int32[at most k], ascending."""
     bits, mask, dtype = bit_view(vector).numpy(), magnitude_mask(vector.dtype), vector.dtype
     tau, most = _magnitude(key, dtype), math.floor(BAND[1] * k)
     count = floor = 0

@@ -1,4 +1,4 @@
-"""Apply momentum before selection, so that it is not lost on the way: the memory of deep gradient compression."""
+"""Memory of deep gradient compression: momentum is applied before selection, so that none is lost."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ MOMENTUM = 0.9  # where neither the memory nor the optimizer says one
 
 
 class DGCMemory(Memory):
-    """Apply momentum before selection, clear it where a coordinate was sent, and clip gradients locally.
+    """Memory that applies momentum before selection, clears it where a coordinate was sent, and clips locally.
 
     Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression", ICLR 2018. Each tensor has a momentum u and a velocity
     v, which is the residual: u = m u + g, v = v + u (equation 7 and appendix D; nesterov: u = m (u + g), v = v + u +
-    g). Selection reads v, and where a coordinate was sent u and v are cleared (masking, section 3.3). Tensors that are
-    sent whole get the same momentum once, on the average.
+    g). Selection reads v, and where a coordinate was sent u and v are cleared (masking, section 3.3). Dense tensors
+    get the same momentum once, on the average.
 
     The wrapped optimizer must not apply momentum again: the core sees to it for SGD's, and its weight decay then has no
     momentum either. With masking=False and density 1 the training is that of SGD with momentum m.
 
-    momentum: m in [0, 1); None: what the optimizer says in each step, tensor by tensor, `nesterov` included, and 0.9
-        where it says none (in Nesterov's form, where m changes, the factor of the step before counts once more).
-    nesterov: Nesterov's form of the momentum, where the optimizer does not say.
+    momentum: m in [0, 1); None: the optimizer's in each step, tensor by tensor, `nesterov` included, and 0.9 where it
+        has none (in Nesterov's form, where m changes, the factor of the step before counts once more).
+    nesterov: Nesterov's form of the momentum, where it is not the optimizer's.
     masking: clear the momentum of a coordinate that is sent.
     clipping: bound of the norm of a tensor's gradient summed over all W workers; each worker clips its own to
         clipping * W**-0.5 before it is accumulated (section 3.2); None: no clipping.
@@ -85,7 +85,7 @@ class DGCMemory(Memory):
         return None
 
     def rate_of(self, rate: Rate | None) -> Rate:
-        """Return the momentum that is applied. `rate`: what the optimizer says of it; None: nothing."""
+        """Return the momentum that is applied. `rate`: the optimizer's; None: it has none."""
         return Rate(MOMENTUM if self.momentum is None else self.momentum, self.nesterov) if rate is None else rate
 
     def _advance(self, gradient: Tensor, momentum: Momentum) -> bool:
@@ -99,7 +99,7 @@ class DGCMemory(Memory):
 
     def mask(self, momentum: Tensor, indices: Tensor, sent: Tensor) -> None:
         if self.masking and not kernel_message.mask(momentum, indices, sent):
-            # By product, not by fill: a padding slot holds an index that may be a real one elsewhere, and sends 0.
+            # By product, not by fill: a padding entry has an index that may be a real one elsewhere, and sends 0.
             momentum.scatter_reduce_(0, indices.long(), (sent == 0).to(momentum.dtype), "prod")
 
     def for_dense_lane(self) -> Memory:
@@ -110,7 +110,7 @@ class DGCMemory(Memory):
 
 
 class _MomentumOfAverage(Memory):
-    """Apply the same momentum to tensors that are sent whole, once, on the average of all workers."""
+    """Memory that applies the same momentum to dense tensors, once, on the average of all workers."""
 
     has_momentum = True
 
@@ -129,8 +129,8 @@ class _MomentumOfAverage(Memory):
 
 
 class _MomentumOfWhole(_MomentumOfAverage, NoMemory):
-    """Keep nothing beside the momentum."""
+    """Memory of dense tensors, with a momentum and no residual."""
 
 
 class _MomentumOfRounded(_MomentumOfAverage, Rounding):
-    """Keep what rounding leaves, too."""
+    """Memory of rounded dense tensors, with a momentum and their quantisation error."""

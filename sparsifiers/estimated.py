@@ -1,9 +1,9 @@
-"""Select by an estimated threshold: a sample to fit, a count that decides, exact selection behind it.
+"""Select by an estimated threshold: a sample to fit, a count that decides, exact selection where it fails.
 
 An estimator is a pure function (x, wanted) -> eta on tensors: x float32 [m] >= 0 are sampled magnitudes in units of a
 power of two, sorted once so that each count is a binary search; wanted (0-dim) is how many of them should reach the
 threshold eta (0-dim). It reads no value on the host and has no shape that depends on data, so the same code serves
-all devices. It only starts the search: whatever it says, 0.8 k to k indices are selected.
+all devices. It only starts the search: with any estimate, 0.8 k to k indices are selected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST = 4.0  # of k: carrying more through the scan costs more than selecting exa
 
 
 class Estimated(Keyed):
-    """Send what reaches an estimated threshold: a subclass writes `_estimate`.
+    """Sparsifier of the coordinates that reach an estimated threshold: a subclass writes `_estimate`.
 
     On the CPU the vector is read once where the sample bears the estimate out; where more than k are found they are
     cut to the k largest, and fewer than `least` of k are replaced by the exact k. On a device the estimate starts a
@@ -44,16 +44,16 @@ class Estimated(Keyed):
     """
 
     has_kernels = True
-    least: float = LEAST  # the smallest part of k that is sent, where there are as many non-zeros
+    least: float = LEAST  # the smallest fraction of k that is sent, where there are as many non-zeros
 
     @abstractmethod
     def _estimate(self, sample: Sample, request: Request) -> Tensor:
         """Return eta, 0-dim, in units of the sample; it may recall and keep numbers of request.key."""
 
     def start(self, vector: Tensor, request: Request) -> tuple[Tensor, Sample]:
-        """Return the threshold before anything is counted, fp64 0-dim, and what it was fitted to; for inspection too.
+        """Return the threshold before any count, fp64 0-dim, and the sample it was fitted to; for inspection too.
 
-        It is 0, which offers all non-zeros, where no more than the wanted elements of the sample are non-zero.
+        It is 0, which selects all non-zeros, where no more than the wanted elements of the sample are non-zero.
         """
         size = max(SAMPLES, math.ceil(REACHED * vector.numel() / request.k))
         sample = normalised(strided(vector, size, request), request.k / vector.numel())
@@ -89,7 +89,7 @@ class Estimated(Keyed):
 def key_floor(tau: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the key, 0-dim int64, that exactly the elements of `dtype` with |a| >= tau exceed; at least 0.
 
-    tau: 0-dim fp64, which is rounded up to `dtype`. So zeros are never offered, while NaN and inf always are.
+    tau: 0-dim fp64, which is rounded up to `dtype`. So zeros are never selected, while NaN and inf always are.
     """
     tau = tau.clamp(min=0.0, max=torch.inf)
     rounded = tau.to(dtype)
@@ -98,7 +98,7 @@ def key_floor(tau: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def padded(indices: NDArray[np.signedinteger[Any]], k: int) -> Selection:
-    """Return at most k indices, ascending, as a Selection with k slots; it owns the array if there are k."""
+    """Return at most k indices, ascending, as a Selection with k entries; it owns the array if there are k."""
     slots = indices if len(indices) == k else np.zeros(k, dtype=np.int32)
     slots[: len(indices)] = indices
     return Selection(torch.from_numpy(slots), len(indices))

@@ -1,4 +1,4 @@
-"""Prepare a small part of a vector for a threshold to be fitted to it, without waiting for a device."""
+"""Prepare a small sample of a vector, to fit a threshold to it, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparsifiers.device import keys_of
 
 @dataclass(frozen=True)
 class Sample:
-    """Hold what an estimator is fitted to, on the device of the vector."""
+    """Sample that an estimator is fitted to, on the device of the vector."""
 
     x: Tensor  # float32 [m], magnitudes in units of `unit`, ascending, 0 for NaN and inf
     unit: Tensor  # a power of two, fp64 0-dim
@@ -42,9 +42,9 @@ def strided(vector: Tensor, size: int, request: Request) -> Tensor:
 
 
 def normalised(elements: Tensor, density: float) -> Sample:
-    """Make a Sample of elements, floats [m], of a vector of which the part `density` is wanted.
+    """Make a Sample of elements, floats [m], of a vector of which the fraction `density` is wanted.
 
-    Non-finite elements are always sent: they take part of what is wanted and no part in the fit. Division by
+    Non-finite elements are always sent: they count among the wanted ones, and not in the fit. Division by
     a power of two is exact, so that scaling a vector by one changes nothing that follows.
     """
     keys = keys_of(elements)

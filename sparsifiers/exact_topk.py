@@ -3,7 +3,7 @@
 The vector is read once, in blocks that stay in the cache. Keys above a floor are kept with their positions;
 when more than twice k are held they are cut back to the k largest, and the floor rises to the smallest of
 these. It may rise so far because positions ascend: of two equal keys the later one loses. A first floor
-guessed from a sample makes the cuts rare, and has no say in the result. What `kernel` can read is scanned and
+guessed from a sample makes the cuts rare, and has no say in the result. Vectors that `kernel` can read are scanned and
 cut by compiled loops, with the same result.
 """
 
@@ -76,7 +76,7 @@ def scan(bits: NDArray[np.signedinteger[Any]], mask: int, k: int, floor: int) ->
 def counted_scan(
     bits: NDArray[np.signedinteger[Any]], mask: int, k: int, floor: int, most: int
 ) -> tuple[NDArray[np.int32], int]:
-    """Return what `scan` does, and how many keys exceed `floor`; most + 1 stands for all larger counts. most >= k."""
+    """Return the positions of `scan`, and how many keys exceed `floor`; most + 1 for all larger counts. most >= k."""
     if kernel.reads(bits):
         return _compiled_counted_scan(bits, mask, k, floor, most)
     positions = scan(bits, mask, most + 1, floor)
@@ -108,7 +108,7 @@ def _compiled_counted_scan(
 
 def workspace(slots: int) -> NDArray[np.int32]:
     """Return scratch of this thread, int32[3, slots], with anything in it."""
-    # Memory fresh from the system costs a fault a page, a tenth of the scan; so a thread keeps what it used last.
+    # Memory fresh from the system costs a fault a page, a tenth of the scan; so a thread keeps its last scratch.
     if slots > KEPT:
         return np.empty((3, slots), dtype=np.int32)
     if _thread.workspace.shape[1] < slots:

@@ -1,7 +1,7 @@
-"""Call the compiled loops of kernel.c, if they were built: they do in one pass what numpy and torch do in several.
+"""Call the compiled loops of kernel.c, if they were built: one pass, where numpy and torch need several.
 
-All of it is optional. Without a compiler at installation, with AGMERGE_KERNEL=off in the environment,
-or for a tensor that the loops cannot read, callers take their numpy or torch path, which gives the same bits.
+All of it is optional. Without a compiler at installation, with AGMERGE_KERNEL=off in the environment, or for a tensor
+that the loops cannot read, callers take their numpy or torch code, with the same bits.
 AGMERGE_KERNEL=baseline, avx2 or avx512 (on arm64 baseline or neon) names the best instruction set that they may use,
 where a processor has it.
 ctypes releases the GIL during each call, so other threads run meanwhile.
@@ -147,7 +147,7 @@ def reads(bits: NDArray[Any]) -> TypeGuard[Keys]:
 
 
 def scan(bits: Keys, start: int, mask: int, floor: int, positions: Keys, keys: Keys, held: int) -> tuple[int, int]:
-    """Append positions and keys of the elements of `bits` from `start` on whose key exceeds the floor.
+    """Append positions and keys of the elements of `bits` from `start` on that have a key above the floor.
 
     bits: see `reads`; positions and keys: int32 of one length. Returns where it stopped and how many are held
     then: at len(bits), or where the next BLOCK of elements might not fit.
@@ -188,7 +188,7 @@ def rows_top(table: Keys, mask: int, quotas: NDArray[np.int64], transposed: bool
     quotas: int64[rows], each in [0, length]; ValueError for others.
 
     int32[quotas.sum()]; of equal keys in a row the first are taken. None for so few rows that one is better searched
-    as a vector, and where columns have too many candidates, because what is largest in most of them stands close
+    as a vector, and where columns have too many candidates, because the largest of most of them stand close
     together.
     """
     length, rows = table.shape if transposed else table.shape[::-1]
@@ -208,7 +208,7 @@ def rows_top(table: Keys, mask: int, quotas: NDArray[np.int64], transposed: bool
 
 
 def _columns_top(table: Keys, mask: int, quotas: NDArray[np.int64], room: int) -> Keys | None:
-    # All columns together where there is the room for it, otherwise in panels, whose results are then sorted.
+    # All columns together where there is room, otherwise in panels, with a sort of the results.
     length, columns = table.shape
     total, most = int(quotas.sum()), int(quotas.max(initial=0))
     indices = np.empty(total, dtype=np.int32)
@@ -237,16 +237,16 @@ def _columns_top(table: Keys, mask: int, quotas: NDArray[np.int64], room: int) -
 
 
 class Noting(Protocol):
-    """Take note of the largest of what is written."""
+    """Object that takes note of the largest elements that a loop writes."""
 
     def begin(self) -> tuple[int, int]:
         """Return the address and number of `struct notes` of kernel_memory.c; (0, 0): there is nothing to note."""
 
     def end(self) -> None:
-        """Keep what has been noted since :meth:`begin`."""
+        """Keep the notes taken since :meth:`begin`."""
 
     def forget(self) -> None:
-        """Forget what was noted: it is written again, and no loop does it."""
+        """Forget the notes: the elements are written again, and not by a loop."""
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------
@@ -260,8 +260,8 @@ def add(
 
     Bit for bit as torch.mul and torch.add. ``home``: fp32, becomes the gradient, an fp32 one, in the same pass.
     ``noting``: takes note of the largest of work, likewise.
-    None, with nothing done: torch must do it; several of its threads are faster than this one. To look at all of work
-    costs nothing in the same pass. Shapes are equal, and what is written shares no storage with the others.
+    None, with nothing done: torch must do it; several of its threads are faster than this one. The check of all of work
+    costs nothing in the same pass. Shapes are equal, and outputs share no storage with the others.
     """
     if not _streams(gradient, work, residual, home=home):
         return None
@@ -287,7 +287,7 @@ def momentum(
     """Write after = factor * before + gradient and work = residual + after; return whether all of work is finite.
 
     In Nesterov's form after = factor * (before + gradient) and work = (gradient + after) + residual. ``home``,
-    ``noting`` and what None means: see `add`. Shapes are equal, and what is written shares no storage with the others.
+    ``noting`` and None: see `add`. Shapes are equal, and outputs share no storage with the others.
     """
     if not _streams(gradient, work, residual, before, after, home=home):
         return None
@@ -317,7 +317,7 @@ def _streams(gradient: Tensor, *kept: Tensor, home: Tensor | None = None) -> boo
 
 
 def blocks_encode(indices: Tensor, count: int, capacity: int, low: int, last: int, out: Tensor) -> bool:
-    """Write the first `count` of indices, int32, to `out`, uint8, as the codec Blocks does; False: it must itself.
+    """Write the first `count` of indices, int32, to `out`, uint8, as the codec Blocks does; False: the codec must.
 
     capacity: slots of the message; low: bits of an index inside its block; last: number of the last block.
     """
@@ -328,7 +328,7 @@ def blocks_encode(indices: Tensor, count: int, capacity: int, low: int, last: in
 
 
 def blocks_decode(data: Tensor, count: int, capacity: int, low: int, last: int) -> tuple[Tensor, bool] | None:
-    """Read the first `count` indices that the codec Blocks wrote, int32[count], and tell whether they can be right.
+    """Read the first `count` indices that the codec Blocks wrote, int32[count], and return whether they can be right.
 
     None if Blocks must read them itself. For the arguments see `blocks_encode`.
     """

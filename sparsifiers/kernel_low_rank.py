@@ -19,7 +19,7 @@ from sparsifiers.kernel import KINDS, address, loaded, plain
 
 MOST = 128  # rows of a factor, as in kernel_low_rank.c
 FEW = 16  # rows up to which a pass over a matrix is faster than torch's (measured)
-NEAR = 1 << 15  # elements of a right factor up to which to take it off is faster than torch's (measured)
+NEAR = 1 << 15  # elements of a right factor up to which its subtraction is faster than torch's (measured)
 ALONE = -1  # the number there of no gradient
 
 
@@ -39,7 +39,7 @@ def orthonormalize(factors: Sequence[Tensor]) -> bool:
     """Make the rows of each factor, (r, length) with r <= length, orthonormal, in place: Gram-Schmidt, twice.
 
     Sums are of double precision. A row that is zero, not finite, or dependent on those before it becomes the unit
-    vector of which these have least, without what they have of it. False, with nothing done, if torch must do it.
+    vector with the smallest projection on these, less that projection. False, with nothing done, if torch must do it.
     """
     shapes = [tuple(factor.shape) for factor in factors]
     if not (all(map(plain, factors)) and all(len(shape) == 2 and shape[0] <= shape[1] for shape in shapes)):
@@ -95,8 +95,8 @@ def add_project_on_right_and_take_off(
 ) -> bool | None:
     """Write out = right sum^T and matrix = sum - out^T right of sum = residual + gradient, which is read once.
 
-    Return whether all of the sum is finite; what is not makes its row not finite, and no other. gradient: float32,
-    bfloat16 or float16. copy: see `add_and_project_on_right`. None, with nothing done: torch must do it.
+    Return whether all of the sum is finite; an element that is not makes its row not finite, and no other. gradient:
+    float32, bfloat16 or float16. copy: see `add_and_project_on_right`. None, with nothing done: torch must do it.
     """
     return _sum_on_right(matrix, residual, gradient, right, out, copy, True)
 

@@ -1,6 +1,6 @@
-"""Call the compiled loops about what is sent of a vector: indices, and the values there.
+"""Call the compiled loops on the entries of messages: indices, and the values there.
 
-What `commit`, `take` and `mask` return False for, with nothing done, torch must do.
+Where `commit`, `take` and `mask` return False, with nothing done, torch must do it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SCATTERED = 1 << 13  # indices from which `commit` is faster than torch (measure
 
 
 def commit(work: Tensor, indices: Tensor, sent: Tensor) -> bool:
-    """Take off: work[indices] -= sent, an index that occurs again included; False: torch must do it.
+    """Subtract: work[indices] -= sent, an index that occurs again included; False: torch must do it.
 
     work: fp32 [n]; indices: int32[m]; sent: fp32 [m].
 
@@ -31,7 +31,7 @@ def commit(work: Tensor, indices: Tensor, sent: Tensor) -> bool:
 
 
 def take(work: Tensor, indices: Tensor, values: Tensor, momentum: Tensor | None = None) -> bool:
-    """Write values = work[indices], and take them off: work[indices] -= values, and momentum[indices] *= values == 0.
+    """Write values = work[indices] and subtract them: work[indices] -= values, and momentum[indices] *= values == 0.
 
     work and momentum: fp32 [n]; indices: int32[m], each of them once; values: fp32 [m]. Returns False, with nothing
     done, if torch must do it.

@@ -1,6 +1,6 @@
 """Call the compiled loops of quantisers: records of values, sums of records, and records of these.
 
-All of them return False, with nothing done, for what torch must do. Bytes and values have the bits that the operations
+All of them return False, with nothing done, where torch must do it. Bytes and values have the bits that the operations
 of `sparsifiers.quantising` give; a sum of squares is right to 2**-20 of it.
 """
 
@@ -42,7 +42,7 @@ def encode(
 def decode_sum(
     messages: Sequence[Tensor], draws: Sequence[Draws], size: int, scale: float, out: Tensor, number: int, record: int
 ) -> bool:
-    """Write ``scale`` times the sum of what all messages say, as `Quantiser.decode_sum` does; see `encode`."""
+    """Write ``scale`` times the sum of all messages' values, as `Quantiser.decode_sum` does; see `encode`."""
     if not (number and out.dtype in KINDS and out.numel() and plain(out, dtype=out.dtype)):
         return False
     if not _fit(messages, draws, -(-out.numel() // size) * record):
@@ -59,7 +59,7 @@ def encode_sum(
     messages: Sequence[Tensor], draws: Sequence[Draws], size: int, scale: float, own: Draws, out: Tensor,
     first: tuple[int, int], second: tuple[int, int],
 ) -> bool:  # fmt: skip
-    """Write what `decode_sum` would, by another quantiser, as `Quantiser.encode_sum` does.
+    """Write the sum of `decode_sum` by another quantiser, as `Quantiser.encode_sum` does.
 
     first, second: number and bytes of a block of the quantiser of the messages, and of that of ``out``.
     """

@@ -1,6 +1,6 @@
 """Call the compiled loops of kernel_updates.c, about an update that is the sum of lists of indices and values.
 
-What each returns False for, with nothing done, torch must do.
+Where one returns False, with nothing done, torch must do it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def write_sum(total: Tensor, lists: Sequence[List], scale: float) -> bool:
 
 
 def takes_in(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `take_in` can do it, for tensors of such."""
+    """Return whether `take_in` can handle tensors of this dtype and device."""
     single = torch.get_num_threads() == 1  # several of torch's are faster
     return kernel.available() and dtype == torch.float32 and device.type == "cpu" and single
 
@@ -43,10 +43,10 @@ def take_in(
     base: Tensor, parameter: Tensor, first: int, lists: Sequence[List], scale: float,
     own: List,
 ) -> bool:  # fmt: skip
-    """Take an update off base and parameter, 1-D fp32, in one pass: False, with nothing done, if torch must do it.
+    """Subtract an update from base and parameter, 1-D fp32, in one pass: False, with nothing done, if torch must do it.
 
-    lists: indices and values, of which the update is the sum of values * scale, list by list. own: indices and what
-    was sent there: at these parameter = base - rest, where rest is what base - parameter was, less what was sent.
+    lists: indices and values, of which the update is the sum of values * scale, list by list. own: indices and the
+    values sent there: at these parameter = base - residual, where the residual is the old base - parameter, less these.
     Indices are int32, ascending, and count from first; values are fp32.
     """
     if not (plain(base, parameter) and _are_plain((*lists, own))) or base.numel() != parameter.numel():
@@ -60,7 +60,7 @@ def take_in(
 
 
 class _Pointers(NamedTuple):
-    """Point at lists, for C."""
+    """Pointers to lists, for C."""
 
     indices: NDArray[np.uintp]  # where those of each list begin
     values: NDArray[np.uintp]  # likewise

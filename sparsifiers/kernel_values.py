@@ -1,6 +1,6 @@
 """Call the compiled loops of kernel_values.c: the codecs of a few bits a value, with float32 scales of blocks of 256.
 
-They write and read what `Steps` and `Signs` of agmerge do, which are asked where these loops cannot do it.
+They write and read the bytes of `Steps` and `Signs` of agmerge, which do it where these loops cannot.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sparsifiers.kernel import loaded, plain
 
 
 def encode(values: Tensor, used: int, width: int, scales: Tensor, codes: Tensor, read: Tensor) -> bool:
-    """Write `scales`, `codes` and what is `read` of float32 values; False, with nothing done, if torch must do it.
+    """Write `scales`, `codes` and the values to be `read`; False, with nothing done, if torch must do it.
 
     values: fp32 [m], of which the first `used` are in use, and the others 0. width: bits a value, 8, 4, 2 or 1. scales:
     fp32, one for each block of 256 values, with a width of 2 two; codes: uint8[ceil(m * width / 8)]; read: fp32, m

@@ -1,4 +1,4 @@
-"""Select the largest of a vector: on a device in kernels, or in torch's operations; on the host from what was noted."""
+"""Select the largest of a vector: on a device in kernels, or in torch's operations; on the host from candidates."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ def select_in_kernels(vector: Tensor, request: Request, *, exact: bool) -> Selec
     """Return k of the largest magnitudes of fp32 [n], 1 <= k <= n, ascending, with their values; nothing waits.
 
     exact: the k largest. Else all that are larger than the k-th by an eighth of an octave, and of those as large as it
-    within that the first: for methods that estimate where the k-th lies, which a histogram tells in one pass.
+    within that the first: for methods that estimate the k-th, which a histogram finds in one pass.
     """
     scratch = _scratch(vector, request)
     return _later_or_now(vector, request, partial(gpu.select_largest, vector, request.k, scratch, exact=exact))
 
 
 def _scratch(vector: Tensor, request: Request) -> gpu.Scratch:
-    """Return what the request has of it, or a new one."""
+    """Return the scratch of the request, or a new one."""
     given = request.scratch
     return given if isinstance(given, gpu.Scratch) else gpu.Scratch(vector.numel(), vector.device)
 
 
 def _later_or_now(vector: Tensor, request: Request, select: Select) -> Selection:
-    """Return what `select` makes, later where the request has a scratch: then somebody may say where."""
+    """Return the selection of `select`, deferred where the request has a scratch: it may then be made in a message."""
     deferred = Deferred(request.k, vector.device, select)
     return deferred if request.scratch is not None else Selection(deferred.indices, deferred.count, deferred.values)

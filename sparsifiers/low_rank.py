@@ -1,4 +1,4 @@
-"""Compress matrices to two thin factors: what PowerSGD and ACP-SGD are told. The mathematics is the exchange's."""
+"""Low-rank compressors, PowerSGD and ACP-SGD: their options. The mathematics is the exchange's."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Ranks = int | Mapping[str, int] | Sequence[tuple[str, int]]
 
 
 class LowRank(Compressor):
-    """Send a matrix as two factors of few rows, projected on a basis that all ranks have in common.
+    """Compressor of a matrix to two factors of few rows, projected on a basis that all ranks have in common.
 
-    A tensor of two or more dimensions is a matrix: its first dimension by all others. One whose factors would have more
-    elements than it has itself is sent whole. Bases are no part of the compressor: they are equal on all ranks, and
-    kept with what ranks have agreed on.
+    A tensor of two or more dimensions is a matrix: its first dimension by all others. One with fewer elements than
+    its factors is sent dense. Bases do not belong to the compressor: they are equal on all ranks, and kept with the
+    plan.
     """
 
     kind = Kind.LOW_RANK
@@ -58,11 +58,11 @@ class LowRank(Compressor):
 
 
 class PowerSGD(LowRank):
-    """Send both factors in each step, in two rounds.
+    """Low-rank compressor that sends both factors in each step, in two rounds.
 
     Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-    NeurIPS 2019, Algorithm 1, with a warm start; what is kept is what this rank itself has not sent, not what the
-    average of all ranks lacks.
+    NeurIPS 2019, Algorithm 1, with a warm start; the residual is of this rank's own matrix, not of the average
+    of all ranks.
     """
 
     name = "powersgd"
@@ -70,7 +70,7 @@ class PowerSGD(LowRank):
 
 
 class ACPSGD(LowRank):
-    """Send one factor in each step, in one round, the left and the right one in turn; both in a tensor's first step.
+    """Low-rank compressor that sends one factor in each step, left and right in turn; both in a tensor's first step.
 
     Zhang, Zhang, Shi, Chu and Li, "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning",
     ICDCS 2023, Algorithm 1.
@@ -96,7 +96,7 @@ def _ranks(rank: Ranks) -> int | tuple[tuple[str, int], ...]:
 
 
 def _whole(rank: object) -> int:
-    """Return one rank as an int. ValueError for what is none."""
+    """Return one rank as an int. ValueError for anything else."""
     if not isinstance(rank, Integral) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"rank={rank!r}: give a whole number > 0, or {{pattern: number}}")
     return int(rank)

@@ -2,8 +2,8 @@
 
 Sign-magnitude formats (IEEE 754 and bfloat16) are laid out so that these integers rise with |a|: zeros of
 both signs are 0, subnormals, normals and inf follow in order, and NaN comes after inf. One integer comparison
-therefore serves every dtype, treats NaN as the largest value without a special case (two NaNs compare by
-their payload), and does not depend on the flush-to-zero mode of the thread.
+therefore serves every dtype, and does not depend on the flush-to-zero mode of the thread. It treats NaN as the largest
+value without a special case (two NaNs compare by their payload).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Add what was not sent to the next gradient, or drop it.
+"""Memories: rules that add the residual to the next gradient, or drop it.
 
-A memory owns no storage. It writes the work slice that selection reads; the core then takes away what was
-sent, and what is left of the work slice is the next residual.
+A memory owns no storage. It writes the work slice that selection reads; the core then subtracts the sent
+values, and the work slice is the next residual.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from sparsifiers.canonical import canonical
 
 
 class Rate(NamedTuple):
-    """Hold what an optimizer says of a tensor's momentum."""
+    """Momentum that an optimizer has for a tensor."""
 
     momentum: float  # the factor m
     nesterov: bool = False  # Nesterov's form is asked for
 
 
 class Momentum(NamedTuple):
-    """Hold the momentum of a tensor, as of the last step and as of this one, each of the tensor's shape."""
+    """Momentum of a tensor, as of the last step and as of this one, each of the tensor's shape."""
 
     before: Tensor  # of the last step; only read
     after: Tensor  # of this step; written
@@ -33,7 +33,7 @@ class Momentum(NamedTuple):
 
 
 class _Renamed:
-    """Read and write an attribute of a memory under the name that it had in version 0.1."""
+    """Descriptor that gives an attribute of a memory its name of version 0.1."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -46,7 +46,7 @@ class _Renamed:
 
 
 class Memory(ABC):
-    """Make the vector that selection reads out of a residual and a gradient.
+    """Rule that makes the vector for selection out of a residual and a gradient.
 
     A subclass sets `name` and `has_residual` and writes `_compensate`, which may have the arguments `home` and `notes`
     of `compensate`, too. One with a momentum sets `has_momentum`, and writes `mask` and `for_dense_lane`: its momentum
@@ -54,11 +54,11 @@ class Memory(ABC):
     """
 
     name: str  # the canonical name that it is registered under
-    has_residual: bool  # what is not sent is kept as the residual; False: it is dropped
+    has_residual: bool  # the residual is kept; False: it is dropped
     has_momentum: bool = False  # it applies a momentum, in the place of the optimizer
     follows: bool = False  # it takes the momentum of an optimizer that has one, from `Momentum.rate`
-    hands_back: bool = False  # whoever gave the tensor keeps what is not sent of it, and hears what was sent
-    kept: str = "residual"  # what checkpoints call what is kept, where anything is
+    hands_back: bool = False  # the owner of the tensor keeps the residual, and is told what was sent
+    kept: str = "residual"  # name of the residual in checkpoints, where there is one
     _moves: ClassVar[bool] = False  # `_compensate` has the arguments `home` and `notes`
 
     # The names of version 0.1: memories of scripts may use them for one version more.
@@ -66,7 +66,7 @@ class Memory(ABC):
     corrects = _Renamed("has_momentum")
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Rename what a subclass still writes under a name of version 0.1, and see what its `_compensate` takes."""
+        """Rename a subclass's attributes of version 0.1, and find out which arguments its `_compensate` takes."""
         super().__init_subclass__(**options)
         cls._moves = {"home", "notes"} <= inspect.signature(cls._compensate).parameters.keys()
         for old, new in (("keeps", "has_residual"), ("corrects", "has_momentum")):
@@ -98,7 +98,7 @@ class Memory(ABC):
         momentum: None exactly if the memory has none that is applied here.
         size: the number of workers.
         home: like work; becomes the gradient, in the same pass where one does all of it.
-        notes: take note of the largest of work in that pass, or forget what they hold.
+        notes: take note of the largest of work in that pass, or forget their notes.
 
         Returns whether all of work is finite, if that is known without another look at it, else None. ValueError for
         arguments that do not fit.
@@ -129,26 +129,26 @@ class Memory(ABC):
         """
 
     def mask(self, momentum: Tensor, indices: Tensor, sent: Tensor) -> None:
-        """Clear the momentum, 1-D, where `sent` was taken off the residual at `indices`; one may come again with 0."""
+        """Clear the momentum, 1-D, at `indices` with a `sent` value that is not 0; an index may come again with 0."""
         return  # no momentum
 
     def for_dense_lane(self) -> Memory:
-        """Return the memory of tensors that are sent whole beside those of this one: there is nothing to keep."""
+        """Return the memory of dense tensors beside those of this one, which have no residual."""
         return NoMemory()
 
     of_dense = for_dense_lane  # its name in version 0.1
 
     def for_rounded_lane(self) -> Memory:
-        """Return the memory of tensors that are sent whole beside those of this one, but rounded: it keeps the rest."""
+        """Return the memory of rounded dense tensors beside those of this one: it keeps the quantisation error."""
         return Rounding() if self.has_residual else self.for_dense_lane()
 
     @property
     def averages(self) -> bool:
-        """Return whether momentum is applied to what ranks have combined, by `correct`, and not to gradients."""
+        """Return whether momentum is applied to combined updates, by `correct`, and not to gradients."""
         return self.has_momentum and not self.has_residual
 
     def correct(self, update: Tensor, momentum: Momentum) -> None:
-        """Apply momentum to the combined `update` of tensors that are sent whole, in place."""
+        """Apply momentum to the combined `update` of dense tensors, in place."""
         raise NotImplementedError(f"{self} has no momentum for what is sent whole")
 
     def options(self) -> dict[str, object]:
@@ -183,7 +183,7 @@ class Memory(ABC):
 
 
 class NoMemory(Memory):
-    """Drop what is not sent: work = gradient.
+    """Memory that drops the residual: work = gradient.
 
     With a sparsifier this is biased and usually diverges or stalls; it is for compressors that drop nothing,
     and for ablations.
@@ -202,10 +202,10 @@ class NoMemory(Memory):
 
 
 class HandBack(NoMemory):
-    """Leave what is not sent to whoever gave the tensor: work = gradient, which has all of it in every step.
+    """Memory that leaves the residual to the owner of the tensor: work = gradient, which has all of it in every step.
 
-    The core tells them what was sent. It is for step-ahead error feedback (Xu, Huo and Huang, "Step-Ahead Error
-    Feedback for Distributed Training with Compressed Gradient", AAAI 2021), where a worker computes with the rest
+    The core tells the owner what was sent. It is for step-ahead error feedback (Xu, Huo and Huang, "Step-Ahead Error
+    Feedback for Distributed Training with Compressed Gradient", AAAI 2021). There a worker computes with the residual
     applied to its own parameters, so that these hold it.
     """
 
@@ -214,7 +214,7 @@ class HandBack(NoMemory):
 
 
 class Residual(Memory):
-    """Keep what is not sent and add the next gradient to it: work = residual + gradient, which is error feedback.
+    """Memory that adds the next gradient to the residual: work = residual + gradient, which is error feedback.
 
     Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, Algorithm 1, with the learning rate left to
     the optimizer: the gradient enters as it is, and the learning rate of the step that sends it applies.
@@ -243,7 +243,7 @@ class Residual(Memory):
 
 
 class Decaying(Residual):
-    """Keep what is not sent, and forget a part of it in every step: work = decay * residual + gradient.
+    """Memory of residuals that decay in every step: work = decay * residual + gradient.
 
     Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, Algorithm 1: there the residual of
     the steps that workers make by themselves is multiplied by 0.95 before the next is added, and so takes the place of
@@ -276,9 +276,9 @@ class Decaying(Residual):
 
 
 class Rounding(Residual):
-    """Keep what rounding leaves of tensors that are sent whole: the rule of `residual`.
+    """Memory of the quantisation error of dense tensors: the rule of `residual`.
 
-    It is no part of a choice, so checkpoints and reports tell it from what a selection has left.
+    It is no residual of a selection, so checkpoints and reports tell the two apart.
     """
 
     name = "rounding"
@@ -286,10 +286,10 @@ class Rounding(Residual):
 
 
 class ResidualGTopK(Residual):
-    """Keep the rest of a selection in two stages: only what was sent *and* selected globally leaves the residual.
+    """Memory of residuals in two stages: only values that were sent *and* selected globally leave the residual.
 
     Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification" (gTop-k), ICDCS 2019. The
-    core takes off the residual what became part of the update, whichever exchange decided it; so this is the rule of
+    core subtracts from the residual the values that entered the update, with any exchange; so this is the rule of
     `residual`, under the name that scripts know.
     """
 

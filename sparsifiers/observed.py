@@ -1,4 +1,4 @@
-"""Watch a sparsifier at work: select what it selects, and keep figures of how good that was."""
+"""Watch a sparsifier at work: make its selections, and keep figures of their quality."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sparsifiers.proof import Proof
 
 
 class Observed(Sparsifier):
-    """Stand in for another sparsifier and observe each of its selections.
+    """Sparsifier that makes the selections of another one, and observes each of them.
 
     It has the name, text, options, capacity and state of `wrapped`, and makes the same selections; so one rank alone
     may observe, and an observed training goes on as one that is not. Each selection is followed by a pass or two over
-    the vector, which wait for its device: take it off again where times are measured.
+    the vector, which wait for its device: remove it again where times are measured.
     """
 
     wrapped: Sparsifier  # makes the selections, and owns the state
@@ -31,11 +31,11 @@ class Observed(Sparsifier):
         self._proof = Proof()
 
     def figures(self) -> dict[str, float]:
-        """Return what was observed since the last `reset`; for the keys see `Proof.figures`."""
+        """Return the figures since the last `reset`; for the keys see `Proof.figures`."""
         return self._proof.figures()
 
     def reset(self) -> None:
-        """Forget what was observed."""
+        """Forget all observations."""
         self._proof.reset()
 
     def select(
@@ -67,7 +67,7 @@ class Observed(Sparsifier):
         return self.wrapped.options()
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state of `wrapped`; what was observed is not saved."""
+        """Return the state of `wrapped`; observations are not saved."""
         return self.wrapped.state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Say which memories kernels know: what they add up for many tensors in one pass, and clear where something is sent."""
+"""Memories that kernels know: their rules, by which kernels add up many tensors in one pass."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from sparsifiers.memories import Memory, NoMemory, Rate, Residual
 
 
 class OnePass(NamedTuple):
-    """Tell `sparsifiers.gpu.compensate` what to do beside adding the gradient to the residual, where there is one."""
+    """Rule of `sparsifiers.gpu.compensate`, beside adding the gradient to the residual, where there is one."""
 
     momentum: Rate | None  # of gradients, in the form of deep gradient compression; None: there is none
 
 
 def one_pass(memory: Memory, rates: Iterable[Rate | None]) -> OnePass | None:
-    """Return how a kernel does what a memory's `compensate` does, for all of some tensors; None: no kernel does it.
+    """Return the rule by which a kernel does a memory's `compensate`, for all of some tensors; None: no kernel can.
 
-    rates: what the optimizer says of the momentum of each.
+    rates: the optimizer's momentum of each.
     """
     rule = type(memory)._compensate
     if rule in (Residual._compensate, NoMemory._compensate):
@@ -31,7 +31,7 @@ def one_pass(memory: Memory, rates: Iterable[Rate | None]) -> OnePass | None:
 
 
 def clears_momentum(memory: Memory) -> bool | None:
-    """Return whether a memory clears the momentum of what is sent, as kernels do; None: no kernel knows it."""
+    """Return whether a memory clears the momentum of sent coordinates, as kernels do; None: no kernel knows it."""
     if not memory.has_momentum or memory.averages:
         return False
     if isinstance(memory, DGCMemory) and type(memory).mask is DGCMemory.mask:

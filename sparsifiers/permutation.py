@@ -1,4 +1,4 @@
-"""Permute [0, n) by a key, in such a way that any part can be computed by itself.
+"""Permute [0, n) by a key, so that any subset of images can be computed by itself.
 
 Numpy's generators may change their streams between versions; ranks must not draw different indices because
 their numpy differs, so this one is written out.
@@ -18,8 +18,8 @@ def permuted(n: int, count: int, key: str) -> NDArray[np.uint32]:
     0 <= count <= n <= 2**31; key: any text. Cost and memory are O(count).
 
     A Feistel network permutes [0, 2**bits), the smallest such range that covers
-    [0, n): each round adds a hash of one half of the bits to the other half, which the same hash undoes. What
-    lands outside [0, n) is sent round again until it lands inside, as it must, because its cycle contains the
+    [0, n): each round adds a hash of one half of the bits to the other half, which the same hash undoes. An image
+    outside [0, n) is sent round again until it lands inside, as it must, because its cycle contains the
     element of [0, n) it came from; this walk is a permutation of [0, n) (Black and Rogaway, "Ciphers with
     Arbitrary Finite Domains", 2002). On average fewer than two walks are needed.
     """

@@ -1,10 +1,10 @@
-"""Measure how good selections are: how much of a vector they leave behind, and how many of its rows they reach.
+"""Measure the quality of selections: the residual that they leave, and the rows of a vector that they reach.
 
 ADTopk (HPDC'24) argues with these figures, and its `proofs/` measure them. Convergence with error feedback rests on a
 contraction, ||a - C(a)||^2 <= (1 - k/n) ||a||^2 (Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS
 2018): topk keeps to it at every step, randomk and rows that take turns on average. Ours: coverage and waiting in
-training, and the contraction of the vector itself (the reference compares with a reshaped one, and finds that nothing
-is left). This is a measuring tool: it reads a device's values and waits for them.
+training, and the contraction of the vector itself (the reference compares with a reshaped one, and finds no
+residual). This is a measuring tool: it reads a device's values and waits for them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Shapes = Sequence[Sequence[int]]
 
 
 def contraction(vector: Tensor, selection: Selection) -> Tensor:
-    """Return ||a - C(a)||^2 / ||a||^2 in [0, 1]: the part of a vector's energy that a selection leaves behind.
+    """Return ||a - C(a)||^2 / ||a||^2 in [0, 1]: the fraction of a vector's energy that stays in the residual.
 
     vector: a, floats [n] of any stride, not changed. The result is float64, 0-dim and on its device; 0 if a is 0.
 
-    Both sums are taken in float64 over copies of BLOCK elements. What is left is summed as such: as the difference of
-    ||a||^2 and what was sent it would be all rounding errors where nearly everything is sent. NaN gives NaN.
+    Both sums are taken in float64 over copies of BLOCK elements. The residual is summed as such: as the difference of
+    ||a||^2 and the sent energy it would be all rounding errors where nearly everything is sent. NaN gives NaN.
     """
     n, chosen = vector.numel(), selection.trimmed()
     bounds = torch.searchsorted(chosen, torch.arange(0, n + BLOCK, BLOCK, device=chosen.device)).tolist()
@@ -59,7 +59,7 @@ def row_numbers(indices: Tensor, shapes: Shapes) -> Tensor:
 
 
 def rows_reached(selection: Selection, shapes: Shapes) -> Tensor:
-    """Tell for each row whether it sends anything: bool[rows], on the device of the indices."""
+    """Return for each row whether it sends anything: bool[rows], on the device of the indices."""
     rows = sum(matrix.rows for matrix in matrices(shapes) if matrix.structured)
     reached = torch.zeros(rows + 1, dtype=torch.bool, device=selection.indices.device)
     reached[row_numbers(selection.trimmed(), shapes)] = True  # those of no row, -1, meet in the last place
@@ -67,7 +67,7 @@ def rows_reached(selection: Selection, shapes: Shapes) -> Tensor:
 
 
 class Proof:
-    """Sum up the selections of a run, in nine bytes per row. Not for several threads at once."""
+    """Statistics of the selections of a run, in nine bytes per row. Not for several threads at once."""
 
     def __init__(self) -> None:
         self.reset()
@@ -83,8 +83,8 @@ class Proof:
     def observe(self, key: str, vector: Tensor, selection: Selection, shapes: Shapes) -> None:
         """Add one step of the vector `key`. Waits for its device.
 
-        vector: floats [n] that still hold what is sent. shapes: of the tensors that it concatenates; where those of a
-        key have changed, its rows start over. ValueError if they do not make up n elements.
+        vector: floats [n] before sent values are subtracted. shapes: of the tensors that it concatenates; where those
+        of a key have changed, its rows start over. ValueError if they do not make up n elements.
         """
         parts = tuple(map(tuple, shapes))
         if (covered := sum(map(math.prod, parts))) != vector.numel():
@@ -104,7 +104,7 @@ class Proof:
         self._wait = max(self._wait, int(silent.max())) if len(silent) else self._wait
 
     def figures(self) -> dict[str, float]:
-        """Return what was observed so far.
+        """Return the figures so far.
 
         observations: steps, summed over vectors.
         contraction_mean, contraction_max: over these; 0 before the first.

@@ -1,6 +1,6 @@
-"""List what papers and their code call compressors: the one table of these names, for scripts and command lines.
+"""Names of compressors in papers and their code: the one table of these, for scripts and command lines.
 
-Keys are spelled as `sparsifiers.registry.spelling` does. What planners and exchanges are called is the business of
+Keys are spelled as `sparsifiers.registry.spelling` does. Names of planners and exchanges are the business of
 other packages.
 """
 
@@ -45,17 +45,17 @@ QUANTISERS = {
     "1bit": "onebit",
 }
 
-# What is none of ours, and comes nearest: it is refused, with that name.
+# Names that are none of ours, with the nearest one: they are refused, with that name.
 NEAREST_SPARSIFIER = {
     "deepgradientcompression": "dgc",
-    # Ways to combine what top-k selects: Ok-Topk's and SparCML's names.
+    # Sums of top-k selections: Ok-Topk's and SparCML's names.
     **dict.fromkeys(("oktopk", "gtopk", "gtopksgd", "topksa", "topkdsa", "topka2", "topkaopt"), "topk"),
     **dict.fromkeys(("lags", "lagssgd"), "topk"),
     **dict.fromkeys(("gaussianksa", "gaussiankconcat"), "gaussiank"),
 }
 NEAREST_LOW_RANK = {"batchedpowersgd": "powersgd", "batchedpowersgdhook": "powersgd", "atomo": "powersgd"}
 NEAREST_QUANTISER = {
-    # GRACE's, which are rounded to powers of two, or to what an exponent leaves.
+    # GRACE's, which are rounded to powers of two, or to the bits beside an exponent.
     **dict.fromkeys(("natural", "naturalcuda", "inceptionn", "u8", "uint8", "uniform8bit", "quantile8bit"), "int8"),
     **dict.fromkeys(("blockwise8bit", "quantizationpertensor", "quantizationperchannel"), "int8"),
     **dict.fromkeys(("qsgdcuda", "dithering"), "qsgd"),

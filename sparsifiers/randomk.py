@@ -1,4 +1,4 @@
-"""Draw coordinates by lot, the same ones on all ranks: random-k."""
+"""Random-k: coordinates drawn by lot, the same ones on all ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sparsifiers.permutation import permuted
 
 
 class RandomK(Sparsifier):
-    """Send k coordinates drawn uniformly without replacement, whatever their values.
+    """Sparsifier of k coordinates drawn uniformly without replacement, independent of their values.
 
     The draw depends on (seed, key, step) and the length alone, so all ranks hold the same indices without a message,
     and an exchange need not send them; two keys, or two steps of one key, draw apart. With a larger k the same
     draw goes on, so indices drawn for less are among them. count is always k, no value is read, and the cost is
     O(k). No generator of the process is touched.
 
-    Leaves (1 - k/n) ||a||^2 behind on average, which is all that top-k guarantees at worst and far more than it
+    Its residual has (1 - k/n) ||a||^2 on average: all that top-k guarantees at worst, and far more than it
     leaves in practice (Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018): the baseline
     that a sparsifier has to beat, and a choice for networks where only an all-reduce is fast. Values are sent as
     they are; scaling them by n/k would be right without a residual only. Ours: the draw (the reference seeds

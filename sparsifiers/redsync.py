@@ -1,4 +1,4 @@
-"""Look for a threshold between the mean and the largest magnitude: RedSync."""
+"""RedSync: a threshold between the mean and the largest magnitude."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVALUATIONS = 24  # 2**24 keys are two octaves halved to the last bit
 
 
 def bisected(x: Tensor, wanted: Tensor) -> Tensor:
-    """Return mean + r (max - mean) whose count is in [wanted, 2 wanted], with r found by bisection.
+    """Return mean + r (max - mean) with a count in [wanted, 2 wanted], with r found by bisection.
 
     x: float32 [m] >= 0, ascending; wanted and the result: 0-dim. Fang et al., "RedSync", JPDC 2019 (threshold binary
     search).
@@ -51,10 +51,10 @@ def trimmed(x: Tensor, wanted: Tensor, decrement: float) -> Tensor:
 
 
 class RedSync(Estimated):
-    """Send the k largest of the k to 2k coordinates above a threshold between mean and maximum.
+    """Sparsifier of the k largest of the k to 2k coordinates above a threshold between mean and maximum.
 
-    The published method sends up to 2k; here what is beyond k stays in the residual, so that all methods
-    offer the same number. It costs 26 counts over a sample and one pass over the vector, without an assumption
+    The published method sends up to 2k; here coordinates beyond k stay in the residual, so that all methods
+    select the same number. It costs 26 counts over a sample and one pass over the vector, without an assumption
     about the distribution: the safe choice where gradients have no common shape.
     """
 
@@ -65,7 +65,7 @@ class RedSync(Estimated):
 
 
 class RedSyncTrim(Estimated):
-    """Send the k largest coordinates, looked for above a threshold that is lowered in steps.
+    """Sparsifier of the k largest coordinates, searched for above a threshold that is lowered in steps.
 
     count is always k and the selection that of topk. On heavy tails every step lets far more than k through
     (30 times k is usual), and exact selection takes over at once. The paper uses it for layers of 128 KB to 4 MB.

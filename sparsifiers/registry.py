@@ -1,4 +1,4 @@
-"""Keep factories by name, with errors that say which names and options there are."""
+"""Registry of factories by name, with errors that list names and options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALIKE = 0.7  # how similar two names are, at least, for the one to be a slip of 
 
 
 def spelling(name: str) -> str:
-    """Return what spellings of one name have in common: neither case nor hyphens, underscores and blanks matter."""
+    """Return the common form of all spellings of a name: without case, hyphens, underscores and blanks."""
     return "".join(letter for letter in name.casefold() if letter not in "-_ ")
 
 
@@ -26,7 +26,7 @@ def alike(name: str, known: Iterable[str]) -> str | None:
 
 
 def _likeness(first: str, second: str) -> float:
-    """Return how much two names are alike, from 0 to 1; of what both end in ("SGD") nothing is said."""
+    """Return how much two names are alike, from 0 to 1; a common ending "SGD" is left out."""
     pair = spelling(first), spelling(second)
     if all(each.endswith("sgd") for each in pair):
         pair = pair[0].removesuffix("sgd"), pair[1].removesuffix("sgd")
@@ -34,12 +34,12 @@ def _likeness(first: str, second: str) -> float:
 
 
 class Registry(Generic[Made]):
-    """Make objects of one kind from a name, positional arguments and named options.
+    """Factories of objects of one kind, called by a name, positional arguments and named options.
 
-    kind: what errors call them.
+    kind: their name in errors.
     base: the class that each factory must return an instance of.
     aliases: other names for the canonical ones; accepted, not listed.
-    nearest: names that are not accepted, as `spelling` has them, and what comes nearest to each.
+    nearest: names that are not accepted, as `spelling` has them, and the nearest accepted name to each.
 
     Names are accepted in any spelling, see `spelling`.
     """
@@ -65,7 +65,7 @@ class Registry(Generic[Made]):
         return isinstance(name, str) and self.canonical(name) is not None
 
     def register(self, name: str, factory: Callable[..., Made]) -> None:
-        """Add a factory. ValueError for a taken name, TypeError for what is no name or no factory."""
+        """Add a factory. ValueError for a taken name, TypeError for other arguments."""
         if not isinstance(name, str) or not name:
             raise TypeError(f"a {self._kind}'s name must be a non-empty string, not {name!r}")
         if not callable(factory):
@@ -98,7 +98,7 @@ class Registry(Generic[Made]):
         return {**aliases, **{spelling(known): known for known in self._factories}}.get(spelling(name))
 
     def published(self, name: str) -> str | None:
-        """Return what comes nearest to a published name that is none here; None: it is not known, or accepted."""
+        """Return the nearest name here to a published one; None: that is not known, or accepted itself."""
         return self._nearest.get(spelling(name))
 
     def _known(self) -> str:

@@ -22,7 +22,7 @@ CIRCLE = 1 << 64
 
 @dataclass(frozen=True)
 class Matrix:
-    """Say where one tensor lies in the vector, and what its rows are."""
+    """Place of one tensor in the vector, and its rows."""
 
     offset: int  # of its first element in the vector
     rows: int  # how many it has
@@ -45,7 +45,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Share:
-    """Hold how many elements a matrix sends in one turn, and which row is dealt the first of them."""
+    """Number of elements that a matrix sends in one turn, and the row that is dealt the first of them."""
 
     matrix: Matrix
     count: int  # elements in all
@@ -74,7 +74,7 @@ def matrices(shapes: Sequence[Sequence[int]]) -> list[Matrix]:
 
 
 def deal(tensors: Sequence[Matrix], k: int, turn: int) -> list[Share]:
-    """Deal k elements to the tensors for one turn: to each its part of k, rounded up or down.
+    """Deal k elements to the tensors for one turn: to each its share of k, rounded up or down.
 
     tensors: those of a vector, in order, at least one; k >= 1; turn: counts the calls. All of it is a pure function of
     the arguments, in exact integers.
@@ -82,7 +82,7 @@ def deal(tensors: Sequence[Matrix], k: int, turn: int) -> list[Share]:
     With C the offsets, n the vector's length and s = turn * n / golden ratio, modulo n, tensor t sends
     floor((k C[t+1] + s) / n) - floor((k C[t] + s) / n): the differences add up to k, and none exceeds the
     tensor's size. By the three-gap theorem an arc of length f is met in any 2 / f consecutive steps round the
-    circle by the golden ratio; so a tensor whose part f of k is below one sends in any 2 / f turns.
+    circle by the golden ratio; so a tensor with a share f of k below one sends in any 2 / f turns.
 
     Its rows are dealt to like players at a table: the first element goes to the row after the one that was
     dealt the last in the turn before. Under a constant k no two rows of a tensor therefore ever differ by more

@@ -17,7 +17,7 @@ from sparsifiers.rows import Matrix, deal, matrices
 
 
 def largest_in_rows_on_device(vector: Tensor, k: int, turn: int, shapes: Sequence[Sequence[int]]) -> Tensor:
-    """Return what `largest_in_rows` does, of floats [n] on any device: int32[k], ascending."""
+    """Return the indices of `largest_in_rows`, of floats [n] on any device: int32[k], ascending."""
     keys = bit_view(vector) & magnitude_mask(vector.dtype)
     taken = torch.zeros_like(keys, dtype=torch.bool)
     for share in deal(matrices(shapes), k, turn):
@@ -30,7 +30,7 @@ def largest_in_rows_on_device(vector: Tensor, k: int, turn: int, shapes: Sequenc
 
 
 def maxima_and_largest_on_device(vector: Tensor, k: int, step: int, forced: Sequence[Matrix]) -> Tensor:
-    """Return what `maxima_and_largest` does, of floats [n] on any device: int32[k], ascending."""
+    """Return the indices of `maxima_and_largest`, of floats [n] on any device: int32[k], ascending."""
     keys = bit_view(vector) & magnitude_mask(vector.dtype)
     maxima = torch.cat([_maxima(keys, matrix) for matrix in forced])
     rows = len(maxima)
@@ -46,13 +46,13 @@ def maxima_and_largest_on_device(vector: Tensor, k: int, step: int, forced: Sequ
 
 
 def table(values: Tensor, matrix: Matrix) -> Tensor:
-    """View as [rows, length] one matrix's part of a contiguous vector [n]."""
+    """View one matrix's slice of a contiguous vector [n] as [rows, length]."""
     flat = values[matrix.offset : matrix.stop]
     return flat.view(matrix.length, matrix.rows).t() if matrix.columns else flat.view(matrix.rows, matrix.length)
 
 
 def top(keys: Tensor, quotas: Tensor, most: int) -> Tensor:
-    """Mark the quotas[r] largest of each row r, bool[rows, length]; of equals the first.
+    """Return which elements are among the quotas[r] largest of their row r, bool[rows, length]; of equals the first.
 
     keys: integers [rows, length]; quotas: int64[rows], each in [0, most]; 1 <= most <= length.
     """

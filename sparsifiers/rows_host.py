@@ -1,8 +1,8 @@
 """Find the largest of each row in CPU memory, with scratch for a few rows.
 
 Keys of as many rows as fit the cache are copied and searched together; a row that does not fit is searched as
-a vector of its own. Columns of a C-order matrix are copied in strips at least a cache line wide. What `kernel`
-can read, and has room for, is searched by compiled loops, with the same result.
+a vector of its own. Columns of a C-order matrix are copied in strips at least a cache line wide. Tables that `kernel`
+can read, and has room for, are searched by compiled loops, with the same result.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def maxima_and_largest(bits: Keys, mask: int, k: int, step: int, forced: Sequenc
     """Return the largest of each row of `forced`, and the largest others up to k in all: indices int32[k], ascending.
 
     bits: signed integers [n], n >= 1, of any stride, not changed; mask: see `magnitude_mask`; forced: the matrices
-    whose rows must send. Of R > k rows only those with (r - step * k) % R < k do. Of equal keys the lowest index is
-    taken.
+    of which all rows must send. Of R > k rows only those with (r - step * k) % R < k do. Of equal keys the lowest index
+    is taken.
     """
     rows = sum(matrix.rows for matrix in forced)
     wanted = np.ones(rows, dtype=np.int64)
@@ -110,7 +110,7 @@ def rows_top(table: Keys, mask: int, quotas: NDArray[np.int64]) -> NDArray[np.in
 
 
 def _keys(strip: Keys, mask: int) -> Keys:
-    """Return `strip & mask` in C order, whatever the strides of the strip."""
+    """Return `strip & mask` in C order, for any strides of the strip."""
     keys = np.empty(strip.shape, dtype=strip.dtype)
     width = PATCH if strip.strides[0] < strip.strides[1] else strip.shape[1]
     for start in range(0, strip.shape[1], width):

@@ -1,4 +1,4 @@
-"""Take the quantile of a fitted distribution, in stages that each fit the tail beyond the last: SIDCo."""
+"""SIDCo: the quantile of a fitted distribution, in stages that each fit the tail beyond the last."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsifiers.sidco_laws import exponential, gamma, moments, pareto
 from sparsifiers.threshold_correction import corrected, off
 
 Law = Literal["e", "gp", "gamma"]
-FIRST = 0.25  # what the first of several stages lets through
+FIRST = 0.25  # fraction that the first of several stages lets through
 MOST_STAGES = 5
 PERIOD = 5  # calls for which a number of stages is kept
 EVALUATIONS = 3  # two corrections
@@ -29,8 +29,8 @@ def staged(x: Tensor, wanted: Tensor, stages: int, law: Law) -> Tensor:
 
     Zeros take no part: delta is wanted over the non-zeros. The
     first stage fits `law` to all, for FIRST of them; each later one fits the excess over the last threshold,
-    for an equal share of the rest: exponential for "e", generalised Pareto for the others (a tail of any law
-    is nearly one). A stage without enough exceedances ends it.
+    for an equal share of the remaining factor: exponential for "e", generalised Pareto for the others (a tail of any
+    law is nearly one). A stage without enough exceedances ends it.
     """
     count, mean, variance = moments(x)
     delta = (wanted / count).clamp_max(1.0)
@@ -55,14 +55,14 @@ def tail_slope(x: Tensor, eta: Tensor) -> Tensor:
 
 
 class SIDCo(Estimated):
-    """Send what exceeds the threshold of a fitted sparsity-inducing distribution.
+    """Sparsifier by the threshold of a fitted sparsity-inducing distribution.
 
     It costs two sums over a sample per stage and one pass over the vector. sidco-gp suits all shapes of tail and is
     the one to choose; sidco-e is cheapest and best where gradients are Laplacian; sidco-gamma fits gradients
     that pile up at zero. At most two corrections by the sample's count follow (`threshold_correction.corrected`).
 
     The number of stages is chosen per key from 1 to log2(1 / density), at most 5: every fifth call all of
-    them are tried on the sample, and the one whose count is closest to what is wanted stays. The published
+    them are tried on the sample, and the one with the count closest to the wanted one stays. The published
     rule (a stage more if too few were selected, one less if too many) cannot leave one stage where that
     selects too many, as it does on heavy tails. On a device the trial is part of every call, because its
     outcome may not be read.
@@ -90,18 +90,18 @@ class SIDCo(Estimated):
 
 
 class SIDCoE(SIDCo):
-    """Fit the exponential law in all stages; see SIDCo."""
+    """SIDCo with the exponential law in all stages."""
 
     name, law = "sidco-e", "e"
 
 
 class SIDCoGP(SIDCo):
-    """Fit the generalised Pareto law in all stages; see SIDCo."""
+    """SIDCo with the generalised Pareto law in all stages."""
 
     name, law = "sidco-gp", "gp"
 
 
 class SIDCoGamma(SIDCo):
-    """Fit a gamma law in the first stage and generalised Pareto laws in the others; see SIDCo."""
+    """SIDCo with a gamma law in the first stage and generalised Pareto laws in the others."""
 
     name, law = "sidco-gamma", "gamma"

@@ -1,4 +1,4 @@
-"""Fit the distributions of SIDCo to magnitudes, each as: which threshold does a part `delta` exceed?
+"""Fit the distributions of SIDCo to magnitudes, each as: which threshold does a fraction `delta` exceed?
 
 Abdelmoniem, Elzanaty, Alouini and Canini, "An Efficient Statistical-based Gradient Compression Technique for
 Distributed Training Systems" (SIDCo), MLSys 2021. Everything is 0-dim float32 on any device unless said
@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsifiers.threshold_correction import above
 
 SHAPES = (-4.0, 0.45)  # of the Pareto: its variance, from which the shape is read, is finite below 0.5
-POINTS, ROUNDS = 64, 4  # 63**4 parts of the range of ln quantile: 2e-6
+POINTS, ROUNDS = 64, 4  # 63**4 intervals of the range of ln quantile: 2e-6
 
 
 def moments(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +46,7 @@ def gamma(x: Tensor, mean: Tensor, delta: Tensor) -> Tensor:
     """Return beta P^-1(alpha, 1 - delta): gamma fitted to the positive elements of x, float32 [m], of that mean.
 
     s = ln mu - mean ln x, alpha = (3 - s + sqrt((s - 3)**2 + 24 s)) / 12 s, beta = mu / alpha. The paper inverts
-    the incomplete gamma function by -beta (ln delta + ln Gamma(alpha)), which is exact at alpha = 1 only and
+    the incomplete gamma function by -beta (ln delta + ln Gamma(alpha)). That is exact at alpha = 1 only and
     off by a factor of 2 in count elsewhere; here it is inverted numerically.
     """
     present = x > 0

@@ -1,4 +1,4 @@
-"""Keep state that belongs to a vector: by key, and forgotten where the key comes back with another length."""
+"""State that belongs to a vector: by key, and forgotten where the key comes back with another length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparsifiers.base import Sparsifier
 
 
 class Keyed(Sparsifier):
-    """Remember a few numbers per key; a subclass calls `_recall` and `_keep`.
+    """Sparsifier that keeps a few numbers per key; a subclass calls `_recall` and `_keep`.
 
     The numbers are Python's, or 0-dim tensors where reading them would wait for a device. All state belongs to the
     instance.
@@ -43,7 +43,7 @@ class Keyed(Sparsifier):
         return {self.name: dict(self._kept)}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore what `state_dict` returned; an empty mapping is a cold start."""
+        """Restore the state of `state_dict`; an empty mapping is a cold start."""
         kept = state.get(self.name, {})
         if set(state) - {self.name} or not isinstance(kept, Mapping):
             raise ValueError(f"{self}: its state is {{{self.name!r}: ...}}, but was given {sorted(state)}")

@@ -1,4 +1,4 @@
-"""Select by a fixed threshold, or by one that follows k by what it let through."""
+"""Select by a fixed threshold, or by one that follows k by its last count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparsifiers.threshold_reuse import key_from, reuse
 
 
 class Threshold(Keyed):
-    """Send the coordinates whose magnitude is at least tau, at most k of them.
+    """Sparsifier of the coordinates of magnitude tau or more, at most k of them.
 
     With tau, a fixed threshold (Strom, "Scalable distributed DNN training using commodity GPU cloud
     computing", Interspeech 2015): nothing below tau is sent, more than k are cut to the k largest, and

@@ -1,4 +1,4 @@
-"""Count a sample against a threshold, and move the threshold until the count is what is wanted."""
+"""Count a sample against a threshold, and move the threshold until the count is the wanted one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def off(x: Tensor, wanted: Tensor, eta: Tensor) -> Tensor:
 
 
 def corrected(x: Tensor, wanted: Tensor, eta: Tensor, slope: Tensor, evaluations: int) -> Tensor:
-    """Return the threshold, of at most `evaluations` tried from eta on, whose count comes closest to `wanted`.
+    """Return the threshold, of at most `evaluations` tried from eta on, with the count closest to `wanted`.
 
     x: float32 [m] >= 0, ascending; wanted: 0-dim; eta: the first that is tried, 0-dim; slope: d ln count / d ln eta
     there, 0-dim, below 0; evaluations: counts of x.

@@ -1,7 +1,7 @@
 """Reuse a threshold from one step to the next, corrected by the number of elements that it finds.
 
 Which threshold is carried over is ADTopk's idea (HPDC'24); the rule is ours. Theirs reuses a threshold for a
-number of steps whatever it finds, which under a drifting scale was measured to send up to six times k; here
+number of steps with any count, which under a drifting scale was measured to send up to six times k; here
 every count is known before it is sent. A count within [0.8 k, 1.25 k] is accepted, any other is answered with
 the exact k largest in the same step. The gain stays low because error feedback empties the tail above the last
 threshold: a count says less about the next one than the distribution would have it, and a Newton step
@@ -27,7 +27,7 @@ GAIN = 0.1  # exponent of count / k by which a threshold is corrected; see above
 
 @dataclass(frozen=True)
 class Reused:
-    """Hold what was selected, and what the next step starts from."""
+    """Selection, and the threshold that the next step starts from."""
 
     indices: NDArray[np.int32]  # int32[count], ascending, 0.8 k <= count <= k
     threshold: float | None  # for the next step; None if there is none to go by
@@ -37,7 +37,7 @@ class Reused:
 def reuse(vector: Tensor, k: int, threshold: float | None) -> Reused:
     """Select between 0.8 k and k of the largest magnitudes of `vector`, by a threshold where it fits.
 
-    vector: floats [n] in CPU memory, not changed, n >= 1; 1 <= k <= n. threshold: what the last call returned,
+    vector: floats [n] in CPU memory, not changed, n >= 1; 1 <= k <= n. threshold: of the last call,
     or None. A threshold that fits costs one pass over the vector; so does one that is too low, because that
     pass holds the k largest as well. Only one that is too high costs an exact selection on top.
     """
@@ -61,7 +61,7 @@ def _afresh(dtype: torch.dtype, bits: NDArray[np.signedinteger[Any]], mask: int,
 
 
 def key_from(threshold: float, dtype: torch.dtype) -> int:
-    """Return the least key of `dtype` whose magnitude is at least `threshold`, a positive number."""
+    """Return the least key of `dtype` with a magnitude of at least `threshold`, a positive number."""
     rounded = torch.tensor(threshold, dtype=torch.float64).to(dtype)
     return int(bit_view(rounded).item()) + (float(rounded) < threshold)
 

@@ -1,4 +1,4 @@
-"""Select exactly: top-k, the reference that all other sparsifiers approximate."""
+"""Top-k: exact selection, the reference that all other sparsifiers approximate."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sparsifiers.magnitude import bit_view, magnitude_mask
 
 
 class TopK(Sparsifier):
-    """Send the k coordinates of largest magnitude.
+    """Sparsifier of the k coordinates of largest magnitude.
 
-    Of all choices of k coordinates this one leaves the least behind: ||a - sent||^2 <= (1 - k/n) ||a||^2
+    Of all choices of k coordinates this one has the smallest residual: ||a - sent||^2 <= (1 - k/n) ||a||^2
     (Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018). count is always k. Equal
     magnitudes go to the lowest index and NaN counts as larger than inf, on every device, so the selection is
     a function of the vector's bits alone.

@@ -1,6 +1,6 @@
 """Guess the k-th largest magnitude from a small sample, low on purpose.
 
-The guess only has to be cheap and seldom too high: whoever uses it counts what it finds.
+The guess only has to be cheap and seldom too high: its callers count the elements above it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sparsifiers import kernel
 
 SAMPLES = 5.0  # times cbrt(k * n); for a key carried in vain that costs five times a sample (measured)
 COMPILED_SAMPLES = 0.8  # the same where the loops of `kernel` carry it for a tenth of a sample
-COMPILED_LEAST = 1 << 12  # samples even so: fewer save nothing, and may let so much through that it must be cut twice
+COMPILED_LEAST = 1 << 12  # samples even so: fewer save nothing, and may let so many through that they must be cut twice
 
 
 def sampled_floor(bits: NDArray[np.signedinteger[Any]], mask: int, k: int) -> int:

@@ -1,7 +1,7 @@
 """Check that no function hides a collective: a rank that skips one makes all others wait for it.
 
 The docstring of every public function of this library that starts a collective, itself or through other functions,
-opens with the word "Collective." The in-memory backend can check that of all functions on the call stack when a
+opens with the word "Collective.". The in-memory backend can check that of all functions on the call stack when a
 collective starts, so that tests find functions without the mark.
 """
 

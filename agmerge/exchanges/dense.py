@@ -1,7 +1,7 @@
 """Combine dense segments by an all-reduce, as they are or cast to 16 bits: ``dense``.
 
 The all-reduce has no room for a header, so it travels as a few numbers behind the gradients that mean
-the same after summing: a flag is raised if the sum is not zero, and step and buffer are one-hot, so that
+the same after summing: a flag is raised if the sum is not zero. Step and buffer are one-hot, so that
 ranks that are not at the same place show up as two hot positions. Large segments are summed where they lie, by an
 all-reduce of their own: a copy would cost as much memory as the gradients.
 """

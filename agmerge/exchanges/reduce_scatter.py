@@ -27,7 +27,7 @@ class ScatterExchange(DenseExchange):
     3. :meth:`gather` starts the all-gathers of the shards. Each comes back into the message, which is free by then.
     4. :meth:`receive` waits for one of them, and writes its update.
 
-    Casts, predivision and sums in rank order are those of :class:`DenseExchange`, and so are the sums, to the bit where
+    Casts, predivision and sums in rank order are those of :class:`DenseExchange`. So are the sums, to the bit where
     the backend adds alike in an all-reduce and in a reduce-scatter.
     """
 

@@ -1,9 +1,9 @@
 """Traffic of exchanges, by the number of workers: pure functions, for predictions.
 
-A selection travels as indices and values. With W workers, k elements, i bytes an index and v bytes a value, a
-rank receives ``(W - 1) k (i + v)`` bytes of an all-gather (``sparse``), ``2 k (i + v) (W - 1) / W`` of a sparse
-all-reduce (``oktopk``), and ``k (i + 2 v) (W - 1) / W`` where all agree on the indices (``masked``). Each may send as
-many, so a link that is shared has W times that.
+A selection travels as indices and values. With W workers, k elements, i bytes an index and v bytes a value, a rank
+receives ``(W - 1) k (i + v)`` bytes of an all-gather (``sparse``). A sparse all-reduce (``oktopk``) brings it
+``2 k (i + v) (W - 1) / W``. Where all agree on the indices (``masked``), it receives ``k (i + 2 v) (W - 1) / W``. Each
+may send as many, so a link that is shared has W times that.
 """
 
 from __future__ import annotations

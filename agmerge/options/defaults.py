@@ -84,7 +84,7 @@ def choice_for(optimizer: torch.optim.Optimizer | None, options: Options) -> Cho
 
 
 def candidates_for(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the compressors that cost this optimizer no loss, the most exact first: of several those that all allow."""
+    """Return the compressors that cost this optimizer no loss, most exact first: of several those that all allow."""
     return min(map(_candidates_for_one, optimizers_of(optimizer)), key=len)  # all begin with the shortest one
 
 

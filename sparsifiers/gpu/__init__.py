@@ -1,4 +1,4 @@
-"""Do on a GPU, in few launches, what a merge buffer needs: kernels in Triton, and torch's operations beside them.
+"""Operations of a merge buffer on a GPU, in few launches: kernels in Triton, and torch's operations beside them.
 
 Every function queues work on the current stream of its tensors' device, and none waits for it; where kernels cannot
 work (no CUDA tensor, no Triton) it calls torch's operations, which give the same bits. Buffers are given: nothing of
@@ -30,7 +30,7 @@ Selections consist of
 A star: and a copy of some bytes a tensor from the host, addresses of gradients or shares of rows.
 
 What a merge buffer keeps: a `TensorTable` (a constant of its plan), a `Scratch` with perhaps a `RowTable`, and a
-`LargestKey`. `Slots` and an `IndexSection` are parts of its message.
+`LargestKey`. `Slots` and an `IndexSection` are sections of its message.
 """
 
 from __future__ import annotations

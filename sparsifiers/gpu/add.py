@@ -1,4 +1,4 @@
-"""Add what all ranks have sent, rank by rank: the same bits on every rank and in every run."""
+"""Add the values that all ranks have sent, rank by rank: the same bits on every rank and in every run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def add_ranks(update: Tensor, indices: Tensor, values: Tensor, counts: Tensor, s
 
     Each product is rounded to fp32, and then each sum. indices: int32[W, capacity], ascending in each rank's first
     `counts`; values: fp32, fp16 or bf16[W, capacity]; counts: int32[W], of any stride. Rows of all may be any number of
-    elements apart: parts of received messages. Indices that do not ascend, or lie outside, leave `update` with any
+    elements apart: slices of received messages. Indices that do not ascend, or lie outside, leave `update` with any
     values, and write nowhere else.
 
     One launch; writes 4 bytes an element, and reads 8 to 12 and changes 8 a value. No atomic operations.
@@ -27,10 +27,11 @@ def add_ranks(update: Tensor, indices: Tensor, values: Tensor, counts: Tensor, s
 
 
 def reference(update: Tensor, indices: Tensor, values: Tensor, counts: Tensor, scale: float) -> None:
-    """Do what :func:`add_ranks` does with torch's operations, some for each rank."""
+    """Add values of all ranks with torch's operations, some for each rank, for :func:`add_ranks`."""
     update.zero_()
     slot = torch.arange(indices.shape[1], device=update.device)
     for index, value, count in zip(indices, values, counts, strict=True):
-        # Unique within a rank: the same sum in any order that a device takes. What is not in use adds 0 to the first.
+        # Unique within a rank: the same sum in any order that a device takes. Unused entries add 0 to the first
+        # element.
         live = slot < count
         update.index_add_(0, index * live, torch.where(live, value.to(torch.float32) * scale, 0.0))

@@ -1,4 +1,4 @@
-"""Return whether this package is what to call for a tensor, and whether its kernels are Triton's."""
+"""Choice of this package for a tensor, and of Triton's kernels."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import os
 import torch
 from torch import Tensor
 
-FUSED = {"cuda"}  # types of devices on which each call is the launches that it says; a test adds one that pretends
+FUSED = {"cuda"}  # types of devices on which each call is the announced launches; a test adds one that pretends
 
 
 def is_fused(device: torch.device) -> bool:
-    """Return whether calls of this package are the few launches on `device` that they say: Triton is there."""
+    """Return whether calls of this package are the announced launches on `device`: Triton is there."""
     return device.type in FUSED and (device.type != "cuda" or _installed())
 
 
 def has_kernels(vector: Tensor) -> bool:
-    """Return whether kernels take `vector` on such a device: it is fp32 and contiguous."""
+    """Return whether kernels take `vector`: it is fp32 and contiguous, on such a device."""
     return is_fused(vector.device) and vector.dtype == torch.float32 and vector.is_contiguous()
 
 

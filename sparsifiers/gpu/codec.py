@@ -11,7 +11,7 @@ from sparsifiers.gpu.layout import BITMAP, PLAIN, WIDTHS, IndexLayout, IndexSect
 
 
 def encode_indices(indices: Tensor, count: int | Tensor, section: IndexSection) -> None:
-    """Write the first `count` of `indices`, int32[capacity], into `section`, all of whose words are 0.
+    """Write the first `count` of `indices`, int32[capacity], into `section`, in which all words are 0.
 
     count: an int, or int32, 0-dim, on the device. `gather` writes them, too.
 
@@ -31,9 +31,9 @@ def decode_indices(
     """Read the indices of all W ranks.
 
     words: int32[W, layout.words], a section a rank; rows may be any number of words apart. counts: int32[W] of any
-    stride: how many each announces. out: int32[W, capacity]; slots at and behind the count are not to be looked at.
+    stride: how many each announces. out: int32[W, capacity]; entries at and behind the count are not to be read.
     good: int32[W], set to 1 where a section holds as many as were announced, ascending, within the vector, and else to
-    0; whatever a section holds, nothing is written outside of `out`. tiles: int32[W, layout.tiles], scratch.
+    0; of damaged sections, too, nothing is written outside of `out`. tiles: int32[W, layout.tiles], scratch.
 
     Two launches; reads the marks twice, and two words a slot and plane.
     """
@@ -46,7 +46,7 @@ def decode_indices(
 
 
 def encode_reference(indices: Tensor, count: int | Tensor, section: IndexSection) -> None:
-    """Do what :func:`encode_indices` does with torch's operations."""
+    """Write indices with torch's operations, for :func:`encode_indices`."""
     layout, words = section.layout, section.words
     slot = torch.arange(layout.capacity, device=words.device)
     live = slot < count
@@ -64,7 +64,7 @@ def encode_reference(indices: Tensor, count: int | Tensor, section: IndexSection
             fields.append((index >> shift & (1 << width) - 1) * live)
             shift += width
     bits = torch.cat(places)
-    # What is not in use falls behind the last word.
+    # Unused entries fall behind the last word.
     at = torch.where(live.repeat(len(places)), bits >> 5, len(words))
     # Unique bits: their sum is their union. In 64 bits the highest of a word is no sign.
     total = torch.zeros(len(words) + 1, dtype=torch.int64, device=words.device)
@@ -73,7 +73,7 @@ def encode_reference(indices: Tensor, count: int | Tensor, section: IndexSection
 
 
 def decode_reference(words: Tensor, counts: Tensor, layout: IndexLayout, out: Tensor, good: Tensor) -> None:
-    """Do what :func:`decode_indices` does with torch's operations."""
+    """Read indices with torch's operations, for :func:`decode_indices`."""
     index, held = read_reference(words, counts, layout)
     live = torch.arange(layout.capacity, device=words.device) < counts[:, None]
     unsorted = ((index[:, 1:] <= index[:, :-1]) & live[:, 1:]).any(1)
@@ -84,7 +84,7 @@ def decode_reference(words: Tensor, counts: Tensor, layout: IndexLayout, out: Te
 
 
 def read_reference(words: Tensor, counts: Tensor, layout: IndexLayout) -> tuple[Tensor, Tensor]:
-    """Return the indices of all slots, int64[W, capacity], whatever they are, and how many slots are held: int[W]."""
+    """Return the indices of all entries, int64[W, capacity], unchecked, and how many entries are used: int[W]."""
     if layout.low == PLAIN:
         return words.long(), counts
     *planes, unary = layout.planes

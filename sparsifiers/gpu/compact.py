@@ -1,4 +1,4 @@
-"""Take what lies above an edge, and of what lies on it the first: indices ascending, values beside them."""
+"""Take the elements above an edge, and the first of those on it: indices ascending, values beside them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mark(work: Tensor, scratch: Scratch, section: IndexSection | None = None) ->
 
 
 def settle_ties(work: Tensor, scratch: Scratch) -> None:
-    """Compare what `mark` found on the edge of one digit with that of all digits, and correct both bitmaps and counts.
+    """Compare the ties of `mark`, on the edge of one digit, with that of all digits; correct both bitmaps and counts.
 
     One launch; reads 0.25 bytes an element and `work` where it lies on the edge, writes 0.25.
     """
@@ -54,10 +54,11 @@ def gather(
     """Write the marked elements of `work`, fp32[n], to `slots`: all that are above, and of ties as many as are wanted.
 
     Values are rounded to the dtype of `slots.values`; a finite one beyond its range becomes its largest number, and
-    what is not finite becomes NaN where the dtype is narrower. At most as many are written as there are slots.
+    others become NaN where the dtype is narrower. At most as many are written as there are slots.
 
-    commit: take what was written off `work`. ties: False where only `above` was marked. momentum: fp32[n], multiplied
-    by 0 where what was taken off is not 0. section: the indices are written there, too; its words are 0 before.
+    commit: subtract written values from `work`. ties: False where only `above` was marked. momentum: fp32[n],
+    multiplied by 0 where a subtracted value is not 0. section: the indices are written there, too; its words are 0
+    before.
 
     Two launches; reads 0.25 bytes an element; 72 bytes a slot, most of them around single elements of `work`.
     """
@@ -70,7 +71,7 @@ def gather(
 
 
 def mark_reference(work: Tensor, scratch: Scratch, section: IndexSection | None) -> None:
-    """Do what :func:`mark` does with torch's operations."""
+    """Write bitmaps of one digit with torch's operations, for :func:`mark`."""
     keys = work.view(torch.int32) & MASK
     digit = keys >> DIGITS[0].shift
     _write_marks(digit > scratch.edge[0], digit == scratch.edge[0], scratch)
@@ -79,7 +80,7 @@ def mark_reference(work: Tensor, scratch: Scratch, section: IndexSection | None)
 
 
 def settle_reference(work: Tensor, scratch: Scratch) -> None:
-    """Do what :func:`settle_ties` does with torch's operations."""
+    """Correct bitmaps by all digits with torch's operations, for :func:`settle_ties`."""
     keys = work.view(torch.int32) & MASK
     above, ties = (bits_of(words)[: len(work)] > 0 for words in (scratch.above, scratch.ties))
     _write_marks(above | (ties & (keys > scratch.edge[0])), ties & (keys == scratch.edge[0]), scratch)
@@ -101,7 +102,7 @@ def gather_reference(
     momentum: Tensor | None,
     section: IndexSection | None,
 ) -> None:
-    """Do what :func:`gather` does with torch's operations."""
+    """Write marked elements to slots with torch's operations, for :func:`gather`."""
     capacity = len(slots.indices)
     taken = bits_of(scratch.above)[: len(work)] > 0
     if ties:
@@ -109,7 +110,7 @@ def gather_reference(
         taken = taken | (tie & (tie.cumsum(0) <= scratch.edge[1]))
     ranks = taken.cumsum(0)
     slots.count.copy_(ranks[-1].clamp(max=capacity))
-    # What has no slot falls behind the last one.
+    # Elements without a slot fall behind the last one.
     places = torch.where(taken & (ranks <= capacity), ranks - 1, capacity)
     indices = torch.zeros(capacity + 1, dtype=torch.int32, device=work.device)
     indices.scatter_(0, places, torch.arange(len(work), dtype=torch.int32, device=work.device))
@@ -127,6 +128,6 @@ def gather_reference(
 
 
 def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return fp32 `values` within the range of `dtype`, and NaN for what is not finite where that is narrower."""
+    """Return fp32 `values` within the range of `dtype`; where that is narrower, NaN if not finite."""
     limit = torch.finfo(dtype).max
     return values if dtype == torch.float32 else values.clamp(-limit, limit).add_(values, alpha=0.0)

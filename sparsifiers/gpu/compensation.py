@@ -56,7 +56,7 @@ def reference(
     scratch: Scratch | None,
     momenta: Momenta | None,
 ) -> None:
-    """Do what :func:`compensate` does with torch's operations, some for each tensor; nothing waits."""
+    """Add gradients with torch's operations, some for each tensor, for :func:`compensate`; nothing waits."""
     if largest is not None:
         largest.later.zero_()
     for gradient, offset, length in zip(gradients, table.offsets, table.lengths, strict=True):
@@ -81,7 +81,7 @@ def histogram_of(bins: Tensor) -> Tensor:
 
 
 def _with_momentum(gradient: Tensor | None, momenta: Momenta, place: slice) -> Tensor:
-    """Write the momentum after this step, and return what is added to the residual."""
+    """Write the momentum after this step, and return the summand for the residual."""
     before, after = momenta.before[place], momenta.after[place]
     gradient = torch.zeros_like(before) if gradient is None else gradient
     if momenta.nesterov:

@@ -14,7 +14,7 @@ MASK = (1 << KEY_BITS) - 1
 
 
 class Digit(NamedTuple):
-    """Say where a digit lies in a key."""
+    """Place of a digit in a key."""
 
     shift: int  # bits below it
     bits: int  # its own

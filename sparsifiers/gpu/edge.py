@@ -44,7 +44,7 @@ def find_edge(k: int, level: int, scratch: Scratch) -> None:
     """Find the digit `level` of the k-th largest key in the histogram, append it to the edge, and clear the histogram.
 
     Afterwards `edge` holds the digits up to this one, and how many of the elements with these are among the k largest:
-    1 or more, since all larger ones are fewer than k. It may be more than there are, where k exceeds what was counted.
+    1 or more, since all larger ones are fewer than k. It may be more than there are, where k exceeds the count.
     k: of the first level, where the edge is found anew. One launch; 16 KB.
     """
     if runs_triton(scratch.histogram):
@@ -57,16 +57,16 @@ def find_edge(k: int, level: int, scratch: Scratch) -> None:
 
 
 def count_digits_reference(work: Tensor, scratch: Scratch) -> None:
-    """Do what :func:`count_digits` does with torch's operations."""
+    """Count first digits with torch's operations, for :func:`count_digits`."""
     scratch.histogram.add_(histogram_of((work.view(torch.int32) & MASK) >> DIGITS[0].shift))
 
 
 def count_ties_reference(work: Tensor, level: int, scratch: Scratch) -> None:
-    """Do what :func:`count_ties` does with torch's operations."""
+    """Count a digit of ties with torch's operations, for :func:`count_ties`."""
     shift, bits = DIGITS[level]
     keys = work.view(torch.int32) & MASK
     counted = (bits_of(scratch.ties)[: len(work)] > 0) & (keys >> shift + bits == scratch.edge[0])
-    # What is not counted falls behind the last bin.
+    # Elements that do not count fall behind the last bin.
     bins = len(scratch.histogram)
     digits = torch.where(counted, keys >> shift & (1 << bits) - 1, bins)
     counts = torch.zeros(bins + 1, dtype=torch.int32, device=work.device)
@@ -74,7 +74,7 @@ def count_ties_reference(work: Tensor, level: int, scratch: Scratch) -> None:
 
 
 def find_edge_reference(k: int, level: int, scratch: Scratch) -> None:
-    """Do what :func:`find_edge` does with torch's operations."""
+    """Find a digit of the edge with torch's operations, for :func:`find_edge`."""
     counts = scratch.histogram.long()
     room = scratch.edge[1] if level else torch.full((), k, dtype=torch.int32, device=counts.device)
     from_top = counts.flip(0).cumsum(0).flip(0)  # of this digit or a larger one

@@ -1,4 +1,4 @@
-"""Hold the largest key that was written in a step: whether all of it is finite."""
+"""Largest key that was written in a step, which tells whether all of it is finite."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class LargestKey:
-    """Take turns with two places: kernels of a step raise one to the largest key that they write, and clear the other.
+    """Two places in turn: kernels of a step raise one to the largest key that they write, and clear the other.
 
     So no launch has to clear anything. All that is written in a step on one device may share them.
     """
@@ -18,17 +18,17 @@ class LargestKey:
         self._turn, self._is_raised = 0, False
 
     def begin(self) -> None:
-        """Begin a step: it raises what kernels of the step before have cleared."""
+        """Begin a step: its kernels raise the place that those of the step before have cleared."""
         if self._is_raised:
             self._turn, self._is_raised = 1 - self._turn, False
 
     def use(self) -> None:
-        """Note that kernels of this step raise one place, and clear the other."""
+        """Record that kernels of this step raise one place, and clear the other."""
         self._is_raised = True
 
     @property
     def now(self) -> Tensor:
-        """Return what kernels of this step raise to their largest key: int32[1]."""
+        """Return the place that kernels of this step raise to their largest key: int32[1]."""
         return self._places[self._turn]
 
     @property

@@ -13,7 +13,7 @@ TILE_BITS = 1024  # of the unary part that a program reads
 
 @dataclass(frozen=True)
 class IndexLayout:
-    """Lay out the indices of up to `capacity` elements of a vector of `length` elements: a pure function of these.
+    """Layout of the indices of up to `capacity` elements of a vector of `length` elements: a pure function of these.
 
     A section is a stream of bits in int32 words. In blocks of `2**low` elements the low bits of every slot stand side
     by side, in planes of 16, 8, 4 and 2 bits; behind them, in unary, how many slots lie in each block: slot j sets the
@@ -55,7 +55,7 @@ class IndexLayout:
 
 @dataclass(frozen=True)
 class IndexSection:
-    """Hold the part of a message where the indices of one rank stand."""
+    """Section of a message with the indices of one rank."""
 
     layout: IndexLayout
     words: Tensor  # int32[layout.words]

@@ -1,4 +1,4 @@
-"""Say which rows the tensors of a vector have, so that one launch takes them all."""
+"""Rows of the tensors of a vector, as a table, so that one launch takes them all."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PANEL = 8  # rows that a program takes at once: of columns that lie side by side
 
 
 class RowTable:
-    """Say which rows the tensors of a vector have, cut into panels: a constant of the plan.
+    """Rows of the tensors of a vector, cut into panels: a constant of the plan.
 
-    Only the shares change from step to step. What is on the device is sent there when a kernel first needs it.
+    Only the shares change from step to step. Tables are sent to the device when a kernel first needs them.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -39,7 +39,7 @@ class RowTable:
         return send(rows, torch.empty(len(rows), 2, dtype=torch.int32, device=self._device))
 
     def shares(self, k: int, turn: int) -> Tensor:
-        """Return what each tensor is dealt of k in one turn, see `sparsifiers.rows.deal`: int32[tensors, 3].
+        """Return each tensor's share of k in one turn, see `sparsifiers.rows.deal`: int32[tensors, 3].
 
         Of each row so many, how many rows get one more, and the first of these. Queues a copy.
         """

@@ -42,7 +42,7 @@ def mark_rows(
 
 
 def reference(work: Tensor, rows: RowTable, k: int, turn: int, scratch: Scratch) -> None:
-    """Do what :func:`mark_rows` does with torch's operations."""
+    """Mark the largest of rows with torch's operations, for :func:`mark_rows`."""
     keys = work.view(torch.int32) & MASK
     taken = torch.zeros_like(keys, dtype=torch.bool)
     for share in deal(rows.tensors, k, turn):

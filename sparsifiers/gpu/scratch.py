@@ -1,4 +1,4 @@
-"""Keep what a selection needs beside its vector: a histogram, an edge, two bitmaps, counts; 0.26 bytes an element."""
+"""Scratch of a selection beside its vector: a histogram, an edge, two bitmaps, counts; 0.26 bytes an element."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TILE = 4096  # elements that a program marks and compacts: of a bitmap 128 words
 
 
 class Scratch:
-    """Hold the buffers of a selection from a vector of `length` elements, on its device.
+    """Buffers of a selection from a vector of `length` elements, on its device.
 
-    They may be kept from step to step. Between selections the histogram is 0, unless it `is_counted`: who reads it
+    They may be kept from step to step. Between selections the histogram is 0, unless it `is_counted`: its reader
     clears it.
     """
 
@@ -27,7 +27,7 @@ class Scratch:
         self.histogram, self.above, self.ties, counts = torch.split(self._all, [BINS, words, words, 2 * self.tiles])
         # `above`: int32[words], a bit an element that is taken. `ties`: the same of those of which some are taken, the
         # ones of lowest index. `counts`: int32[tiles, 2], how many bits are set in both; after a compaction, how many
-        # before a tile. Who marks writes all of them.
+        # before a tile. Marking writes all of them.
         self.counts = counts.view(self.tiles, 2)
         # int32[2]: leading bits of the k-th largest key, and how many with these bits are taken.
         self.edge = torch.empty(2, dtype=torch.int32, device=device)
@@ -36,15 +36,15 @@ class Scratch:
         self._rows: dict[tuple[tuple[int, ...], ...], RowTable] = {}  # by the shapes that the vector concatenates
 
     def count(self) -> None:
-        """Note that the first digits of the vector are counted into the histogram."""
+        """Record that the first digits of the vector are counted into the histogram."""
         self.is_counted = True
 
     def spend(self) -> None:
-        """Note that the histogram has been read, and cleared."""
+        """Record that the histogram has been read, and cleared."""
         self.is_counted = False
 
     def forget(self) -> None:
-        """Clear a histogram that nobody has read: the vector changes. One launch; none where there is nothing."""
+        """Clear a histogram that was not read: the vector changes. One launch; none where it is clear."""
         if self.is_counted:
             self.histogram.zero_()
             self.is_counted = False

@@ -27,7 +27,7 @@ def select_largest(
 ) -> None:
     """Take the k largest magnitudes of `work`, fp32[n]: 1 <= k <= n, at most as many as there are slots; zeros, too.
 
-    exact: the k largest, of equals those of lowest index, which is what `topk` selects. Else all that are larger than
+    exact: the k largest, of equals those of lowest index, as `topk` selects. Else all that are larger than
     the k-th by an eighth of an octave, and of those in the k-th one's bin the first; a function of the bits alone.
     commit, momentum, section: see `gather`.
 

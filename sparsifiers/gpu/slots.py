@@ -1,4 +1,4 @@
-"""Hold what is taken from a vector, on its device: the slots of a message, and how many are in use."""
+"""Selection from a vector, on its device: the entries of a message, and how many are in use."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Slots:
-    """Hold the places and the values that a selection has taken; slots at and behind the count are 0.
+    """Places and values of a selection; entries at and behind the count are 0.
 
-    `indices` and `values` may be parts of a message.
+    `indices` and `values` may be sections of a message.
     """
 
     indices: Tensor  # int32[capacity], ascending

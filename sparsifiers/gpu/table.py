@@ -1,4 +1,4 @@
-"""Say which tensors a slice consists of, so that one launch takes them all."""
+"""Tensors of a slice, as a table, so that one launch takes them all."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BLOCK = 2048  # elements of a task
 
 
 class TensorTable:
-    """Place the tensors of a merge buffer in its slice, and cut them into tasks of `BLOCK` elements.
+    """Places of a merge buffer's tensors in its slice, cut into tasks of `BLOCK` elements.
 
-    It is a constant of the plan; only the addresses of gradients change from step to step. What is on the device is
-    sent there when a kernel first needs it.
+    It is a constant of the plan; only the addresses of gradients change from step to step. Tables are
+    sent to the device when a kernel first needs them.
     """
 
     def __init__(self, offsets: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
@@ -60,7 +60,7 @@ class TensorTable:
     def addresses(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, bool]:
         """Return where the elements of `gradients` lie, 0 for none: int64[tensors], of which a copy is queued.
 
-        Also tells whether tensors start where 16 bytes do: all addresses are multiples of 16, and all offsets of 16
+        Also returns whether tensors start where 16 bytes do: all addresses are multiples of 16, and all offsets of 16
         elements.
         """
         found = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
@@ -69,7 +69,7 @@ class TensorTable:
 
 
 class Momenta(NamedTuple):
-    """Hold the momentum of deep gradient compression, as slices like `work`."""
+    """Momentum of deep gradient compression, as slices like `work`."""
 
     before: Tensor  # fp32[n], of the last step
     after: Tensor  # fp32[n], written

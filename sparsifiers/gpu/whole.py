@@ -1,4 +1,4 @@
-"""Add what all ranks have sent whole, rank by rank."""
+"""Add dense tensors of all ranks, rank by rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sparsifiers.gpu.choice import runs_triton
 def add_whole(update: Tensor, rows: Tensor, scale: float) -> None:
     """Write the sum of `scale * row` over all W ranks, in the order of ranks, to `update`, fp32[n].
 
-    rows: fp32, fp16 or bf16[W, n], any number of elements apart: parts of received messages. Each product is rounded to
-    fp32, and then each sum. One launch; reads W times 2 or 4 bytes an element, and writes 4.
+    rows: fp32, fp16 or bf16[W, n], any number of elements apart: slices of received messages. Each product is rounded
+    to fp32, and then each sum. One launch; reads W times 2 or 4 bytes an element, and writes 4.
     """
     if runs_triton(update):
         from sparsifiers.gpu.kernels import whole as kernel
@@ -22,7 +22,7 @@ def add_whole(update: Tensor, rows: Tensor, scale: float) -> None:
 
 
 def reference(update: Tensor, rows: Tensor, scale: float) -> None:
-    """Do what :func:`add_whole` does with torch's operations, some for each rank."""
+    """Add dense rows with torch's operations, some for each rank, for :func:`add_whole`."""
     first, *others = rows.to(update.dtype) * scale
     update.copy_(first)
     for row in others:

@@ -1,4 +1,4 @@
-"""Define what quantisers have in common: blocks become bytes, and bytes the same numbers on every machine."""
+"""Common base of quantisers: blocks become bytes, and bytes the same numbers on every machine."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from sparsifiers.compressor import Compressor, Kind
 from sparsifiers.quantising.blocks import blocks_in
 from sparsifiers.quantising.draws import Draws
 
-WRITTEN = ("__init__", "record_bytes", "_encode", "_decode")  # what compiled loops stand for
-PART = 1024  # blocks that the host quantises at once: what is made of them on the way stays in the cache
+WRITTEN = ("__init__", "record_bytes", "_encode", "_decode")  # methods that compiled loops replace
+PART = 1024  # blocks that the host quantises at once: intermediate results stay in the cache
 
 
 class Quantiser(Compressor):
-    """A compressor that sends every coordinate in few bits, block by block.
+    """Compressor that sends every coordinate in few bits, block by block.
 
     A subclass sets `name`, `bits` and `unbiased`, and writes `record_bytes`, `_encode` and `_decode`; one that needs
     error feedback sets `memory` to "residual". Blocks are cut by `sparsifiers.quantising.blocks`; each becomes a record
-    of bytes that is read by itself. What is random is drawn from `Draws` alone, so that the same blocks give the same
-    bytes whatever stands beside them in a message. What is read of the same bytes must have the same bits on every
+    of bytes that is read by itself. Random words are drawn from `Draws` alone, so that the same blocks give the same
+    bytes with any neighbours in a message. Values read of the same bytes must have the same bits on every
     machine: use integers, single operations in a fixed order, and no fused multiply-add.
     """
 
     kind = Kind.QUANTISED
     bits: float  # of a coordinate, scales not counted
-    unbiased: ClassVar[bool]  # the mean over draws of what is read is the vector
+    unbiased: ClassVar[bool]  # the mean over draws of the values read is the vector
     noise: float = 0.0  # squared error of normally distributed blocks / their squares, about; 0: too small to mention
 
     @property
     def needs_feedback(self) -> bool:
-        """True if what rounding leaves has to be sent later, or training stalls."""
+        """True if the quantisation error has to be sent later, or training stalls."""
         return self.memory != "none"
 
     def loops(self) -> int:
@@ -59,14 +59,14 @@ class Quantiser(Compressor):
 
     @abstractmethod
     def _decode(self, data: Tensor, draws: Draws, size: int) -> Tensor:
-        """Return what receivers read of `data`, uint8[n, record_bytes(size)]: a new float32[n, size].
+        """Return the values that receivers read of `data`, uint8[n, record_bytes(size)]: a new float32[n, size].
 
         Bytes that are all 0 have to be read as zeros: a sender writes them for a tensor without a gradient.
 
         draws: those that `_encode` had.
         """
 
-    # -- what exchanges call ------------------------------------------------------------------------------------------
+    # -- for exchanges ------------------------------------------------------------------------------------------------
 
     def encode(self, values: Tensor, size: int, draws: Draws, out: Tensor, squares: Tensor | None = None) -> None:
         """Write all blocks of `values`.
@@ -90,7 +90,7 @@ class Quantiser(Compressor):
     def decode_sum(
         self, messages: Sequence[Tensor], draws: Sequence[Draws], size: int, scale: float, out: Tensor
     ) -> None:
-        """Write `scale` times the sum of what all messages say, added in their order in float32.
+        """Write `scale` times the sum of all messages' values, added in their order in float32.
 
         messages, draws: of each sender, as `encode` had them.
         out: 1-D, contiguous, as long as the values, of float32, bfloat16 or float16.
@@ -113,9 +113,9 @@ class Quantiser(Compressor):
         own: Draws,
         out: Tensor,
     ) -> None:
-        """Write what :meth:`decode_sum` would, quantised once more: nothing of the vector's size is allocated.
+        """Write the sum of :meth:`decode_sum`, quantised once more: nothing of the vector's size is allocated.
 
-        second, own: by whom, and with which draws.
+        second, own: the quantiser of the sum, and its draws.
         out: uint8, 1-D, of `second.record_bytes(size)` for each block.
         """
         by = self._compiled(size), second._compiled(size)
@@ -134,7 +134,7 @@ class Quantiser(Compressor):
         return self.loops() if same else kernel_quantising.NONE, self.record_bytes(size)
 
     def _sum(self, rows: Sequence[Tensor], draws: Sequence[Draws], size: int, scale: float, part: slice) -> Tensor:
-        """Return the scaled sum of what a part of the records of all senders say: float32[blocks, size]."""
+        """Return the scaled sum of the values in some records of all senders, `part`: float32[blocks, size]."""
         first, *others = [
             self._decode(data[part], each.after(part.start), size) for data, each in zip(rows, draws, strict=True)
         ]

@@ -13,9 +13,9 @@ LEAST = 64  # a scale of 16 bits then costs a quarter of a bit a coordinate
 def block_size(shape: Sequence[int]) -> int:
     """Return the coordinates of each block of a tensor of this shape: 64, 128 or 256.
 
-    It is the largest of these that divides a row, so that no block spans two of them: a row that nothing has touched,
+    It is the largest of these that divides a row, so that no block spans two of them: a row without a gradient,
     of an embedding or an expert, stays exactly zero, and small rows are not drowned by large ones. Where none does, it
-    is 256, and blocks go across rows. A row is what one index of the first dimension has.
+    is 256, and blocks go across rows. A row has one index of the first dimension.
     """
     row = math.prod(shape[1:]) if len(shape) > 1 else math.prod(shape)
     size = math.gcd(row, LARGEST)

@@ -1,4 +1,4 @@
-"""Name several compressors of which training takes one, by what its steps take."""
+"""Choice among several compressors, of which training takes one by the time of its steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from sparsifiers.compressor import Compressor, Kind
 
 NONE = "none"  # among candidates: every element, as it is
-NARROW = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that quantisers are given; wider ones travel whole
+NARROW = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that quantisers are given; wider ones travel dense
 
 
 class Choice(Compressor):

@@ -1,7 +1,7 @@
 """Random words that every rank can draw for any block of any tensor, by themselves and in any order.
 
 A word is a pure function of a key and a number: splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
-Generators", OOPSLA 2014), whose counter is jumped to. No generator of the process is used, and torch's operations and
+Generators", OOPSLA 2014), at any value of its counter. No generator of the process is used, and torch's operations and
 compiled loops draw the same bits.
 """
 
@@ -37,7 +37,7 @@ def key_of(*facts: int) -> int:
 
 @dataclass(frozen=True)
 class Draws:
-    """The random words of some blocks: those from number ``first`` on, under one key."""
+    """Random words of some blocks: those from number ``first`` on, under one key."""
 
     key: int  # 64 bits, see `key_of`
     first: int = 0  # the number of the first block in its tensor

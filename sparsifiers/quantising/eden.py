@@ -17,8 +17,8 @@ from sparsifiers.quantising.draws import Draws
 from sparsifiers.quantising.rotation import folded, hadamard
 from sparsifiers.quantising.scales import SCALE, as_bits
 
-# By bits: what a magnitude is rounded to, in units of a block's root mean square; and the same as integers, of which a
-# sum over 256 signs fits into 16 bits. Decoding is then exact up to its one multiplication by the scale.
+# By bits: the levels of magnitudes, in units of a block's root mean square; and the same as integers, of which a sum
+# over 256 signs fits into 16 bits. Decoding is then exact up to its one multiplication by the scale.
 EXACT = {
     1: (0.7979,),
     2: (0.4528, 1.5104),
@@ -29,8 +29,8 @@ LEVELS = {1: (30,), 2: (30, 100), 3: (12, 36, 64, 103), 4: (6, 18, 30, 43, 58, 7
 # A rotation does not hide one coordinate of more than this share of a block's energy: it would arrive with a gain of
 # 1.02 and more. Such a block is rotated twice.
 SPIKE = {1: 1 / 16, 2: 1 / 8, 3: 1 / 8, 4: 1 / 8}
-LEAST = 2.0**-118  # a smaller scale is 0, so that nothing that is read is subnormal: some machines make that zero
-MOST = 2.0**104  # a larger one is this, so that no sum of what up to 2**8 senders say is infinite
+LEAST = 2.0**-118  # a smaller scale is 0, so that no value read is subnormal: some machines make that zero
+MOST = 2.0**104  # a larger one is this, so that no sum over up to 2**8 senders is infinite
 NOISE = {1: 0.571, 2: 0.133, 3: 0.036, 4: 0.0096}  # see `Quantiser.noise`
 
 
@@ -40,11 +40,11 @@ def thresholds(bits: int) -> tuple[float, ...]:
 
 
 class Eden(Quantiser):
-    """A quantiser of 1 to 4 bits: random signs, a Hadamard matrix, levels of a normal distribution, an unbiased scale.
+    """Quantiser of 1 to 4 bits: random signs, a Hadamard matrix, levels of a normal distribution, an unbiased scale.
 
-    A record is the scale, whose sign says that the block was rotated twice. Behind it are the bits of all coordinates,
-    plane by plane: the signs (1: minus), then the numbers of the levels from their lowest bit on. Coordinate i has bit
-    i % 8 of byte i // 8 of a plane.
+    A record is the scale, with a sign that says whether the block was rotated twice. Behind it are the bits of all
+    coordinates, plane by plane: the signs (1: minus), then the numbers of the levels from their lowest bit on.
+    Coordinate i has bit i % 8 of byte i // 8 of a plane.
     """
 
     unbiased = True

@@ -16,12 +16,12 @@ EXPONENT = 0x7F800000  # the bits of a float32's exponent
 class Float8(Quantiser):
     """Floats of 8 bits, e4m3, rounded to nearest, times a power of two for each block: ``fp8``.
 
-    What torchft's `allreduce_quantized` sends, with a scale for a block instead of a row: Micikevicius et al., "FP8
+    The codec of torchft's `allreduce_quantized`, with a scale for a block instead of a row: Micikevicius et al., "FP8
     Formats for Deep Learning", arXiv 2209.05433, for the format; the power of two is as in the Open Compute Project's
     "Microscaling Formats". A coordinate down to 2**-13 of the block's largest is read with a relative error of 1/16 at
     most, so no feedback is asked for. Rounding to nearest is not unbiased.
 
-    A power of two costs no precision, as codes are floats, and what is read is a multiple of a power of two.
+    A power of two costs no precision, as codes are floats, and values read are multiples of a power of two.
     """
 
     name = "fp8"

@@ -11,7 +11,7 @@ from sparsifiers.quantising.scales import SCALE, read_scale, write_scale
 
 
 class Integers(Quantiser):
-    """Scale and integers of 2, 4 or 8 bits: what is read is one times the other, exactly.
+    """Quantiser with a scale and integers of 2, 4 or 8 bits: values read are one times the other, exactly.
 
     A record is the scale, then the integers, in two's complement, from ``-levels`` to ``levels``; see :func:`packed`.
     A subclass writes `_encode`, which ends in :meth:`_write`.

@@ -16,13 +16,13 @@ from sparsifiers.quantising.scales import as_scale, bounded, steps_of
 
 
 class Linear(Integers):
-    """Integers of 8 or 4 bits, rounded to nearest, of which the largest is 127 or 7.
+    """Quantiser to integers of 8 or 4 bits, rounded to nearest, of which the largest is 127 or 7.
 
-    No coordinate is read farther from what it was than half a step, nor farther than 0 is. That is not unbiased: the
-    same vector is read with the same error each time, and what is less than half a step is never read. At 8 bits the
+    No coordinate is read farther from its value than half a step, nor farther than 0 is. That is not unbiased: the
+    same vector is read with the same error each time, and values of less than half a step are never read. At 8 bits the
     error is 5e-5 of a block's energy, so no feedback is asked for; where 4 bits stall a training, use `eden-4`.
 
-    Applied to what it has read itself it writes the same bytes again.
+    Applied to the values that it has read itself it writes the same bytes again.
     """
 
     unbiased = False
@@ -33,7 +33,7 @@ class Linear(Integers):
 
 
 class Int8(Linear):
-    """Integers of 8 bits: ``int8``."""
+    """Quantiser to integers of 8 bits: ``int8``."""
 
     name = "int8"
     noise = 4.9e-5
@@ -46,7 +46,7 @@ class Int8(Linear):
 
 
 class Int4(Linear):
-    """Integers of 4 bits: ``int4``."""
+    """Quantiser to integers of 4 bits: ``int4``."""
 
     name = "int4"
     noise = 0.016

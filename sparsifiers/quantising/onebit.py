@@ -1,4 +1,4 @@
-"""Send signs and the mean magnitude of each block, and what that leaves later: onebit."""
+"""Send signs and the mean magnitude of each block, and the residual later: onebit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sparsifiers.quantising.scales import SCALE, as_scale, bounded, read_scale, 
 
 
 class OneBit(Quantiser):
-    """Signs, 0 counted as plus, times the mean magnitude of a block, with error feedback: ``onebit``.
+    """Quantiser to signs, 0 counted as plus, times the mean magnitude of a block, with error feedback: ``onebit``.
 
     Seide, Fu, Droppo, Li and Yu, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
-    Training of Speech DNNs", Interspeech 2014; with one magnitude for both signs, of which the square error is that of
+    Training of Speech DNNs", Interspeech 2014; with one magnitude for both signs. Its square error is that of
     Karimireddy, Rebjock, Stich and Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
     2019, arXiv 1901.09847, Algorithm 1: never more than the square of the block.
     """
@@ -34,7 +34,7 @@ class OneBit(Quantiser):
     def encode(self, values: Tensor, size: int, draws: Draws, out: Tensor, squares: Tensor | None = None) -> None:
         super().encode(values, size, draws, out, squares)
         tail = values.numel() % size
-        if tail:  # the zeros behind it are not among what is averaged
+        if tail:  # the mean is taken without the zeros behind it
             block = pad(values[-tail:].to(torch.float32), (0, size - tail)).view(1, size)
             self._write(block, tail, out[-self.record_bytes(size) :].view(1, -1))
 

@@ -12,17 +12,17 @@ from torch import Tensor
 
 SCALE = 2  # bytes
 NAN = 0x7FC0  # bits of a bfloat16
-# A smaller scale is 0. What is read is a multiple of 2**-7 times this one, as a scale has 8 significant bits; or of
-# 2**-9 times, by the least code of fp8, whose scales have one bit. A sum of such multiples, times 1 / 256 for as many
-# senders, is then 0 or at least 2**-126. What is less is subnormal, and some machines make that 0.
+# A smaller scale is 0. Values read are multiples of 2**-7 times this one, as a scale has 8 significant bits; or of
+# 2**-9 times, by the least code of fp8, with scales of one bit. A sum of such multiples, times 1 / 256 for as many
+# senders, is then 0 or at least 2**-126. Smaller numbers are subnormal, and some machines make them 0.
 LEAST = 2.0**-109
-MOST = 2.0**119  # a larger magnitude is this, so that what 2**8 senders say has a finite sum, whatever was rounded up
+MOST = 2.0**119  # a larger magnitude is this, so that a sum over 2**8 senders is finite, also after rounding up
 
 
 def bounded(blocks: Tensor) -> Tensor:
     """Cut magnitudes of ``blocks``, float32[n, size], off at MOST, in place, and return the largest: float32[n, 1].
 
-    It is NaN for a block with a value that is not finite; what such a block is cut to has no meaning.
+    It is NaN for a block with a value that is not finite; the other values of such a block have no meaning.
     """
     largest = blocks.abs().amax(dim=1, keepdim=True)
     blocks.clamp_(-MOST, MOST)

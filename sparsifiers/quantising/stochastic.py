@@ -21,7 +21,7 @@ NOISE = {
 
 
 class QSGD(Integers):
-    """Integers of 2, 4 or 8 bits, sign included, each rounded up or down at random: ``qsgd``.
+    """Quantiser to integers of 2, 4 or 8 bits, sign included, each rounded up or down at random: ``qsgd``.
 
     Alistarh, Grubic, Li, Tomioka and Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and
     Encoding", NIPS 2017, arXiv 1610.02132, section 3.1, without the code of variable length: sizes have to be known
@@ -37,8 +37,8 @@ class QSGD(Integers):
     def __init__(self, bits: int = 4, norm: str = "max") -> None:
         """Check the options.
 
-        bits: of a coordinate, with its sign: 2, 4 or 8, for 1, 7 or 127 levels above 0. norm: what the highest level
-        is, a block's largest magnitude, "max", or its l2 norm, "l2".
+        bits: of a coordinate, with its sign: 2, 4 or 8, for 1, 7 or 127 levels above 0. norm: the highest
+        level, a block's largest magnitude, "max", or its l2 norm, "l2".
         """
         if (norm, bits) not in NOISE:
             raise ValueError(f"{self.name}: bits={bits!r}, norm={norm!r}: give 2, 4 or 8 bits, and 'max' or 'l2'")
@@ -56,13 +56,13 @@ class QSGD(Integers):
         scale = as_scale(highest / self.levels, up=True)
         steps = steps_of(blocks, scale)
         lower = steps.floor()
-        # The middle of the 2**-16 that a uniform number stands for: what is rounded up as often as down has no bias.
+        # The middle of the 2**-16 that a uniform number stands for: rounding up as often as down has no bias.
         uniform = draws.uniform(len(blocks), blocks.shape[1], blocks.device).add_(2.0**-17)
         self._write(scale, lower.add_(steps.sub_(lower) > uniform), out)
 
 
 class TernGrad(QSGD):
-    """Integers -1, 0 and 1, rounded at random, times a block's largest magnitude: ``terngrad``.
+    """Quantiser to -1, 0 and 1, rounded at random, times a block's largest magnitude: ``terngrad``.
 
     Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NIPS 2017, arXiv
     1705.07878, section 3. Their clipping to 2.5 standard deviations is left out: it is not unbiased.

@@ -1,9 +1,10 @@
 """Make rows orthonormal, and never divide by zero: Gram-Schmidt, which is done twice and is then exact enough.
 
-A row that is zero, not finite, or dependent on those before it becomes the unit vector with the smallest projection on
-these rows (of equals the first), less that projection; so no dimension is lost. The result does not depend on the rows'
-scale. Rows of float32 in CPU memory, of which all ranks must make the same, get the same bits on every processor, with
-the compiled loops (kernel_orthonormal.c) and without them: sums are of double precision and made in one order.
+A row that is zero, not finite, or dependent on those before it becomes a unit vector, less its projection on these
+rows: the one with the smallest projection, of equals the first; so no dimension is lost. The result does not depend on
+the rows' scale. Rows of float32 in CPU memory, of which all ranks must make the same, get the same bits on every
+processor, with the compiled loops (kernel_orthonormal.c) and without them: sums are of double precision and made in one
+order.
 """
 
 from __future__ import annotations

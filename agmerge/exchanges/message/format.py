@@ -1,7 +1,7 @@
 """Lay out the bytes of one sparse message: header | sections, in one flat uint8 tensor.
 
-All ranks' messages for a merge buffer have the same size, a pure function of the plan, the step and the value codec,
-so one all-gather carries everything and no sizes are negotiated. A sparse section is ``indices | values``, each in its
+All ranks' messages for a merge buffer have the same size, a pure function of the plan, the step and the value codec.
+So one all-gather carries everything, and no sizes are negotiated. A sparse section is ``indices | values``, each in its
 codec; a dense section is the segment itself. Everything starts on a 16-byte boundary and is little-endian.
 
 The header is int32 words: :data:`FIXED`, then :data:`OF_SECTION` for each section, then used bits, 31 a word. ``words``
@@ -213,8 +213,8 @@ class Format:
         ``messages``: uint8[W, ...], a message a rank, or the beginning of it. ``own``: this rank's header.
         ``sealed``: they have checksums, which a device does not write; None: if they are on the host.
 
-        Raises :class:`agmerge.MessageError`, the same on every rank, if a message is not one of ours, has changed on
-        its way, belongs to another step, plan, buffer or layout, or holds more than fits.
+        Raises :class:`agmerge.MessageError`, the same on every rank, if a message is not one of ours or damaged, is of
+        another step, plan, buffer or layout, or holds more than fits.
         """
         self._check_length(messages.shape[1] >= 4 * self.words, messages, name)
         rows = messages[:, : 4 * self.words].contiguous().view(torch.int32).tolist()

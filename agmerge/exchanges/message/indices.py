@@ -2,7 +2,7 @@
 
 Four layouts. ``int32`` is the plain one, for very few. ``bitmap`` is one bit an element, for more than a quarter.
 ``all`` is no bits, where every element is sent. Between the first two, the vector is cut into blocks of ``2**low``
-elements: the low bits of every index stand side by side, and how many lie in each block is told in unary (a one for
+elements: the low bits of every index stand side by side. The number in each block is told in unary (a one for
 each index, a zero for each end of a block: Elias and Fano), so that an entry takes ``low + 1`` bits and a block takes
 one. Counts of a byte or two a block are never smaller than the best of these.
 """

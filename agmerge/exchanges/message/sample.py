@@ -1,8 +1,8 @@
 """Measure codecs on the values that training selects: the share of their energy that arrives, and the time.
 
 The quantisation error is sent later, so the share that arrives is the share of a step's progress. It is of energies, as
-in the contraction ||v - C(v)||^2 <= (1 - d) ||v||^2 that convergence with error feedback rests on (Karimireddy et al.,
-"Error Feedback Fixes SignSGD", ICML 2019).
+in the contraction ||v - C(v)||^2 <= (1 - d) ||v||^2. Convergence with error feedback rests on that (Karimireddy et
+al., "Error Feedback Fixes SignSGD", ICML 2019).
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class OkTopkExchange(MultiRoundExchange):
        backward. How long later messages are is known only when all headers are there, so they follow in ``wait``.
     2. Split and reduce: the samples cut the vector into one region a rank; every selection is cut along them, its
        pieces go to the ranks of their regions (all-to-all), and each rank adds up the pieces it gets, in rank order.
-    3. One threshold: an all-reduce adds up the histograms of the sums' magnitudes, and its count says which bin is
-       the last of which anything is kept, and how much of it each rank may keep.
+    3. One threshold: an all-reduce adds up the histograms of the sums' magnitudes. The counts give the last bin of
+       which elements are kept, and how many of them each rank may keep.
     4. Balance and all-gather: where one rank holds much more than the mean, the surplus goes to others (all-to-all);
        then every rank gets all of the result.
     5. The update is the result. Each rank subtracts from its work the values of its selection that are kept, as read.

@@ -1,6 +1,6 @@
 """Find the k largest of a vector that no rank has whole, by a histogram of magnitudes that is added up.
 
-A bin is an exponent and the first three bits of the mantissa, so it is an eighth of a power of two wide, and larger
+A bin is an exponent and the first three bits of the mantissa, so it is an eighth of a power of two wide. Larger
 magnitudes are in later bins: the first round of a radix selection. One round is enough here, since elements
 of the bin at the edge, kept or left for later steps, differ by 12.5 % at most.
 """

@@ -1,1 +1,1 @@
-"""Hold the kernels in Triton. Only these modules import it, and only functions of `sparsifiers.gpu` import them."""
+"""Kernels in Triton. Only these modules import it, and only functions of `sparsifiers.gpu` import them."""

@@ -17,7 +17,7 @@ CHUNK = 256  # slots of a rank at once
 def first_at(
     indices: tl.tensor, stride: tl.tensor, rank: tl.tensor, count: tl.tensor, place: tl.tensor, STEPS: tl.constexpr
 ) -> tl.tensor:
-    """Return the first slot of each rank whose index is not below `place`, by bisection of all ranks at once."""
+    """Return each rank's first slot with an index not below `place`, by bisection of all ranks at once."""
     low = count * 0
     high = count
     for _ in range(STEPS):
@@ -47,7 +47,7 @@ def add_kernel(
     first = first_at(indices, index_stride, rank, count, start, STEPS)
     last = first_at(indices, index_stride, rank, count, stop, STEPS)
     for one in range(0, ranks):
-        # What one thread has written before, others read here.
+        # Other threads read here the values that one has written before.
         tl.debug_barrier()
         end = tl.sum(tl.where(rank == one, last, 0), 0)
         for slot in range(tl.sum(tl.where(rank == one, first, 0), 0), end, CHUNK):
@@ -62,7 +62,7 @@ def add_kernel(
 
 
 def run(update: Tensor, indices: Tensor, values: Tensor, counts: Tensor, scale: float) -> None:
-    """Launch it: see `sparsifiers.gpu.add_ranks`."""
+    """Launch the kernel of `sparsifiers.gpu.add_ranks`."""
     length, (ranks, capacity) = len(update), indices.shape
     tile = SMALL if length < ENOUGH else LARGE
     launch(

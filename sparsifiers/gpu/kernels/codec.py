@@ -121,7 +121,7 @@ def decode_kernel(
     length: tl.tensor, capacity: tl.tensor,
     LOW: tl.constexpr, TILE_BITS: tl.constexpr, SUMMED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the indices whose marks lie in one tile of one rank."""
+    """Write the indices that have their marks in one tile of one rank."""
     rank = tl.program_id(1)
     tile = tl.program_id(0)
     count = tl.load(counts + rank.to(tl.int64) * count_stride)
@@ -178,7 +178,7 @@ def read_plain_kernel(
 
 
 def run_encode(indices: Tensor, count: int | Tensor, section: IndexSection) -> None:
-    """Launch it: see `sparsifiers.gpu.encode_indices`."""
+    """Launch the kernel of `sparsifiers.gpu.encode_indices`."""
     layout, words = section.layout, section.words
     launch(
         encode_kernel, -(-layout.capacity // BLOCK), words,
@@ -188,7 +188,7 @@ def run_encode(indices: Tensor, count: int | Tensor, section: IndexSection) -> N
 
 
 def run_decode(words: Tensor, counts: Tensor, layout: IndexLayout, out: Tensor, good: Tensor, tiles: Tensor) -> None:
-    """Launch the others: see `sparsifiers.gpu.decode_indices`."""
+    """Launch the kernels of `sparsifiers.gpu.decode_indices`."""
     if layout.low == PLAIN:
         launch(
             read_plain_kernel, len(words), words,

@@ -1,4 +1,4 @@
-"""Mark what is taken in bitmaps, scan their counts, and compact from the bitmaps (K3, without spinning)."""
+"""Mark selected elements in bitmaps, scan their counts, and compact from the bitmaps (K3, without spinning)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def settle_kernel(
         bound = tl.load(edge)
         is_above = (was_tie & (keys > bound)).to(tl.int32)
         is_tie = (was_tie & (keys == bound)).to(tl.int32)
-        # What is written below, several threads may have read above.
+        # Several threads may have read above the words that are written below.
         tl.debug_barrier()
         tl.store(above + at, above_before | tl.sum(is_above << lanes, 1))
         tl.store(ties + at, tl.sum(is_tie << lanes, 1))
@@ -75,7 +75,7 @@ def scan_kernel(
     counts: tl.tensor, edge: tl.tensor, count: tl.tensor, tiles: tl.tensor, capacity: tl.tensor,
     TIES: tl.constexpr, SCANNED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Turn the counts of tiles into counts of what lies before each; a single program does it, chunk by chunk."""
+    """Turn the counts of tiles into counts of the elements before each; a single program does it, chunk by chunk."""
     room = tl.load(edge + 1) if TIES else 0
     above_before = 0
     ties_before = 0
@@ -93,7 +93,7 @@ def scan_kernel(
 
 @triton.jit
 def clear_momentum(momentum: tl.tensor, sent: tl.tensor, live: tl.tensor) -> None:
-    """Multiply by 0 where something was sent."""
+    """Multiply the momentum by 0 where a value was sent."""
     kept = tl.load(momentum, mask=live, other=0.0) * tl.where(sent == 0.0, 1.0, 0.0)
     tl.store(momentum, kept, mask=live)
 
@@ -132,7 +132,7 @@ def gather_kernel(
         value = held
         if LIMIT > 0:
             inside = tl.where(held > LIMIT, LIMIT, tl.where(held < -LIMIT, -LIMIT, held))
-            value = inside + held * 0.0  # NaN for what is not finite
+            value = inside + held * 0.0  # NaN for values that are not finite
         rounded = value.to(values.dtype.element_ty)
         tl.store(indices + slot, places, mask=live)
         tl.store(values + slot, rounded, mask=live)
@@ -151,7 +151,7 @@ def gather_kernel(
 
 
 def run_mark(work: Tensor, scratch: Scratch, section: IndexSection | None) -> None:
-    """Launch it: see `sparsifiers.gpu.mark`."""
+    """Launch the kernel of `sparsifiers.gpu.mark`."""
     clear = scratch.edge[:0] if section is None else section.words
     each = power(-(-len(clear) // scratch.tiles)) if len(clear) else 0
     launch(
@@ -162,7 +162,7 @@ def run_mark(work: Tensor, scratch: Scratch, section: IndexSection | None) -> No
 
 
 def run_settle(work: Tensor, scratch: Scratch) -> None:
-    """Launch it: see `sparsifiers.gpu.settle_ties`."""
+    """Launch the kernel of `sparsifiers.gpu.settle_ties`."""
     launch(
         settle_kernel, scratch.tiles, work,
         work, scratch.edge, scratch.above, scratch.ties, scratch.counts, TILE=TILE,
@@ -178,7 +178,7 @@ def run_gather(
     momentum: Tensor | None,
     section: IndexSection | None,
 ) -> None:
-    """Launch the scan and the compaction: see `sparsifiers.gpu.gather`."""
+    """Launch the scan and the compaction of `sparsifiers.gpu.gather`."""
     capacity, tiles = len(slots.indices), scratch.tiles
     dtype = slots.values.dtype
     launch(

@@ -106,7 +106,7 @@ def run(
     scratch: Scratch | None,
     momenta: Momenta | None,
 ) -> None:
-    """Launch it: see `sparsifiers.gpu.compensate`. `dtype`: of the gradients."""
+    """Launch the kernel of `sparsifiers.gpu.compensate`. `dtype`: of the gradients."""
     tasks = len(table.tasks)
     programs = persistent(tasks, work)
     form = NONE if momenta is None else NESTEROV if momenta.nesterov else PLAIN

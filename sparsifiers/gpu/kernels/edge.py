@@ -45,7 +45,7 @@ def count_ties_kernel(
     share: tl.tensor,
     SHIFT: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Count a later digit of what is marked in the tiles `share * program` and so on."""
+    """Count a later digit of marked elements in the tiles `share * program` and so on."""
     counts = tl.zeros([2048], tl.int32)
     prefix = tl.load(edge)
     first = tl.program_id(0) * share
@@ -76,7 +76,7 @@ def edge_kernel(histogram: tl.tensor, edge: tl.tensor, k: tl.tensor, FIRST: tl.c
 
 
 def run_count(work: Tensor, scratch: Scratch) -> None:
-    """Launch it: see `sparsifiers.gpu.count_digits`."""
+    """Launch the kernel of `sparsifiers.gpu.count_digits`."""
     programs = persistent(scratch.tiles, work)
     launch(
         count_digits_kernel, programs, work,
@@ -86,7 +86,7 @@ def run_count(work: Tensor, scratch: Scratch) -> None:
 
 
 def run_ties(work: Tensor, level: int, scratch: Scratch) -> None:
-    """Launch it: see `sparsifiers.gpu.count_ties`."""
+    """Launch the kernel of `sparsifiers.gpu.count_ties`."""
     programs = persistent(scratch.tiles, work)
     launch(
         count_ties_kernel, programs, work,
@@ -97,7 +97,7 @@ def run_ties(work: Tensor, level: int, scratch: Scratch) -> None:
 
 
 def run_edge(k: int, level: int, scratch: Scratch) -> None:
-    """Launch it: see `sparsifiers.gpu.find_edge`."""
+    """Launch the kernel of `sparsifiers.gpu.find_edge`."""
     launch(
         edge_kernel, 1, scratch.edge,
         scratch.histogram, scratch.edge, k, FIRST=level == 0, BITS=DIGITS[level].bits,

@@ -1,4 +1,4 @@
-"""Find the bounds of eight rows at once, digit by digit, and mark what reaches them."""
+"""Find the bounds of eight rows at once, digit by digit, and mark the elements that reach them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def rows_kernel(
             room -= tl.sum(tl.where(bins > digit[:, None], table, 0), 1)
             bound = (bound << 8) | digit
 
-        # Of what equals the bound the first `room` are taken.
+        # Of the elements on the bound the first `room` are taken.
         equals = tl.zeros([PANEL], tl.int32)
         for first in range(0, length, BLOCK):
             place = first + tl.arange(0, BLOCK)
@@ -80,7 +80,7 @@ def rows_kernel(
 
 
 def run(work: Tensor, rows: RowTable, shares: Tensor, scratch: Scratch) -> None:
-    """Launch it, with all marks 0: see `sparsifiers.gpu.mark_rows`."""
+    """Launch the kernel of `sparsifiers.gpu.mark_rows`, with all marks 0."""
     launch(
         rows_kernel, len(rows.panels), work,
         work, rows.panels, rows.places, shares, scratch.above, scratch.counts,

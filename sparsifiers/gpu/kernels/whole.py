@@ -1,4 +1,4 @@
-"""Add whole rows of all ranks, element by element."""
+"""Add dense rows of all ranks, element by element."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def whole_kernel(
 
 
 def run(update: Tensor, rows: Tensor, scale: float) -> None:
-    """Launch it: see `sparsifiers.gpu.add_whole`."""
+    """Launch the kernel of `sparsifiers.gpu.add_whole`."""
     programs = -(-len(update) // BLOCK)
     launch(
         whole_kernel, programs, update,
