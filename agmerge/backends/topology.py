@@ -21,7 +21,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Nodes:
-    """Communicators of one rank inside its machine and across machines, and its place there."""
+    """Communicators of one rank inside its node and across nodes, and its place there."""
 
     inside: Backend  # over the ranks of its node
     across: Backend  # over the ranks of its place on every node

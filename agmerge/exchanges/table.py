@@ -18,8 +18,8 @@ __all__ = ["DENSE", "EXCHANGES", "ExchangeContext", "exchange_of"]
 
 DENSE = DenseExchange  # of dense segments, and of merge buffers that are planned dense
 EXCHANGES: dict[str, type[Exchange]] = {
-    "auto": SparseExchange,  # or DENSE, a merge buffer at a time, by what was measured
-    "fastest": SparseExchange,  # as "auto", or one of way.SUMS in its place, by what was measured
+    "auto": SparseExchange,  # or DENSE, a merge buffer at a time, by measured times
+    "fastest": SparseExchange,  # as "auto", or one of way.SUMS in its place, by measured times
     "sparse": SparseExchange,
     "oktopk": OkTopkExchange,
     "masked": MaskedExchange,

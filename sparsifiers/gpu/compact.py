@@ -15,7 +15,7 @@ from sparsifiers.gpu.slots import Slots
 
 
 def mark(work: Tensor, scratch: Scratch, section: IndexSection | None = None) -> None:
-    """Mark all elements of `work`, fp32[n], above the edge of one digit, and those on it, and count both in each tile.
+    """Write bitmaps of the elements of `work`, fp32[n], above the edge of one digit, and on it; count both by tile.
 
     section: its words are set to 0, as writing indices wants them. One launch; reads 4 and writes 0.25 bytes an
     element.

@@ -1,4 +1,4 @@
-"""Mark the largest of each row of a segment's tensors, as many as each row is dealt."""
+"""Write a bitmap of the largest of each row of a segment's tensors, as many as each row is dealt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mark_rows(
     scratch: Scratch,
     section: IndexSection | None = None,
 ) -> None:
-    """Mark in `scratch.above` the largest of each row of `work`, fp32[n], k in all; of equals the first.
+    """Set in `scratch.above` the bits of the largest of each row of `work`, fp32[n], k in all; of equals the first.
 
     k, turn: see `sparsifiers.rows.deal`. section: see `mark`. Ties are not used: `gather` is called with ties=False.
     Two launches, one of which clears the marks, a third for a section, and one copy of 12 bytes a tensor; reads a row
@@ -42,7 +42,7 @@ def mark_rows(
 
 
 def reference(work: Tensor, rows: RowTable, k: int, turn: int, scratch: Scratch) -> None:
-    """Mark the largest of rows with torch's operations, for :func:`mark_rows`."""
+    """Set the bits of the largest of rows with torch's operations, for :func:`mark_rows`."""
     keys = work.view(torch.int32) & MASK
     taken = torch.zeros_like(keys, dtype=torch.bool)
     for share in deal(rows.tensors, k, turn):

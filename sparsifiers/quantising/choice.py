@@ -13,7 +13,7 @@ NARROW = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that quantiser
 
 
 class Choice(Compressor):
-    """Several candidates that send every element without error feedback, the most exact one first.
+    """Choice among candidates that send every element without error feedback, the most exact one first.
 
     candidates: names of quantisers, after "none" if elements may travel as they are.
     until_chosen: the one that is used before one is chosen; not "none".

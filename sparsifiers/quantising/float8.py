@@ -14,7 +14,7 @@ EXPONENT = 0x7F800000  # the bits of a float32's exponent
 
 
 class Float8(Quantiser):
-    """Floats of 8 bits, e4m3, rounded to nearest, times a power of two for each block: ``fp8``.
+    """Quantiser to floats of 8 bits, e4m3, rounded to nearest, times a power of two for each block: ``fp8``.
 
     The codec of torchft's `allreduce_quantized`, with a scale for a block instead of a row: Micikevicius et al., "FP8
     Formats for Deep Learning", arXiv 2209.05433, for the format; the power of two is as in the Open Compute Project's

@@ -118,7 +118,7 @@ class Bases:
                 sides[number] = 1 + (LEFT, RIGHT).index(self._kept[slot.name].side)
         comm.broadcast(sides, 0, "sides of bases").wait(timeout)
         own, self._kept = self._kept, {}
-        warm: dict[Lane, list[tuple[Slot, int]]] = {}  # by lane: tensors of which rank 0 has a basis, and its side
+        warm: dict[Lane, list[tuple[Slot, int]]] = {}  # by class: tensors of which rank 0 has a basis, its side
         for slot, code in zip(self._slots, sides.tolist(), strict=True):
             if code:
                 warm.setdefault(slot.lane, []).append((slot, code - 1))

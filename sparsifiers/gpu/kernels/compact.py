@@ -1,4 +1,4 @@
-"""Mark selected elements in bitmaps, scan their counts, and compact from the bitmaps (K3, without spinning)."""
+"""Write bitmaps of selected elements, scan their counts, and compact from the bitmaps (K3, without spinning)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mark_kernel(
     length: tl.tensor, cleared: tl.tensor,
     SHIFT: tl.constexpr, TILE: tl.constexpr, CLEARED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Mark one tile, and clear `CLEARED` words."""
+    """Write the bitmaps of one tile, and clear `CLEARED` words."""
     tile = tl.program_id(0)
     words = tl.arange(0, TILE // 32)
     lanes = tl.arange(0, 32)[None, :]

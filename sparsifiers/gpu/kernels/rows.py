@@ -30,7 +30,7 @@ def rows_kernel(
     work: tl.tensor, panels: tl.tensor, places: tl.tensor, shares: tl.tensor, above: tl.tensor, counts: tl.tensor,
     PANEL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Mark the elements of one panel."""
+    """Set the bits of the selected elements of one panel."""
     panel = tl.program_id(0)
     tensor = tl.load(panels + 2 * panel)
     offset = tl.load(places + 5 * tensor)
