@@ -144,7 +144,7 @@ int32_t kernel_kth(const int32_t *keys, int64_t n, int64_t k, int32_t *scratch, 
     }
 }
 
-/* Move those of the elements [i, n) of a list whose key exceeds the floor to its slots from h on; h <= i. Returns
+/* Move those of the elements [i, n) of a list with a key above the floor to its slots from h on; h <= i. Returns
    the slot after the last. */
 INLINE int64_t keep_body(int32_t *positions, int32_t *keys, int64_t i, int64_t n, int32_t floor, int64_t h)
 {
@@ -163,7 +163,7 @@ INLINE int64_t keep_body(int32_t *positions, int32_t *keys, int64_t i, int64_t n
 static int64_t keep_any KEEP_PARAMETERS { return keep_body KEEP_ARGUMENTS; }
 
 #if X86
-/* Whole registers are stored, but none reaches beyond what was read, because h <= i. */
+/* Whole registers are stored, but none reaches beyond the elements read, because h <= i. */
 AVX2 static int64_t keep_avx2 KEEP_PARAMETERS
 {
     const __m256i floors = _mm256_set1_epi32(floor);
@@ -221,7 +221,7 @@ EXPORT int32_t kernel_nth(const int32_t *keys, int64_t n, int64_t k, int32_t *sc
 
 /* -- elements at positions ---------------------------------------------------------------------------------- */
 
-/* One key of each of m equal stretches: see sampling.py, whose `places` this repeats. */
+/* One key of each of m equal stretches: this repeats `places` of topk_floor.py. */
 EXPORT void kernel_sample(const int32_t *bits, int64_t n, int64_t m, int32_t mask, int32_t *keys)
 {
     enum { BATCH = 64 };

@@ -1,4 +1,4 @@
-/* What the files of the kernel share: the instruction set in use, and selection in a list of keys. */
+/* Declarations that the files of the kernel share: the instruction set in use, and selection in a list of keys. */
 
 #ifndef SPARSIFIERS_KERNEL_H
 #define SPARSIFIERS_KERNEL_H

@@ -30,7 +30,7 @@ INLINE void pack_body(const uint8_t *codes, int width, uint8_t *out)
     }
 }
 
-/* CODES codes from what `pack_body` has written. */
+/* CODES codes from the bytes of `pack_body`. */
 INLINE void unpack_body(const uint8_t *data, int width, uint8_t *codes)
 {
     if (width == 8)

@@ -1,4 +1,4 @@
-/* The largest of each column of a C-order matrix of float32, exactly. See kernel.c for what holds of all.
+/* The largest of each column of a C-order matrix of float32, exactly. See kernel.c for the rules of all.
 
    As in kernel_rows.c the matrix is read twice, but always in the order of memory: the first time the largest
    key in each of several groups of rows is noted for every column, which gives every column a floor; the second
@@ -9,7 +9,7 @@
 #include <string.h>
 
 #define GROUPS 4  /* for each element of the quota */
-#define LANES 16  /* columns whose floors are found together */
+#define LANES 16  /* columns with floors that are found together */
 #define CARRIED 3 /* candidates for each element of the quotas for which there is room */
 
 /* maxima[c] = the largest key in column c of some rows. */
@@ -119,7 +119,7 @@ EXPORT int64_t kernel_columns_scratch(int64_t length, int64_t columns, int64_t p
 }
 
 /* Positions, ascending, of the quotas[c] largest keys of each of `columns` adjacent columns of a matrix with
-   `length` rows, whose starts are `pitch` apart; of equals in a column the first. 0, or -1 if there was not the room
+   `length` rows, with starts `pitch` apart; of equals in a column the first. 0, or -1 if there was not the room
    for the candidates. */
 EXPORT int kernel_columns(const int32_t *bits, int64_t length, int64_t columns, int64_t pitch, int32_t mask,
                           const int64_t *quotas, int64_t total, int64_t most, int32_t *scratch, int32_t *out)

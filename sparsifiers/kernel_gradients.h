@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Their kinds, by the numbers of kernel.py: none, and a float that is taken off instead of added are two more. */
+/* Their kinds, by the numbers of kernel.py: none, and a float that is subtracted instead of added are two more. */
 enum { ALONE = -1, FLOAT32, BFLOAT16, FLOAT16, TAKEN_OFF };
 
 static inline float as_float(uint32_t bits)
@@ -16,7 +16,7 @@ static inline float as_float(uint32_t bits)
     return value;
 }
 
-/* The exponent is moved by a multiplication, which is exact; what is not finite stays so. */
+/* The exponent is moved by a multiplication, which is exact; values that are not finite stay so. */
 static inline float of_half(uint16_t half)
 {
     float magnitude = as_float((uint32_t)(half & 0x7fff) << 13) * 0x1p112f;

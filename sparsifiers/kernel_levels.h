@@ -1,6 +1,6 @@
 /* Includes LOOPS, a file of loops over registers of floats, once for each level. There TARGET is the instruction set,
    AT(name) a name of that level, vec a register of WIDTH floats, and LOAD, STORE, STREAM, SPLAT, MULTIPLY_ADD, TOTAL, HITS
-   (the lanes whose key exceeds a floor, as bits) and OTHER (of a gradient) what can be done with it. MULTIPLY_ADD may
+   (the lanes with a key above a floor, as bits) and OTHER (of a gradient) its operations. MULTIPLY_ADD may
    round once or twice: its bits differ among levels. STREAM writes past the caches, to an address that is aligned to a
    register; fence() comes after the last. */
 

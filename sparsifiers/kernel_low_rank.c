@@ -72,7 +72,7 @@ static int64_t width(int64_t m, int64_t r)
     return r * m <= WHOLE ? m : PANEL / r < 512 ? 512 : PANEL / r / 128 * 128;
 }
 
-/* -- what is exported; r <= MOST --------------------------------------------------------------------------- */
+/* -- exported functions; r <= MOST -------------------------------------------------------------------------- */
 
 /* out = scale * left^T right: ((left[0, i] * right[0, j] + left[1, i] * right[1, j]) + ...) * scale. */
 EXPORT void kernel_product(const float *left, int64_t n, const float *right, int64_t m, int64_t r, float scale,

@@ -1,11 +1,11 @@
-/* What memories make of a residual and a gradient. See kernel.c for what holds of all. */
+/* Rules of memories: sums of a residual and a gradient. See kernel.c for the rules of all. */
 
 #include "kernel.h"
 
 #include <string.h>
 
-/* Where to note what of some elements has a key above `floor`: its position, `first` being that of the first of them,
-   with the sign of the element as its own, and its key. A `held` above `room`: there was no room for all. The lists have
+/* Notes of those of some elements with a key above `floor`: the position, `first` being that of the first of them, with
+   the sign of the element as its own, and the key. A `held` above `room`: there was no room for all. The lists have
    SPARE slots more. */
 struct notes {
     int32_t floor, first;
@@ -13,7 +13,7 @@ struct notes {
     int64_t elements, held, room;
 };
 
-enum { GROUP = 64, SPARE = GROUP + 1 }; /* GROUP: elements whose hits are the bits of a word */
+enum { GROUP = 64, SPARE = GROUP + 1 }; /* GROUP: elements with hits in the bits of one word */
 
 /* Note of the GROUP floats that begin at element i those that are bits of `hits`, one at least. */
 INLINE void note(struct notes *notes, int64_t i, const void *group, uint64_t hits)

@@ -1,8 +1,8 @@
-/* The loops of kernel_memory.c, in the words of kernel_levels.h. What is written goes past the caches: it is read again
-   only when its whole merge buffer is. Each product and each sum is rounded by itself. A `check` adds up 0 times what is
-   written: NaN, if something is not finite. What exceeds a floor is noted, GROUP elements at a time. */
+/* The loops of kernel_memory.c, in the words of kernel_levels.h. Output goes past the caches: it is read again
+   only when its whole merge buffer is. Each product and each sum is rounded by itself. A `check` adds up 0 times the
+   output: NaN, if an element is not finite. Keys above a floor are noted, GROUP elements at a time. */
 
-/* Write a register at element i, and return what was written to work. */
+/* Write a register at element i, and return the register written to work. */
 TARGET INLINE vec AT(add_some)(float *work, float *home, const float *residual, const void *gradient, int64_t i,
                                float factor, int kind, int streamed, vec *check)
 {

@@ -1,4 +1,4 @@
-/* What a message is made of: the codec `Blocks` of agmerge/exchanges/message/indices.py. See kernel.c for what holds of all. */
+/* Sections of messages: the codec `Blocks` of agmerge/exchanges/message/indices.py. See kernel.c for common rules. */
 
 #include "kernel.h"
 #include "kernel_codes.h"
@@ -15,7 +15,7 @@ static int64_t bytes_of(int64_t count, int width) { return (count * width + 7) /
 
 /* -- integers side by side ---------------------------------------------------------------------------------- */
 
-/* The low `width` bits of indices >> shift, the first in the lowest bits of a byte; the rest of `out` is 0. */
+/* The low `width` bits of indices >> shift, the first in the lowest bits of a byte; padding of `out` is 0. */
 INLINE void write_plane_body(const int32_t *indices, int64_t count, int shift, int width, uint8_t *out, int64_t size)
 {
     if (width == 16)
@@ -35,7 +35,7 @@ INLINE void write_plane_body(const int32_t *indices, int64_t count, int shift, i
     memset(out + bytes_of(count, width), 0, (size_t)(size - bytes_of(count, width)));
 }
 
-/* indices |= what `write_plane_body` has written, << shift. */
+/* indices |= bits of a plane of `write_plane_body`, << shift. */
 INLINE void read_plane_body(const uint8_t *data, int64_t count, int shift, int width, int32_t *indices)
 {
     if (width == 16)

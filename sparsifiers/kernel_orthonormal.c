@@ -80,7 +80,7 @@ INLINE int cover_body(double *restrict vector, const float *row, int64_t n)
 }
 FOR_EACH_LEVEL(int, cover, (double *vector, const float *row, int64_t n), (vector, row, n))
 
-/* Take off what `count` rows have of the vector, twice; the square of what is left. scales: a slot for each row. */
+/* Subtract the vector's projection on `count` rows, twice; the square of the remainder. scales: a slot for each row. */
 static double project_out(double *vector, const float *rows, int64_t count, int64_t n, double *scales)
 {
     for (int twice = 0; twice < 2; twice++) {
@@ -109,7 +109,7 @@ static void choose_unit(double *vector, const float *rows, int64_t count, int64_
 
 /* Make the rows of each of `count` factors orthonormal. sizes: how many rows it has, and how long they are, which is no
    less. scratch: as many doubles as the largest sum of both. A row that is zero, not finite, or dependent on those
-   before it becomes a unit vector without what these have of it. */
+   before it becomes a unit vector, less its projection on these. */
 EXPORT void kernel_orthonormalize(float *const *factors, const int64_t (*sizes)[2], int64_t count, double *scratch)
 {
     for (int64_t f = 0; f < count; f++) {

@@ -1,7 +1,7 @@
 /* Quantised vectors: of values records, of the records of several senders their sum, and of that records again. See
-   kernel.c for what holds of all, and kernel_quantising.py for what is asked for.
+   kernel.c for the rules of all, and kernel_quantising.py for the contract.
 
-   A TILE of blocks is worked on at once: what is made of it on the way stays in the first-level cache. */
+   A TILE of blocks is worked on at once: intermediate results stay in the first-level cache. */
 
 #include "kernel_quantise.h"
 #include "kernel_gradients.h"
@@ -101,7 +101,7 @@ struct senders {
     int codec, size;
 };
 
-/* `scale` times the sum of what all senders say of `count` blocks from `block` on: in `to`, by way of `total`. */
+/* `scale` times the sum of all senders' values of `count` blocks from `block` on: in `to`, by way of `total`. */
 static void add_up(const struct senders *all, int64_t block, int64_t count, float scale, float *total, float *to,
                    int streamed)
 {
@@ -115,9 +115,9 @@ static void add_up(const struct senders *all, int64_t block, int64_t count, floa
     }
 }
 
-/* -- what is exported ---------------------------------------------------------------------------------------------- */
+/* -- exported functions -------------------------------------------------------------------------------------------- */
 
-/* Write n values, whose kind is that of kernel_gradients.h, as records; zeros fill up the last block. The squares
+/* Write n values, of a kind of kernel_gradients.h, as records; zeros fill up the last block. The squares
    of all are added to `squares` unless it is NULL. */
 EXPORT void kernel_quantise(const void *values, int64_t n, int kind, int codec, int64_t size, uint64_t key,
                             int64_t first, uint8_t *out, double *squares)
@@ -140,7 +140,7 @@ EXPORT void kernel_quantise(const void *values, int64_t n, int kind, int codec, 
     }
 }
 
-/* Write `scale` times the sum of what `senders` messages say, added in their order: n elements of that kind. */
+/* Write `scale` times the sum of the values of `senders` messages, added in their order: n elements of that kind. */
 EXPORT void kernel_add_quantised(const uint8_t *const *messages, const uint64_t *keys, const int64_t *firsts,
                                  int64_t senders, int codec, int64_t size, float scale, void *out, int64_t n, int kind)
 {

@@ -1,5 +1,5 @@
-/* What the loops of quantisers share: see kernel_quantise.c. The quantisers are specified, operation by operation, in
-   sparsifiers/quantising/eden.py and linear.py, so that each operation rounds as torch's does. */
+/* Declarations that the loops of quantisers share: see kernel_quantise.c. The quantisers are specified, operation by
+   operation, in sparsifiers/quantising/eden.py and linear.py, so that each operation rounds as torch's does. */
 
 #ifndef SPARSIFIERS_KERNEL_QUANTISE_H
 #define SPARSIFIERS_KERNEL_QUANTISE_H
@@ -18,7 +18,7 @@ enum { WORDS = 4 };     /* random words of a block in one stream */
 #define GOLDEN UINT64_C(0x9E3779B97F4A7C15)
 #define STREAM_KEY UINT64_C(0xD1342543DE82EF95) /* between the keys of two streams */
 
-/* Consecutive blocks of one tensor: by which quantiser, how many coordinates each, and whose random words. */
+/* Consecutive blocks of one tensor: the quantiser, the coordinates of each, and the key of the random words. */
 struct blocks {
     int codec, size;
     uint64_t key;  /* of the words */
@@ -28,7 +28,7 @@ struct blocks {
 /* How records are written and read; a level has one of its own.
 
    encode: float32[count * size] as count records; the squares of all are added to `squares` unless it is NULL.
-   decode: what count records say, plus `before` unless it is NULL, all of it times `scale`: float32[count * size].
+   decode: the values of count records, plus `before` unless it is NULL, all of it times `scale`: float32[count * size].
    `to` may be `before`. streamed: write past the caches, `to` is on a 64-byte boundary. */
 typedef void encode_loop(const struct blocks *of, const float *values, int64_t count, uint8_t *out, double *squares);
 typedef void decode_loop(const struct blocks *of, const uint8_t *data, int64_t count, const float *before, float scale,
@@ -126,7 +126,7 @@ INLINE void draw(uint64_t counter, int size, uint64_t *words)
     }
 }
 
-/* -- eden: what stands in front of a record ------------------------------------------------------------------------ */
+/* -- eden: the front of a record ----------------------------------------------------------------------------------- */
 
 #define LEAST_SCALE 0x1p-118f
 #define MOST_SCALE 0x1p104f
@@ -143,7 +143,7 @@ INLINE void draw(uint64_t counter, int size, uint64_t *words)
     {MIDDLE(0.1284, 0.3881), MIDDLE(0.3881, 0.6568), MIDDLE(0.6568, 0.9424), MIDDLE(0.9424, 1.2562),                 \
      MIDDLE(1.2562, 1.6181), MIDDLE(1.6181, 2.0690), MIDDLE(2.0690, 2.7326)}
 
-/* Whether a block whose largest square is `highest` is to be rotated twice. */
+/* Whether a block with the largest square `highest` is to be rotated twice. */
 INLINE int is_spiked(int bits, float highest, float energy)
 {
     return highest > (bits == 1 ? 1.0f / 16 : 1.0f / 8) * energy && highest < energy;
@@ -162,7 +162,7 @@ INLINE uint16_t eden_scale(float energy, float inner, int exponent, int again)
 #define LEAST_OF_INTEGERS 0x1p-109f
 #define MOST_OF_INTEGERS 0x1p119f
 
-/* The scale of a block whose largest magnitude has these bits: a bfloat16, as a float. */
+/* The scale of a block with a largest magnitude of these bits: a bfloat16, as a float. */
 INLINE float integers_scale(int32_t largest, float levels)
 {
     if (largest >= 0x7f800000)

@@ -1,5 +1,5 @@
-/* Eden is written with AVX2: eight registers of a block at a time, the rest of it lies in the first-level cache.
-   See eden.py and rotation.py for what each operation is; the order of additions is theirs. */
+/* Eden is written with AVX2: eight registers of a block at a time, the others lie in the first-level cache.
+   See eden.py and rotation.py for each operation; the order of additions is theirs. */
 
 #include "kernel_quantise_codes.h"
 

@@ -1,5 +1,5 @@
-/* Eden is written with AVX-512: a block of 256 lies in 16 registers. See eden.py and rotation.py for what each
-   operation is; the order of additions is theirs. */
+/* Eden is written with AVX-512: a block of 256 lies in 16 registers. See eden.py and rotation.py for each
+   operation; the order of additions is theirs. */
 
 #include "kernel_quantise_codes.h"
 
@@ -202,7 +202,7 @@ LOOP void encode_all(const struct blocks *of, int bits, int size, const float *v
                                squares);
 }
 
-/* -- what is exported ---------------------------------------------------------------------------------------------- */
+/* -- exported functions -------------------------------------------------------------------------------------------- */
 
 AVX512 void kernel_eden_encode_avx512(const struct blocks *of, const float *values, int64_t count, uint8_t *out,
                                       double *squares)

@@ -1,4 +1,4 @@
-/* What reading eden's records has in common at all levels, or at AVX2 and AVX-512: butterflies over registers,
+/* Common to reading eden's records at all levels, or at AVX2 and AVX-512: butterflies over registers,
    tables of levels, planes. */
 
 #ifndef SPARSIFIERS_KERNEL_QUANTISE_CODES_H
@@ -6,7 +6,7 @@
 
 #include "kernel_quantise.h"
 
-/* Of 8 registers, those whose numbers differ in one bit become first(left, right) and second(left, right): sums and
+/* Of 8 registers, those with numbers that differ in one bit become first(left, right) and second(left, right): sums and
    differences, a butterfly over that bit; or an exchange of the bit with places inside of registers.
 
    Bit i of registers' numbers and of places in them is one of a coordinate's place. At first registers have bits 2,
@@ -46,7 +46,7 @@ INLINE const uint8_t *plane_bytes(const uint8_t *data, int bits, int size, int p
 
 enum { MOST_BYTES = 4 * (SCALE + 4 * LARGEST / 8) };
 
-/* Copy fewer records than have 256 coordinates, and what comes before them, and fill up with zeros. */
+/* Copy fewer records than have 256 coordinates, and the values before them, and fill up with zeros. */
 INLINE void take_rest(const uint8_t *data, int64_t bytes, const float *before, int64_t coordinates, uint8_t *rest,
                       float *rows)
 {

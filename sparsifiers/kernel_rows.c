@@ -1,4 +1,4 @@
-/* The largest of each row of a matrix of float32, exactly. See kernel.c for what holds of all.
+/* The largest of each row of a matrix of float32, exactly. See kernel.c for the rules of all.
 
    A row is read twice, from memory and then from the cache. The first time, its elements are dealt to groups
    and the largest key of each is noted: if q groups have a key of t or more, so has the row q elements. With

@@ -1,4 +1,4 @@
-/* Which keys of a vector of float32 exceed a floor. See kernel.c for what holds of all. */
+/* Which keys of a vector of float32 exceed a floor. See kernel.c for the rules of all. */
 
 #include "kernel.h"
 
@@ -11,7 +11,7 @@
 #endif
 
 #define AHEAD 16384 /* bytes that a scan is prefetched ahead: the hardware stops at the end of a page */
-#define SET 64      /* elements whose hits are the bits of a word */
+#define SET 64      /* elements with hits in the bits of one word */
 #define FEW 12      /* hits among them, up to which they are written one by one */
 
 /* Where in a block of n <= BLOCK elements the key exceeds its floor, ascending; `hits` has BLOCK + SET slots. The floors
@@ -164,7 +164,7 @@ int64_t kernel_hits(const int32_t *bits, int64_t n, int32_t mask, const int32_t 
     return find_hits(bits, n, mask, floors, 1, hits);
 }
 
-/* Positions and keys of the elements [start, n) whose key exceeds the floor, appended to `held` others. Returns
+/* Positions and keys of the elements [start, n) with a key above the floor, appended to `held` others. Returns
    where it stopped: n, or earlier where the next block might not fit. */
 EXPORT int64_t kernel_scan(const int32_t *bits, int64_t start, int64_t n, int32_t mask, int32_t floor,
                            int32_t *positions, int32_t *keys, int64_t capacity, int64_t *held)

@@ -1,5 +1,5 @@
-/* Loops over float32 at indices: what is sent is taken off, what arrives is added. See kernel.c for what holds of
-   all. */
+/* Loops over float32 at indices: sent values are subtracted, values that arrive are added. See kernel.c for the rules
+   of all. */
 
 #include "kernel.h"
 
@@ -13,7 +13,7 @@ INLINE uint32_t largest_index_body(const int32_t *indices, int64_t count)
 }
 FOR_EACH_LEVEL(uint32_t, largest_index, (const int32_t *indices, int64_t count), (indices, count))
 
-enum { LOOK_AHEAD = 48 }; /* indices whose elements are fetched ahead */
+enum { LOOK_AHEAD = 48 }; /* indices of elements that are fetched ahead */
 
 /* work[indices] -= sent, one by one; 0, or -1 without doing anything if an index is outside [0, n). */
 EXPORT int kernel_commit(float *work, int64_t n, const int32_t *indices, const float *sent, int64_t count)
@@ -51,7 +51,7 @@ EXPORT int kernel_take(float *work, float *momentum, int64_t n, const int32_t *i
     return 0;
 }
 
-/* momentum[indices] *= 0 where what was sent is not 0; 0, or -1 without doing anything if an index is outside [0, n). */
+/* momentum[indices] *= 0 where sent values are not 0; 0, or -1, with nothing done, if an index is outside [0, n). */
 EXPORT int kernel_mask(float *momentum, int64_t n, const int32_t *indices, const float *sent, int64_t count)
 {
     if (count > 0 && largest_index(indices, count) >= (uint64_t)n)

@@ -55,7 +55,7 @@ static int all_fit(const int32_t *const *indices, const int64_t *counts, int64_t
 }
 
 /* update = the sum of scale * values of all lists, list by list, each product rounded by itself, for the elements from
-   start until stop; what lies before is behind `at` in its list already. */
+   start until stop; entries before are behind `at` in their lists already. */
 static void add_up(float *update, int64_t start, int64_t stop, const int32_t *const *indices,
                    const float *const *values, const int64_t *counts, int64_t *at, int64_t lists, float scale)
 {
@@ -91,8 +91,8 @@ EXPORT int kernel_write_sum(float *total, int64_t n, const int32_t *const *indic
 }
 
 /* base -= update and parameter -= update, where update is the sum of scale * values of all lists, list by list, each
-   product rounded by itself. But at the places of `own`, parameter = base - rest, where rest is what base - parameter
-   was, less what was sent. All indices count from `first`. 0, or -1 without doing anything if some do not fit. at:
+   product rounded by itself. But at the places of `own`, parameter = base - rest, where rest is the old
+   base - parameter less the sent values. All indices count from `first`. 0, or -1 without doing anything if some do not fit. at:
    scratch, as long as there are lists. */
 EXPORT int kernel_take_in(float *base, float *parameter, int64_t n, int64_t first, const int32_t *const *indices,
                           const float *const *values, const int64_t *counts, int64_t *at, int64_t lists, float scale,

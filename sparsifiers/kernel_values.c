@@ -1,7 +1,7 @@
 /* The codecs of a few bits a value: `Steps` and `Signs` of agmerge/exchanges/message/scaled.py, where they are specified,
-   operation by operation, so that each rounds as torch's does. See kernel.c for what holds of all.
+   operation by operation, so that each rounds as torch's does. See kernel.c for the rules of all.
 
-   Values are written and read by blocks that share a scale or two; what is made of a block on the way stays in the
+   Values are written and read by blocks that share a scale or two; intermediate results of a block stay in the
    first-level cache. All scales come first, then all codes, the first in the lowest bits of a byte. */
 
 #include "kernel.h"
@@ -28,14 +28,14 @@ INLINE float float_of(uint32_t bits)
     return value;
 }
 
-/* What is beyond the limit at it, and what is not finite as NaN. */
+/* The value clamped to the limit in magnitude, or NaN if it is not finite. */
 INLINE float saturated(float value, float limit)
 {
     float least = value < -limit ? -limit : value, inside = least > limit ? limit : least;
     return inside + 0.0f * value;
 }
 
-/* -- what the codes of a block stand for ------------------------------------------------------------------------- */
+/* -- values of the codes of a block ------------------------------------------------------------------------------ */
 
 INLINE void read_steps_body(const uint8_t *codes, int width, const float *scales, float *restrict read)
 {
@@ -68,7 +68,7 @@ INLINE void steps_body(const float *values, int width, float *scales, uint8_t *r
     const float scale = saturated(float_of((uint32_t)largest) / levels, FLT_MAX / (levels + 1));
     for (int i = 0; i < CODES; i++) {
         float step = values[i] / scale;
-        step = step == step ? step : 0.0f; /* 0/0, and what is not finite; the scale carries that */
+        step = step == step ? step : 0.0f; /* 0/0, and values that are not finite; the scale carries that */
         step = step > levels ? levels : step;
         step = (step < -levels ? -levels : step) + WHOLE;
         codes[i] = (uint8_t)(bits_of(step) & ((1u << width) - 1));
@@ -111,7 +111,7 @@ INLINE void signs_body(const float *values, int width, float filled, float *scal
         for (int i = 0; i < CODES; i++) {
             int32_t above = rows[i] > mean;
             codes[i] = (uint8_t)(codes[i] + 2 * above);
-            higher[i] = rows[i] * (float)above; /* of what is not finite: NaN */
+            higher[i] = rows[i] * (float)above; /* of values that are not finite: NaN */
             count += above;
         }
         for (int i = 0; i < HALF; i++) {
@@ -210,7 +210,7 @@ FOR_WIDTH(2)
 FOR_WIDTH(1)
 
 /* Write `count` values by the codec of that many bits, 8, 4, 2 or 1; the first `used` are in use, and the others 0. read:
-   what receivers will read, 0 behind those in use. */
+   the values as receivers will read them, 0 behind those in use. */
 EXPORT void kernel_values_encode(const float *values, int64_t count, int64_t used, int width, uint8_t *scales,
                                  uint8_t *out, float *read)
 {
