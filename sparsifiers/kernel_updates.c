@@ -92,8 +92,8 @@ EXPORT int kernel_write_sum(float *total, int64_t n, const int32_t *const *indic
 
 /* base -= update and parameter -= update, where update is the sum of scale * values of all lists, list by list, each
    product rounded by itself. But at the places of `own`, parameter = base - rest, where rest is the old
-   base - parameter less the sent values. All indices count from `first`. 0, or -1 without doing anything if some do not fit. at:
-   scratch, as long as there are lists. */
+   base - parameter less the sent values. All indices count from `first`. 0, or -1 without doing anything if some do
+   not fit. at: scratch, as long as there are lists. */
 EXPORT int kernel_take_in(float *base, float *parameter, int64_t n, int64_t first, const int32_t *const *indices,
                           const float *const *values, const int64_t *counts, int64_t *at, int64_t lists, float scale,
                           const int32_t *own, const float *sent, int64_t count)
