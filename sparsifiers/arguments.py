@@ -66,7 +66,7 @@ def check_numel(owner: object, numel: int, key: str = "") -> int:
 def check_vector(owner: object, vector: Tensor, key: str) -> None:
     """Raise ValueError or TypeError unless `vector` is a strided 1-D tensor of a dtype in DTYPES.
 
-    Any stride and any device will do; no value is looked at.
+    Any stride and any device will do; no value is read.
     """
     if not isinstance(vector, Tensor):
         raise TypeError(f"{_where(owner, key)}: vector must be a torch.Tensor, not {type(vector).__name__}")

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsifiers import kernel, kernel_message
 from sparsifiers.memories import Memory, Momentum, NoMemory, Rate, Rounding
 
-MOMENTUM = 0.9  # where neither the memory nor the optimizer says one
+MOMENTUM = 0.9  # where neither the memory nor the optimizer has one
 
 
 class DGCMemory(Memory):

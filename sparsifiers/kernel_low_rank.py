@@ -145,7 +145,7 @@ def _adds(matrix: Tensor, residual: Tensor, gradient: Tensor, left: Tensor, righ
 
 
 def _fit(matrix: Tensor, left: Tensor, right: Tensor, most: int) -> bool:
-    # Nothing is looked at that would raise an error: this is left to torch.
+    # No check here raises an error: errors are left to torch.
     if not left.dim() == right.dim() == matrix.dim() == 2:
         return False
     (r, n), (rows, m) = left.shape, right.shape

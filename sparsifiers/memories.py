@@ -100,7 +100,7 @@ class Memory(ABC):
         home: like work; becomes the gradient, in the same pass where one does all of it.
         notes: take note of the largest of work in that pass, or forget their notes.
 
-        Returns whether all of work is finite, if that is known without another look at it, else None. ValueError for
+        Returns whether all of work is finite, if that is known without another pass over it, else None. ValueError for
         arguments that do not fit.
         """
         if torch.is_grad_enabled():  # a hook under create_graph=True sees gradients that require grad
@@ -123,7 +123,7 @@ class Memory(ABC):
     def _compensate(
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
     ) -> bool | None:
-        """Write `work`; the arguments were checked. Return whether all of it is finite; None: not looked at.
+        """Write `work`; the arguments were checked. Return whether all of it is finite; None: not checked.
 
         One with the arguments `home` and `notes` of `compensate` has seen to both unless it returns None.
         """

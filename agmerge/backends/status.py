@@ -131,7 +131,7 @@ def waiting_for(call: str, ranks: Sequence[int]) -> Iterator[None]:
 
 
 def annotate(error: NoAnswer, call: str, ranks: Sequence[int]) -> None:
-    """Write into ``error`` in which step this rank was, how long it waited, and what the other ranks say.
+    """Write into ``error`` in which step this rank was, how long it waited, and the answers of the other ranks.
 
     ``call`` and ``ranks`` as those of :func:`waiting_for`. Asks other processes, which takes up to 2.5 seconds, and 4
     more where one of another machine refuses. Alone it says no more than whether too few files can be opened here.

@@ -241,7 +241,7 @@ def has_cuda() -> bool:
 
 
 def patch(file: Path, changes: Iterable[tuple[str, str, int]]) -> None:
-    """Replace texts in ``file``, which must hold each exactly as often as said; else nothing is written."""
+    """Replace texts in ``file``, which must have each exactly so many times; else nothing is written."""
     text = file.read_text(encoding="utf-8")
     for old, new, times in changes:
         if text.count(old) != times:

@@ -158,7 +158,7 @@ def link_row(link: Link, found: Found) -> Row:
 
 
 def launching(found: Found) -> str:
-    """Return how launchers are told to take the network by which the hosts have reached each other."""
+    """Return the settings by which launchers take the network over which the hosts have reached each other."""
     names = sorted({name for names in _used(found).values() for name in names})
     networks = ",".join(_networks(found))
     if not names:

@@ -16,7 +16,7 @@ from agmerge.backends.streams import Streams, streams_of
 
 
 def write(numbers: Sequence[float], out: Tensor) -> None:
-    """Write ``numbers`` into ``out``, 1-D; the host goes on at once, if the streams of the device are known."""
+    """Write ``numbers`` into ``out``, 1-D; the host does not wait, if the streams of the device are known."""
     values = torch.tensor(numbers, dtype=out.dtype)
     streams = None if out.device.type == "cpu" else streams_of(out.device)
     if streams is None:

@@ -90,7 +90,7 @@ def cast_name(compression: Any) -> str | None:
 def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if an argument of ``given`` is about something that ``compression`` does not do.
 
-    A number as ``density``, and ``exchange="sparse"``, say how a compressor is to go about it, so they may stay in a
+    A number as ``density``, and ``exchange="sparse"``, have a meaning for every compressor, so they may stay in a
     script that swaps its compressor by name. A rank is of factors alone.
     """
     selects, factorises, compresses = _abilities(compression)

@@ -319,6 +319,6 @@ def check_two_level(config: Config) -> None:
 def is_small(name: str, parameter: torch.Tensor) -> bool:
     """Return whether a parameter has fewer than two dimensions (biases, norms), or than 1024 elements.
 
-    This is the rule for ``dense=None``; ``name`` is not looked at.
+    This is the rule for ``dense=None``; ``name`` is not used.
     """
     return parameter.dim() < 2 or parameter.numel() < SMALL

@@ -51,7 +51,7 @@ def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
     (``communicator``) becomes ``exchange``; ``compress_rank`` becomes ``rank``, and GRACE's ``threshold`` the
     sparsifier's ``tau``. Keys that are left out have the default of the dictionary's project (docs/migrate.md).
 
-    Dropped, since they say nothing here: ``send_size_aresame``, ``model_named_parameters`` (pass
+    Dropped, since they have no meaning here: ``send_size_aresame``, ``model_named_parameters`` (pass
     ``named_parameters``), ``world_size``, ``rank``, ``cur_epoch``, ``kernel``.
 
     Raises ``TypeError`` if ``params`` is no mapping, ``ValueError`` for a key, a name or a combination that has no

@@ -1,4 +1,4 @@
-"""Plan by Horovod's ``groups=``: parameters share a message because the script says so."""
+"""Plan by Horovod's ``groups=``: the script decides which parameters share a message."""
 
 from __future__ import annotations
 

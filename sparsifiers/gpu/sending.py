@@ -1,4 +1,4 @@
-"""Send numbers of the host to a device, so that the host goes on."""
+"""Send numbers of the host to a device, without a wait of the host."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class LowRankExchange(MultiRoundExchange):
 
     1. Each rank projects its matrices on the bases that all ranks have in common, as soon as they are ready
        (:meth:`prepare`). One all-reduce adds up these factors, under backward, with control numbers behind them.
-       Dense segments of the same dtype ride along, as they are.
+       Dense segments of the same dtype share the message, as they are.
     2. Where both factors are sent, the rows of the sum are made orthonormal, each rank projects its matrices on them,
        and a second all-reduce adds up these factors.
     3. The update is the product of the two factors: of the basis and the sum, or of the two that were sent. The last
@@ -251,7 +251,7 @@ class LowRankExchange(MultiRoundExchange):
 def _with_overflows(control: RoundHeader, matrices: Sequence[Matrix]) -> tuple[RoundHeader, list[str]]:
     """Return ``control``, flagged if a factor is not finite, and the names of the tensors of such factors.
 
-    A device is not waited for: there `finite` says it, and no names are known.
+    A device is not waited for: there `finite` has the flag, and no names are known.
     """
     if matrices[0].factor.device.type != "cpu":
         largest = torch.stack([torch.linalg.vector_norm(matrix.factor, torch.inf) for matrix in matrices])

@@ -1,7 +1,7 @@
 """Put integers of a few bits side by side in bytes, and checksums in front of bytes, to make messages.
 
 The first integer is in the lowest bits. The bytes are the same on every device; machines are little-endian, as
-everywhere in a message. Only the host computes checksums: on a device the word is 0, and not looked at.
+everywhere in a message. Only the host computes checksums: on a device the word is 0, and not checked.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022, Algorithm 1:
 selections are cut by regions of the vector, each of which one rank adds up (split and reduce); the k largest of the sum
-are handed round (balance and all-gather). That is at most ``6 k (W-1)/W`` words a rank, whatever W is; an all-gather
+are handed round (balance and all-gather). That is at most ``6 k (W-1)/W`` words a rank, for any W; an all-gather
 of all selections is ``2 k (W-1)``. Both with plain indices; here they are packed
 (:mod:`agmerge.exchanges.message.pairs`).
 """

@@ -50,7 +50,7 @@ class QuantisedExchange(Exchange):
     Alone, nothing is quantised: the update is the gradient, to the bit.
 
     Tensors are quantised in :meth:`prepare`, as soon as each is complete, and updates are written where
-    ``context.update_of`` says, so that no memory of their size is needed. Dense segments ride as they are, and are
+    ``context.update_of`` says, so that no memory of their size is needed. Dense segments travel as they are, and are
     added up by the owner of each shard.
 
     Sources: two phases: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training",
@@ -221,7 +221,7 @@ class QuantisedExchange(Exchange):
     def _checked(self, shard: ShardLayout, rows: Tensor, pending: InFlight) -> tuple[RoundHeader, int]:
         """Return the merged header of the first phase, and 1 + the first rank of a damaged message, or 0.
 
-        Nothing is raised: the other ranks are to hear of it.
+        Raises nothing: the other ranks have to learn of the fault.
         """
         control = pending.control
         for sender in range(len(rows)):

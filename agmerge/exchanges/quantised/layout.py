@@ -73,8 +73,8 @@ class ShardLayout:
     def damaged(self, rows: Tensor, key: Callable[[int], int] | None) -> list[int]:
         """Return the numbers of ``rows``, uint8[W, size or more], that have changed since they were written.
 
-        ``key``: the key of each sender, by number; another one counts as damage. None: is not looked at. On a device
-        only keys are.
+        ``key``: the key of each sender, by number; another one counts as damage. None: keys are not checked. On a
+        device only keys are.
         """
         figures = self._figures_of(rows)
         found = set()

@@ -101,7 +101,7 @@ def compressor(given: Any, call: str) -> Compressor:
 
 
 def factor(given: Any, name: str, call: str) -> float:
-    """Return ``prescale_factor`` or ``postscale_factor``, whichever ``name`` says, as a number."""
+    """Return ``prescale_factor`` or ``postscale_factor``, the one that ``name`` names, as a number."""
     try:
         return float(given)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Find out which peer is missing and what it was doing, so that a time-out says more than that.
+"""Find out which peer is missing and its last activity, to complete the error of a time-out.
 
 ``monitor``: asks and answers. ``answers``: ranks' accounts of themselves, checked. ``report``: which ranks are missing,
 by the answers. ``status_server``: the TCP port behind it. ``pauses``: when this process did not run. ``exit_guard``:

@@ -63,7 +63,7 @@ def report(own: Answer, answers: Mapping[int, Answer | PeerUnreachable], last_wo
     """Return which ranks are missing from the collective that this rank waits for, and which are not.
 
     ``own``: this rank's account of itself. ``answers``: by rank, of those that were asked now. ``last_words``: by rank,
-    what it has said unasked before: it counts for ranks that do not answer any more.
+    its last message without a question: it counts for ranks that do not answer any more.
     """
     made, call, step = Report(), own.call, own.step
     known = []
