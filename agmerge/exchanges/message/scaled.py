@@ -106,7 +106,7 @@ class Steps(Scaled):
     def _encode(self, values: Tensor, scales: Tensor, codes: Tensor, used: int | Tensor, read: Tensor) -> None:
         rows = _blocks_of(values)
         largest = torch.abs(rows, out=read).amax(dim=1, keepdim=True)
-        scales.copy_(saturated(largest / self.levels, LARGEST / (self.levels + 1)))  # the largest code times it is finite
+        scales.copy_(saturated(largest / self.levels, LARGEST / (self.levels + 1)))  # levels times it are finite
         factors = scales.to(values.dtype)
         steps = torch.div(rows, factors, out=read).round_().clamp_(-self.levels, self.levels)
         steps.nan_to_num_(nan=0.0)  # 0/0, and values that are not finite; the scale carries that
