@@ -120,7 +120,7 @@ def wrapped(args: argparse.Namespace, model: Any) -> tuple[Any, Any]:
         options = {"compression": "none"}
     elif args.optimizer == "adamw":
         contender = ADAPTIVE[f"{args.worker}, AdamW"]
-        options = dict(contender.options)
+        options = {name: value for name, value in contender.options if name != "backend"}
         if contender.kind == "ddp":
             return powered(model, **options), inner
     return model, agmerge.DistributedOptimizer(inner, model.named_parameters(), **options)
