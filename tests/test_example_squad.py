@@ -97,13 +97,13 @@ def test_missing_files_are_named(tmp_path: Path, small: Path, monkeypatch: pytes
     with pytest.raises(FileNotFoundError, match="dev-v1.1.json is missing: put train-v1.1.json, dev-v1.1.json and"):
         squad.read(tmp_path / "dev-v1.1.json")
     with pytest.raises(FileNotFoundError, match="vocab.txt is missing: put the word pieces of BERT there"):
-        windows.tokenizer(tmp_path)
+        windows.tokenizer(tmp_path / "vocab.txt")
     (tmp_path / "vocab.txt").write_text("[CLS]\na\n")
     with pytest.raises(ValueError, match=r"vocab.txt lacks \[UNK\], \[SEP\]: this is no vocabulary of BERT"):
-        windows.tokenizer(tmp_path)
+        windows.tokenizer(tmp_path / "vocab.txt")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="squad needs tokenizers: pip install"):
-        windows.tokenizer(small / "squad")
+        windows.tokenizer(small / "squad" / "vocab.txt")
 
 
 def test_small_questions_have_answers_that_their_sentence_lacks(small: Path) -> None:
@@ -116,7 +116,7 @@ def test_small_questions_have_answers_that_their_sentence_lacks(small: Path) -> 
         ways = ("what".join(parts[:at]) + answer + "what".join(parts[at:]) for at in range(1, len(parts)))
         assert any(way in question.context for way in ways)
     assert not {q.context for q in read["train"]} & {q.context for q in read["dev"]}
-    cut = windows.tokenizer(small / "squad")
+    cut = windows.tokenizer(small / "squad" / "vocab.txt")
     ids = [number for q in read["train"] for number in cut.encode(q.context).ids]
     assert ids.count(cut.token_to_id("[UNK]")) < 0.001 * len(ids)
 
@@ -124,7 +124,7 @@ def test_small_questions_have_answers_that_their_sentence_lacks(small: Path) -> 
 @pytest.mark.parametrize("length, stride", [(64, 21), (40, 5), (384, 128)])
 def test_windows_have_every_token_and_say_where_answers_are(small: Path, length: int, stride: int) -> None:
     questions = squad.read(small / "squad/dev-v1.1.json")
-    cut = windows.tokenizer(small / "squad")
+    cut = windows.tokenizer(small / "squad" / "vocab.txt")
     found = windows.cut(questions, cut, length, stride)
     assert found.tokens.shape == (len(found.used), length) and found.question.tolist() == sorted(found.question)
     for number, question in enumerate(questions):
@@ -150,7 +150,7 @@ def test_windows_have_every_token_and_say_where_answers_are(small: Path, length:
 
 def test_an_answer_that_ends_inside_of_a_token_has_the_whole_token(tmp_path: Path, small: Path) -> None:
     questions = squad.read(file(tmp_path / "a.json", answers=[{"text": "mal", "answer_start": 12}]))
-    cut = windows.tokenizer(small / "squad")
+    cut = windows.tokenizer(small / "squad" / "vocab.txt")
     (start,), (end,) = (getattr(windows.cut(questions, cut, 384, 128), name) for name in ("start", "end"))
     first = 2 + len(cut.encode("Who sat?", add_special_tokens=False).ids)
     assert "mal" in windows.words(questions[0], cut, start - first, end - first) in "small"
@@ -169,17 +169,18 @@ def test_windows_are_kept_until_something_that_made_them_changes(
     for source in (name, "vocab.txt"):
         (tmp_path / source).write_bytes((small / "squad" / source).read_bytes())
     monkeypatch.setattr(windows, "cut", lambda *given: calls.append(given[2:]) or cut(*given))
-    first = windows.load(tmp_path, name, 64, 21)[1]
-    again = windows.load(tmp_path, name, 64, 21)[1]
+    first = windows.load(tmp_path / name, tmp_path / "vocab.txt", 64, 21)[1]
+    again = windows.load(tmp_path / name, tmp_path / "vocab.txt", 64, 21)[1]
     assert len(calls) == 1 and all(np.array_equal(a, vars(again)[key]) for key, a in vars(first).items())
-    windows.load(tmp_path, name, 64, 20)
+    windows.load(tmp_path / name, tmp_path / "vocab.txt", 64, 20)
     with (tmp_path / "vocab.txt").open("a") as file:
         file.write("anotherword\n")
-    windows.load(tmp_path, name, 64, 21)
+    windows.load(tmp_path / name, tmp_path / "vocab.txt", 64, 21)
     assert calls == [(64, 21), (64, 20), (64, 21)] and not list(tmp_path.glob("*.part"))
     for kept in tmp_path.glob("*.npz"):
         kept.write_bytes(b"PK, but no archive")
-    assert np.array_equal(windows.load(tmp_path, name, 64, 21)[1].start, first.start) and len(calls) == 4
+    repaired = windows.load(tmp_path / name, tmp_path / "vocab.txt", 64, 21)[1]
+    assert np.array_equal(repaired.start, first.start) and len(calls) == 4
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(
@@ -191,7 +192,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     for source in ("dev-v1.1.json", "vocab.txt"):
         (tmp_path / source).write_bytes((small / "squad" / source).read_bytes())
     monkeypatch.setattr(np, "savez", refused)
-    assert windows.load(tmp_path, "dev-v1.1.json", 64, 21)[0]
+    assert windows.load(tmp_path / "dev-v1.1.json", tmp_path / "vocab.txt", 64, 21)[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dev-v1.1.json", "vocab.txt"]
 
 
@@ -247,7 +248,7 @@ class Knowing(nn.Module):
 
 
 def test_a_network_that_knows_is_right_and_workers_share_the_questions(small: Path) -> None:
-    cut = windows.tokenizer(small / "squad")
+    cut = windows.tokenizer(small / "squad" / "vocab.txt")
     marks = [cut.token_to_id(mark) for mark in "“”"]
     only = [len(small_squad.TERM.findall(q.context)) == 1 for q in squad.read(small / "squad/dev-v1.1.json")]
     expected = {key: value.item() for key, value in made(small, lambda **_: Knowing(*marks)).evaluate().items()}

@@ -15,6 +15,7 @@ import numpy as np
 
 from data.squad import Question, read
 
+PIECES = "vocab.txt"  # the word pieces of BERT, one a line
 VERSION = 1  # of what is kept; count it up where the same questions make other windows
 LONGEST_QUESTION = 64  # word pieces, as published; half of a window if that is less
 TOGETHER = 1000  # questions that are cut at a time
@@ -33,15 +34,15 @@ class Windows:
     end: np.ndarray  # int32 [windows]: its last token, or 0
 
 
-def tokenizer(folder: Path) -> Any:
-    """Return what cuts into the word pieces of vocab.txt, in lower case.
+def tokenizer(path: Path) -> Any:
+    """Return what cuts into the word pieces of a file, mostly called vocab.txt, in lower case.
 
     Raises ``FileNotFoundError`` if that is missing, ``ValueError`` if it lacks special pieces or nothing can read it.
     """
-    path = folder / "vocab.txt"
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is missing: put the word pieces of BERT there, one a line; nothing is downloaded"
+            f"{path} is missing: put the word pieces of BERT there, one a line, or say --vocab_file FILE; "
+            "nothing is downloaded"
         )
     if importlib.util.find_spec("tokenizers") is None:
         raise ValueError("squad needs tokenizers: pip install -r requirements-examples.txt")
@@ -54,17 +55,18 @@ def tokenizer(folder: Path) -> Any:
     return BertWordPieceTokenizer(str(path), lowercase=True)
 
 
-def load(folder: Path, name: str, length: int, stride: int) -> tuple[list[Question], Windows]:
-    """Return the questions of file ``name`` in ``folder``, and their windows: from a file if they were made before.
+def load(file: Path, vocabulary: Path, length: int, stride: int) -> tuple[list[Question], Windows]:
+    """Return the questions of ``file``, and their windows of the word pieces in ``vocabulary``.
 
-    The file's name has a hash of all that makes them. It is complete or not there; a folder that cannot be written is
-    no error. For the rest see :func:`cut` and :func:`data.squad.read`.
+    Windows that were made before are read from a file beside the questions, whose name has a hash of all that makes
+    them. It is complete or not there; a folder that cannot be written is no error. For the rest see :func:`cut` and
+    :func:`data.squad.read`.
     """
-    pieces, questions = tokenizer(folder), read(folder / name)
+    pieces, questions = tokenizer(vocabulary), read(file)
     made_of = hashlib.sha256(repr((VERSION, length, stride)).encode())
-    for path in (folder / name, folder / "vocab.txt"):
+    for path in (file, vocabulary):
         made_of.update(hashlib.sha256(path.read_bytes()).digest())
-    kept = folder / f"windows-{made_of.hexdigest()[:16]}.npz"
+    kept = file.parent / f"windows-{made_of.hexdigest()[:16]}.npz"
     try:
         with np.load(kept) as arrays:
             return questions, Windows(**arrays)

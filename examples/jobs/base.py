@@ -49,6 +49,8 @@ class Settings:
     uneven: bool = False  # each worker takes all samples that are its own, also where others have fewer
     readers: int = 0  # processes a worker that read pictures ahead
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    init_checkpoint: Path | None = None  # a file of NVIDIA's that a BERT begins with
+    vocab_file: Path | None = None  # a BERT's word pieces, where they do not lie beside the data
 
 
 class Task(ABC):

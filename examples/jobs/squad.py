@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from data import windows
 from data.windows import Windows
-from networks.bert import SIZES, bert
+from networks import bert_checkpoint
+from networks.bert import SIZES, bert, named
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,10 +45,14 @@ class Spans(Task):
             raise ValueError("--tokenizer has no meaning here: squad has its word pieces in vocab.txt")
         place, length = folder(settings, "squad"), settings.recipe.length
         self.settings, self.samples = settings, settings.recipe.batch_size
-        self.pieces = windows.tokenizer(place)
-        _, self.train = windows.load(place, "train-v1.1.json", length, length // STEP)
-        self.questions, self.dev = windows.load(place, "dev-v1.1.json", length, length // STEP)
-        self.model = network(vocabulary=self.pieces.get_vocab_size(), weights=settings.weights)
+        vocabulary = settings.vocab_file or place / windows.PIECES
+        self.pieces = windows.tokenizer(vocabulary)
+        _, self.train = windows.load(place / "train-v1.1.json", vocabulary, length, length // STEP)
+        self.questions, self.dev = windows.load(place / "dev-v1.1.json", vocabulary, length, length // STEP)
+        begin = bert_checkpoint.read(settings.init_checkpoint) if settings.init_checkpoint else None
+        self.model = network(vocabulary=self.pieces.get_vocab_size(), weights=settings.weights, checkpoint=begin)
+        if begin is not None and settings.rank == 0:
+            print(begin.about, file=sys.stderr, flush=True)
 
     def passes(self, epoch: int) -> int:
         return len(self._order(epoch))
@@ -115,6 +123,20 @@ def batch(made: Windows, some: np.ndarray, device: torch.device) -> Batch:
         np.stack([made.start[some], made.end[some]], 1),
     )
     return Batch(*(torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays))
+
+
+def size_of(path: Path) -> str:
+    """Return which BERT a file like the published bert_config.json describes: the first part of its job's name.
+
+    Raises ``OSError``, or ``ValueError`` if the file describes none that is here.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is no object of JSON")
+        return named(config)
+    except ValueError as error:  # of JSON, too
+        raise ValueError(f"--config_file {path} describes no BERT that is here: {error}") from error
 
 
 RECIPE = Recipe("adamw", 3e-5, 4, 3, wd=0.01, spared=True, schedule=Linear(0.1), length=384)
