@@ -61,17 +61,19 @@ def given(args: Namespace, model: nn.Module) -> dict[str, Any]:
 
     Five things follow from others. The exchange is named for what compresses, because the library's default sends dense
     where the network is fast, as it is on one machine. ``--merging dear`` takes the model; it halves an all-reduce, so
-    without ``--compression`` everything is sent. ``--threshold`` is a planner and its size. Of ``--each`` only what
-    sends factors has a rank.
+    without ``--compression`` everything is sent. ``--threshold`` is a planner and its size. Of ``--each`` and ``--opt``
+    only what sends factors has a rank.
     """
     found = {name: value for name in (*NAMES, *OF_UPDATES) if (value := getattr(args, name, None)) is not None}
     if getattr(args, "threshold", None) is not None:
-        found["merging"] = merging.get("threshold", bytes=round(args.threshold * 2**20))
-    if found.get("merging") == DEAR:
+        planner = DEAR if found.get("merging") == DEAR else "threshold"  # the first is of --opt dear
+        found["merging"] = merging.get(planner, bytes=round(args.threshold * 2**20))
+    if DEAR in (found.get("merging"), getattr(args, "merging", None)):
         found["model"] = model
         found.setdefault("compression", "none")
-    if getattr(args, "each", None) and not sparsifiers.is_low_rank(str(found.get("compression"))):
-        found.pop("rank", None)  # it is of those among the names that have factors
+    published = getattr(args, "each", None) or getattr(args, "opt", None)
+    if published and not sparsifiers.is_low_rank(str(found.get("compression"))):
+        found.pop("rank", None)  # published lines give it to every name, and it is of those that have factors
     if found.get("compression") not in CASTS:
         found.setdefault("exchange", "sparse")
     return found

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 DENSE = {"s-sgd": "none", "ssgd": "none"}  # as the ACP-SGD project calls a training that sends all elements
+DEAR = "dear"  # the name of a planner, which the DeAR project passes to the same flag
 
 
 def names(texts: Iterable[str]) -> list[str]:

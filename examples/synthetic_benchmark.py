@@ -7,7 +7,8 @@ Gradients are exchanged as there, too, unless ``--compression`` says otherwise.
     python -m torch.distributed.run --standalone --nproc_per_node=2 examples/synthetic_benchmark.py \\
         --model cnn --image-size 32 --compression topk --json figures.json
 
-The flags of the ACP-SGD project's two benchmarks are here, too, and ``--each`` compares compressors in one run:
+The flags of the ACP-SGD project's two benchmarks are here, too, so that its lines run with the script's name changed.
+``--each`` compares compressors in one run:
 
     python -m torch.distributed.run --standalone --nproc_per_node=2 examples/synthetic_benchmark.py \\
         --model bert_base --sentence-len 64 --batch-size 32 --rank 32 --threshold 25 --each s-sgd powersgd acpsgd
@@ -52,6 +53,9 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--sentence-len", type=count, default=64, help="tokens a sentence, of bert_base and bert_large")
     add_options(parser, "none, as in Horovod's script")
     add("--each", nargs="+", metavar="NAME", help="train with each of these in turn (s-sgd: none), and compare them")
+    add("--opt", metavar="NAME", help="--compression in the words of ACP-SGD: ssgd, powersgd, acpsgd; dear: --merging")
+    add("--local_rank", "--local-rank", type=int, help="the launcher's number, which is in the environment, too")
+    add("--rdma", action="store_true", help="refused")
     add("--backward-passes-per-step", type=count, default=1, help="batches per exchange (rounds up)")
     add("--json", type=Path, metavar="PATH", help="write all figures there, too")
     args = parser.parse_args(argv)
@@ -61,8 +65,18 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
         parser.error(f"--fp16-allreduce and --compression {args.compression} contradict each other; give one")
     if args.each and (args.fp16_allreduce or args.compression):
         parser.error("--each names compressors, and so does --compression or --fp16-allreduce; give one")
+    if args.rdma:
+        parser.error("--rdma: costs are measured here; launch.py --interface IF chooses the network")
+    if args.opt and (args.each or args.fp16_allreduce or args.compression):
+        parser.error("--opt names a compressor, and so does --compression, --each or --fp16-allreduce; give one")
+    if args.opt and args.opt.casefold() == sweep.DEAR and args.merging:
+        parser.error(f"--opt {args.opt} names a planner, and so does --merging; give one")
     if args.each and not sweep.names(args.each):
         parser.error("--each: no name")
+    if args.opt and args.opt.casefold() == sweep.DEAR:
+        args.merging = sweep.DEAR
+    elif args.opt:
+        args.compression = sweep.compression(args.opt)
     args.compression = "fp16" if args.fp16_allreduce else args.compression or "none"
     if args.threshold is None:
         args.merging = args.merging or "threshold"  # a plan that no measurement changes

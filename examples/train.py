@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 import warnings
 from argparse import Namespace
@@ -28,6 +29,7 @@ from training.checkpoints import Checkpoints
 from training.epochs import Ends, Training
 from training.loop import Loop
 from training.options import arguments
+from training.published import check_workers
 from training.show import listing, plans, table
 from training.stopping import Stopping
 from training.tracking import Silent, Tracker
@@ -45,6 +47,7 @@ def train(args: Namespace, stopping: Stopping) -> dict[str, Any]:
     Raises ``OSError``, ``TypeError`` or ``ValueError`` for data that are missing or broken, and for options that do
     not go together.
     """
+    check_workers(args)
     loop, epochs = loop_of(args)
     checkpoints = Checkpoints(args.checkpoint_dir, args.portable) if args.checkpoint_dir else None
     state = resume.begin(loop, checkpoints, args.job, args.resume) if checkpoints else None
@@ -118,7 +121,7 @@ def finish(training: Training, name: str) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, and show the results."""
-    args = arguments(argv)
+    args = arguments(argv, Path(sys.argv[0]).name if argv is None else None)
     script = Path(__file__).name
     try:
         if args.list or args.dry_run:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 DENSE = ("none", "fp16", "bf16")  # compressions that send every element
 # These send every element, too, in few bits.
@@ -62,8 +63,8 @@ def product(values: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
 
 
 def job(arguments: Sequence[str]) -> str:
-    """Return the job that ``arguments`` of ``train.py`` begin with; "run" if they begin with a flag."""
-    return arguments[0] if arguments and not arguments[0].startswith("-") else "run"
+    """Return the job, or published script, that ``arguments`` of ``train.py`` begin with; "run" for a flag."""
+    return Path(arguments[0]).stem if arguments and not arguments[0].startswith("-") else "run"
 
 
 def named(start: str, settings: Mapping[str, str]) -> str:

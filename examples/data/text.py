@@ -19,6 +19,7 @@ from torch.nn import functional as F
 END, UNKNOWN = "<eos>", "<unk>"
 NAMES = ("wiki.{}.tokens", "wiki.{}.raw", "{}.txt", "ptb.{}.txt")  # of files; the first that is there is read
 PARQUET = "{}*.parquet"  # or several of these, which have a column "text" with a line a row
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")  # files, of which a tokenizer has one at least
 IGNORED = -100  # fills up the last row of what comes next; torch's cross_entropy does not count it
 
 
@@ -73,6 +74,11 @@ def tokens(folder: Path, tokenizer: Path | None) -> Text:
         return as_tensor(chain(*cut(piece, add_special_tokens=False, verbose=False)["input_ids"]) for piece in pieces)
 
     return Text(read("train"), read("valid"), len(cut))
+
+
+def beside(weights: Path | None) -> Path | None:
+    """Return the folder of ``weights`` if it holds a tokenizer's files, too, as published ones do; else None."""
+    return weights if weights is not None and any((weights / name).is_file() for name in TOKENIZERS) else None
 
 
 def load(folder: Path) -> Any:

@@ -26,7 +26,7 @@ class Blocks(LanguageTask):
 
     def __init__(self, data: str, settings: Settings, network: Callable[..., nn.Module]) -> None:
         self.settings, self.samples = settings, settings.recipe.batch_size
-        self.text = text.tokens(folder(settings, data), settings.tokenizer)
+        self.text = text.tokens(folder(settings, data), settings.tokenizer or text.beside(settings.weights))
         count = (len(self.text.train) - 1) // settings.recipe.length
         if count < settings.workers:
             raise ValueError(f"{data} has {count} blocks of {settings.recipe.length} tokens, fewer than workers")

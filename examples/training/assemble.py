@@ -54,6 +54,8 @@ def settings_of(args: Namespace, recipe: Recipe, device: torch.device) -> Settin
         args.uneven,
         args.readers,
         device,
+        args.init_checkpoint,
+        args.vocab_file,
     )
 
 

@@ -22,21 +22,33 @@ from training import published
 EXTRA = {"memory": "memory", "warmup_density": "warmup", "dense": "dense"}  # flags, and the library's arguments
 
 
-def arguments(argv: Sequence[str] | None = None) -> Namespace:
-    """Read the command line; ``argparse`` ends the process where it has no meaning."""
+MISSING = (
+    "a job is missing, and nothing on the line says which: write one of {}, or the published script's own name, such "
+    "as wiki2_lstm_topk.py, behind train.py"
+)
+
+
+def arguments(argv: Sequence[str] | None = None, script: str | None = None) -> Namespace:
+    """Read the command line; ``argparse`` ends the process where it has no meaning.
+
+    argv: without it the process's. script: the name that this script was started by.
+    """
     parser = make_parser()
-    args = parser.parse_args(argv)
-    if args.list:
+    args, others = parser.parse_known_args(argv)
+    unknown = f"unrecognized arguments: {' '.join(others)}" if others else ""
+    if args.list and not unknown:
         return args
     try:
-        args = published.translated(args)
+        args = published.translated(args, script)
         job = jobs.get(args.job) if args.job else None
         if args.merging is not None and ":" in args.merging:
             args.merging = published.planner(args.merging)
-    except (OSError, TypeError, ValueError) as error:
-        parser.error(str(error))
+    except (OSError, TypeError, ValueError) as error:  # what is wrong with the job, first: flags may be of another's
+        parser.error("; ".join(filter(None, (str(error), unknown))))
+    if unknown:
+        parser.error(unknown)
     if job is None:
-        parser.error("a job is missing, such as digits or resnet20-cifar10: --list shows them")
+        parser.error(MISSING.format(", ".join(jobs.JOBS)))
     if args.resume and args.checkpoint_dir is None:
         parser.error("--resume goes on from --checkpoint-dir, which is missing")
     if args.portable and args.checkpoint_dir is None:
@@ -101,7 +113,7 @@ def _add_run(group: Any) -> None:
     add = _adder(group)
     add("--data", type=Path, metavar="DIR", help="where the data set lies: see docs/experiments.md")
     add("--weights", type=Path, metavar="FOLDER", help="begin with what save_pretrained has written there")
-    add("--tokenizer", type=Path, metavar="FOLDER", help="a tokenizer's files, for gpt2; without it: bytes")
+    add("--tokenizer", type=Path, metavar="FOLDER", help="for gpt2; without it what lies with --weights, or bytes")
     add("--uneven", action="store_true", help="take all samples, though some workers then have more than others")
     add("--readers", type=int, default=2, help="processes a worker that read pictures ahead; without it 2")
     add("--max-steps", type=published.limit, help="end after so many steps")

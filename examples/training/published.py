@@ -8,7 +8,11 @@ from ast import literal_eval
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import agmerge
 import merging
+from training import published_jobs
 
 ALIASES: dict[str, tuple[str, ...]] = {  # by our flag, which is Horovod's where Horovod has one
     "--data": ("--data-dir", "--dataset_name"),
@@ -32,22 +36,20 @@ NEEDLESS: dict[str, str | None] = {  # what is so anyway: the value that it has 
     # Of an evaluation, whose figures do not depend on how it is cut into batches, and are the library's own.
     **dict.fromkeys(("--val-batch-size", "--test-batch-size", "--predict_batch_size"), ANY),
     **dict.fromkeys(("--per_device_eval_batch_size", "--metric_accuracy", "--eval_script"), ANY),
+    **dict.fromkeys(("--local_rank", "--local-rank"), ANY),  # torch.distributed.launch says it in the environment, too
 }
+_NONE = "it is of another experiment with BERT than SQuAD, for which there is no job here"
 _JOB = "the name of the job says it: train.py --list"
-_LAUNCHER = "the launcher says it: launch.py -np N -H HOST:SLOTS,..."
 REFUSED = {  # by flag: what to do instead
     "--use-adasum": "what is kept back is sent later, which with Adasum would be another update; leave it out",
     "--rdma": "costs are measured here instead of looked up; launch.py --interface IF chooses the network",
     "--nstreams": "set HOROVOD_NUM_NCCL_STREAMS in the environment, which launch.py hands on",
-    "--percent": "the published scripts do not read it; to send small layers whole: --dense partial",
-    "--nworkers": _LAUNCHER,
-    "--nwpernode": _LAUNCHER,
-    **dict.fromkeys(("--model", "--net", "--model-net", "--model_type", "--bert_model", "--config_file"), _JOB),
-    "--init_checkpoint": "--weights FOLDER takes what save_pretrained has written",
+    **dict.fromkeys(("--model", "--net", "--model_type"), _JOB),
+    "--model-path": "--checkpoint-dir FOLDER --resume evaluates a checkpoint of train.py that has come to its end",
+    **dict.fromkeys(("--task_name", "--data_dir", "--input_dir"), _NONE),  # GLUE, SWAG, pre-training
     "--pretrain": "--checkpoint-dir FOLDER --resume goes on from a checkpoint of train.py",
     "--resume_from_checkpoint": "--checkpoint-dir FOLDER --resume goes on from there",
     "--checkpoint-format": "--checkpoint-dir FOLDER is where checkpoints go",
-    "--vocab_file": "vocab.txt lies beside train-v1.1.json, in the folder of --data",
     "--num_warmup_steps": "--warmup-epochs takes a number of epochs, --warmup_proportion a part of them all",
     "--lr_scheduler_type": "the schedule is that of the job's recipe",
     **dict.fromkeys(("--bptt", "--num-steps", "--block_size"), "the length of a sequence is that of the job's recipe"),
@@ -59,7 +61,6 @@ DATA_PARTS = {
     "train_part": ("--train-dir", "--train_dir", "--train_file"),
     "val_part": ("--val-dir", "--validation_dir", "--validation_file", "--predict_file"),
 }
-MODELS = {"vgg16i": "vgg16"}  # OMGS-SGD's names of networks that are others here
 
 
 def aliases(flag: str) -> list[str]:
@@ -88,12 +89,12 @@ class _Refuse(argparse.Action):
 
 
 class _Agree(argparse.Action):
-    """Take a published flag that says what is so anyway; end if it says otherwise."""
+    """Take a published flag that says what is so anyway; remember it if it says otherwise, until the job is known."""
 
     def __call__(self, parser: ArgumentParser, args: Namespace, values: Any, option: str | None = None) -> None:
         only = NEEDLESS[str(option)]
         if only and values != only:
-            parser.error(f"{option} {values}: it is {only} here, and cannot be changed")
+            args.otherwise = f"{option} {values}: it is {only} here, and cannot be changed"
 
 
 def add_refused(parser: ArgumentParser) -> None:
@@ -111,34 +112,46 @@ def add_translated(parser: ArgumentParser) -> None:
     add("--fp16", "--use-mixed-precision", action="store_true", help="--amp fp16")
     add("--fp16-allreduce", action="store_true", help="--compression fp16")
     add("--warmup_proportion", type=float, help="--warmup-epochs, as a part of all epochs")
-    add("--dnn", metavar="MODEL", help="with --dataset: the job MODEL-DATA")
-    add("--dataset", metavar="DATA", help="with --dnn: the job MODEL-DATA")
+    add("--dnn", metavar="MODEL", help="of the job MODEL-DATA")
+    add("--model-net", metavar="MODEL", help="--dnn")
+    add("--dataset", metavar="DATA", help="of the job MODEL-DATA")
+    add("--bert_model", metavar="NAME", help="bert-base-uncased or bert-large-uncased: the job BERT-squad")
+    add("--config_file", type=Path, metavar="FILE", help="such as bert_config.json: the job BERT-squad")
+    add("--init_checkpoint", type=Path, metavar="FILE", help="begin with NVIDIA's checkpoint of the job's BERT")
+    add("--vocab_file", type=Path, metavar="FILE", help="BERT's word pieces; without it vocab.txt beside the data")
+    add("--nworkers", type=whole, metavar="N", help="an error if the launcher has started others")
+    add("--nwpernode", type=whole, metavar="N", help="the same, of the machine with the most workers")
+    add("--percent", type=float, help="0, which the published scripts pass and do not read")
     for name, flags in DATA_PARTS.items():
         add(*flags, dest=name, metavar="PATH", help="--data, where the folder above has both parts")
     for flag, only in NEEDLESS.items():
         parser.add_argument(flag, action=_Agree, nargs=0 if only is None else None, default=SUPPRESS, help=SUPPRESS)
 
 
-def translated(args: Namespace) -> Namespace:
+def translated(args: Namespace, script: str | None = None) -> Namespace:
     """Return the flags of ``args`` with what :func:`add_translated` has added put into our words.
 
     ``job``, ``data``, ``merging``, ``amp`` and ``compression`` are what the flags say together, None where they say
-    nothing. ``warmup_proportion`` stays: see :func:`warmup_epochs`. Raises ``ValueError`` where two flags contradict
-    each other.
+    nothing. ``warmup_proportion`` stays: see :func:`warmup_epochs`; so do the numbers of workers: see
+    :func:`check_workers`. script: see :func:`published_jobs.job_of`. Raises ``ValueError`` where two flags contradict
+    each other, ``OSError`` where a file is missing.
     """
-    found = vars(args).copy()
-    dnn, dataset = found.pop("dnn"), found.pop("dataset")
+    found = {**vars(args), **published_jobs.sent(args, script), "job": published_jobs.job_of(args, script)}
+    for name in ("dnn", "model_net", "dataset", "bert_model", "config_file"):
+        found.pop(name)
+    if otherwise := found.pop("otherwise", ""):
+        raise ValueError(otherwise)
+    if percent := found.pop("percent"):
+        raise ValueError(f"--percent {percent:g}: published scripts do not read it; what is meant is --dense partial")
+    found["memory"] = found.get("memory") or None  # a published script passes --memory= with nothing in it
     train, val = found.pop("train_part"), found.pop("val_part")
     elements, mgwfbp, asc = found.pop("threshold"), found.pop("mgwfbp"), found.pop("asc")
-    if (dnn is None) is not (dataset is None):
-        raise ValueError("--dnn and --dataset name a job together: give both, or the job")
-    job = None if dnn is None else f"{MODELS.get(dnn, dnn)}-{dataset}"
     rule = "mgwfbp:asc=True" if asc else "mgwfbp" if mgwfbp else None
     if elements is not None and rule is None:  # the published scripts read it without --mgwfbp alone
         rule = f"threshold:bytes={4 * elements}"
     amp = "fp16" if found.pop("fp16") else None
     cast = "fp16" if found.pop("fp16_allreduce") else None
-    for name, value in (("job", job), ("merging", rule), ("amp", amp), ("compression", cast)):
+    for name, value in (("merging", rule), ("amp", amp), ("compression", cast)):
         found[name] = _agreed(name, found.get(name), value)
     found["data"] = _agreed("data", found.get("data"), folder(train, val))
     return Namespace(**found)
@@ -157,6 +170,22 @@ def folder(train: str | None, val: str | None) -> Path | None:
     if len(above) > 1:
         raise ValueError(f"{train} and {val} lie in two folders: put links to both into one, and say --data FOLDER")
     return above.pop() if above else None
+
+
+def check_workers(args: Namespace) -> None:
+    """Collective. Compare the workers with ``--nworkers`` and ``--nwpernode``; ``ValueError`` on all where they differ.
+
+    A machine that has room for more workers than there are is right, and so is one that has fewer than another.
+    """
+    size = agmerge.size()
+    if args.nworkers not in (None, size):
+        raise ValueError(f"--nworkers {args.nworkers}, and the launcher has started {size}: the two must be equal")
+    if args.nwpernode is not None:
+        most = int(agmerge.allreduce(torch.tensor(agmerge.local_size()), op=agmerge.Max))
+        if most != min(args.nwpernode, size):
+            raise ValueError(
+                f"--nwpernode {args.nwpernode}, and the launcher has started {most} of {size} workers on one machine"
+            )
 
 
 def warmup_epochs(args: Namespace, epochs: float) -> float | None:

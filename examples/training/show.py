@@ -16,6 +16,7 @@ from agmerge import testing
 from training import optimizers
 from training.options import library_options, recipe_of
 
+CHECKED = ("nworkers", "nwpernode", "init_checkpoint", "vocab_file")  # flags that a training looks at, and no dry run
 SHARES = ("accuracy", "top5", "f1", "exact")  # metrics that are parts of a whole
 
 
@@ -67,6 +68,7 @@ def plans(args: Namespace) -> str:
     wrapper = f"LocalOptimizer(every={args.local_steps}, " if args.local_steps else "DistributedOptimizer("
     lines = [f"{job.name}: {job.about}", f"{sum(tensors):,} parameters in {len(tensors)} tensors"]
     about = [f"  {key} {value}" for key, value in vars(recipe).items()]
+    about += [f"  {flag} {value}" for flag in CHECKED if (value := getattr(args, flag)) is not None]
     return "\n".join([*lines, *about, f"agmerge.{wrapper}{how})", f"  {described(settings)}"])
 
 
