@@ -15,6 +15,7 @@ from digits import DigitsCNN, load, shard
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from training.progress import Curves, add_log_dir, bar
 
 from agmerge.integrations import ddp
 
@@ -28,6 +29,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compression", default="topk")
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--local-steps", type=int, default=0, help="exchange after so many of AdamW; 0: gradients")
+    add_log_dir(parser)
     return parser.parse_args(argv)
 
 
@@ -45,16 +47,24 @@ def main(argv: Sequence[str] | None = None) -> float:
     else:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
         compressed = ddp.compress(model, compression=args.compression, density=args.density, exchange="sparse")
+    first, step = dist.get_rank() == 0, 0
+    curves = Curves(args.log_dir, first)
     for epoch in range(args.epochs):
-        for indices in shard(len(train_x), BATCH, dist.get_rank(), dist.get_world_size(), seed=epoch):
+        batches = shard(len(train_x), BATCH, dist.get_rank(), dist.get_world_size(), seed=epoch)
+        for indices in bar(f"epoch {epoch + 1}/{args.epochs}", batches, first=first):
             optimizer.zero_grad()
-            cross_entropy(model(train_x[indices]), train_y[indices]).backward()
+            loss = cross_entropy(model(train_x[indices]), train_y[indices])
+            loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            step += 1
+            curves.add(step, {"train/loss": loss})
     with torch.no_grad(), compressed.shared():
         accuracy = float((net(test_x).argmax(1) == test_y).float().mean())
+    curves.add(step, {"val/accuracy": accuracy})
+    curves.close()
     stats = compressed.stats()
-    if dist.get_rank() == 0:
+    if first:
         print(f"accuracy {accuracy:.4f}, {stats['bytes_sent']} bytes sent, {stats['bytes_dense']} without compression")
     compressed.close()
     dist.destroy_process_group()

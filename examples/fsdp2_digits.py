@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
+from training.progress import Curves, add_log_dir, bar
 
 import agmerge
 
@@ -33,6 +34,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compression", default="topk")
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--local-steps", type=int, default=0, help="exchange after so many of AdamW; 0: gradients")
+    add_log_dir(parser)
     return parser.parse_args(argv)
 
 
@@ -68,10 +70,14 @@ def main(argv: Sequence[str] | None = None) -> float:
             density=args.density,
             exchange="sparse",
         )
+    first, step = dist.get_rank() == 0, 0
+    curves = Curves(args.log_dir, first)
     for epoch in range(args.epochs):
-        for indices in shard(len(train_x), BATCH, dist.get_rank(), dist.get_world_size(), seed=epoch):
+        batches = shard(len(train_x), BATCH, dist.get_rank(), dist.get_world_size(), seed=epoch)
+        for indices in bar(f"epoch {epoch + 1}/{args.epochs}", batches, first=first):
             optimizer.zero_grad()
-            cross_entropy(model(train_x[indices]), train_y[indices]).backward()
+            loss = cross_entropy(model(train_x[indices]), train_y[indices])
+            loss.backward()
             if args.local_steps:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of this replica's own gradients
                 optimizer.step()
@@ -80,10 +86,14 @@ def main(argv: Sequence[str] | None = None) -> float:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 with optimizer.skip_synchronize():
                     optimizer.step()
+            step += 1
+            curves.add(step, {"train/loss": loss})
     with torch.no_grad(), optimizer.shared():
         accuracy = float((model(test_x).argmax(1) == test_y).float().mean())
+    curves.add(step, {"val/accuracy": accuracy})
+    curves.close()
     stats = optimizer.stats()
-    if dist.get_rank() == 0:
+    if first:
         print(f"accuracy {accuracy:.4f}, {stats['bytes_sent']} bytes sent, {stats['bytes_dense']} without compression")
     agmerge.shutdown()
     dist.destroy_process_group()

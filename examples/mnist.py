@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
+from training.progress import Curves, add_log_dir, bar, say
 
 import agmerge as hvd  # the migrated line; it was: import horovod.torch as hvd
 
@@ -48,6 +49,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--use-mixed-precision", action="store_true", help="compute in 16 bits, with a GradScaler")
     add("--use-adasum", action="store_true", help="refused")
     add("--gradient-predivide-factor", type=float, default=1.0, help="divide by it before the sum, multiply after it")
+    add_log_dir(parser)
     add_options(parser, "none, as in Horovod's script")
     args = parser.parse_args(argv)
     if args.use_adasum:
@@ -97,12 +99,13 @@ def train(
     loader: DataLoader[tuple[Tensor, ...]],
     device: torch.device,
     scaler: torch.amp.GradScaler,
+    curves: Curves,
 ) -> None:
     """One epoch. A ``scaler`` that is not enabled changes nothing."""
     model.train()
     loader.sampler.set_epoch(epoch)  # another order in every epoch
-    images = len(loader.sampler)
-    for index, (data, target) in enumerate(loader):
+    images, before = len(loader.sampler), (epoch - 1) * len(loader)
+    for index, (data, target) in enumerate(bar(f"epoch {epoch}/{args.epochs}", loader, first=hvd.rank() == 0)):
         data, target = data.to(device), target.to(device)
         optimizer.zero_grad()
         with torch.autocast(device.type, HALF[device.type], enabled=scaler.is_enabled()):
@@ -110,9 +113,10 @@ def train(
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
+        curves.add(before + index + 1, {"train/loss": loss})
         if index % args.log_interval == 0 and hvd.rank() == 0:
             done, share = index * args.batch_size, index / len(loader)
-            print(f"Train Epoch: {epoch} [{done}/{images} ({share:.0%})]\tLoss: {loss.item():.6f}", flush=True)
+            say(f"Train Epoch: {epoch} [{done}/{images} ({share:.0%})]\tLoss: {loss.item():.6f}")
 
 
 def metric_average(value: float, name: str) -> float:
@@ -121,8 +125,8 @@ def metric_average(value: float, name: str) -> float:
 
 
 @torch.no_grad()
-def test(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], device: torch.device) -> None:
-    """Loss and accuracy on the test images; every worker looks at its part."""
+def test(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], device: torch.device) -> dict[str, float]:
+    """Print and return loss and accuracy on the test images; every worker looks at its part."""
     model.eval()
     loss = hits = 0.0
     for data, target in loader:
@@ -135,6 +139,7 @@ def test(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], device: torch
     accuracy = metric_average(hits / images, "avg_accuracy")
     if hvd.rank() == 0:
         print(f"\nTest set: Average loss: {loss:.4f}, Accuracy: {100 * accuracy:.2f}%\n", flush=True)
+    return {"val/loss": loss, "val/accuracy": accuracy}
 
 
 def main() -> None:
@@ -168,9 +173,11 @@ def main() -> None:
         scaler=scaler,
         **given(args, model),
     )
+    curves = Curves(args.log_dir, first=hvd.rank() == 0)
     for epoch in range(1, args.epochs + 1):
-        train(epoch, args, model, optimizer, train_loader, device, scaler)
-        test(model, test_loader, device)
+        train(epoch, args, model, optimizer, train_loader, device, scaler, curves)
+        curves.add(epoch * len(train_loader), test(model, test_loader, device))
+    curves.close()
     hvd.shutdown()
 
 

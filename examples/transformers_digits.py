@@ -8,9 +8,11 @@ One line differs from a script without agmerge: the call of ``compress``.
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 from digits import load
+from training.progress import add_log_dir, shows_bars
 from transformers import EvalPrediction, Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, set_seed
 
 from agmerge.integrations.transformers import compress
@@ -29,7 +31,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--out", default="runs/transformers_digits", help="for checkpoints")
     parser.add_argument("--resume", action="store_true", help="from the last checkpoint")
+    add_log_dir(parser)
     args = parser.parse_args()
+    if args.log_dir is not None:
+        os.environ["TENSORBOARD_LOGGING_DIR"] = str(args.log_dir)  # what the Trainer's own curves go by
 
     set_seed(0)
     train_x, train_y, test_x, test_y = load()
@@ -58,7 +63,8 @@ def main() -> None:
             save_strategy="epoch",
             save_total_limit=2,
             logging_strategy="epoch",
-            report_to="none",
+            report_to="none" if args.log_dir is None else "tensorboard",
+            disable_tqdm=not shows_bars(True),  # the Trainer shows those of its first process
             use_cpu=not torch.cuda.is_available(),
         ),
         train_dataset=train,

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
-from tqdm import tqdm
+from training.progress import Curves, bar
 
 SECONDS = 5.0  # between two lines of progress, where there is no terminal
 SPEEDS = ("samples_per_second", "train_seconds", "wall_seconds")
@@ -47,16 +46,16 @@ class Tracker(Silent):
             self._log.seek(-1, os.SEEK_END)
             if self._log.read(1) != b"\n":  # a run was killed as it wrote
                 self._log.write(b"\n")
-        self._board = SummaryWriter(str(folder))
+        self._curves = Curves(folder)
         self._epochs = f"{epochs:g}"
-        self._bar: tqdm[Any] | None = None
+        self._bar: Any = None  # of tqdm, while an epoch runs
         self._told = 0.0  # when the last line of progress was printed
 
     def begin(self, epoch: int, steps: int, done: int) -> None:
         """Begin an epoch (the first is 1) of so many ``steps``, of which some are ``done``."""
         self._end_bar()
-        head, shown = f"epoch {epoch}/{self._epochs}", sys.stderr.isatty()
-        self._bar = tqdm(total=steps, initial=done, desc=head, unit="step", leave=False, disable=not shown)
+        head = f"epoch {epoch}/{self._epochs}"
+        self._bar = bar(head, steps=steps, done=done)
         self._head, self._steps, self._done, self._told = head, steps, done, time.monotonic()
 
     def advance(self, figures: Mapping[str, float]) -> None:
@@ -77,8 +76,7 @@ class Tracker(Silent):
         self._log.flush()
         if kind == "epoch":
             self._end_bar()
-            for tag, value in scalars(fields).items():
-                self._board.add_scalar(tag, value, fields["step"])
+            self._curves.add(fields["step"], scalars(fields))
             measured = {f"test {name}": value for name, value in fields["metrics"].items()}
             figures = {"loss": fields["loss"], **measured, "samples/s": fields["samples_per_second"]}
             line = f"epoch {fields['epoch']:g}/{self._epochs}  step {fields['step']}  {shown(figures)}"
@@ -87,7 +85,7 @@ class Tracker(Silent):
     def close(self) -> None:
         """Close the files."""
         self._end_bar()
-        self._board.close()
+        self._curves.close()
         self._log.close()
 
     def _end_bar(self) -> None:
