@@ -26,6 +26,7 @@ NOT_OURS = {
     "docs/experiments.md": {
         "*run*.sh",
         "./horovod_mpi.sh",
+        "horovod_trainer.py",
         "batch.sh",
         "convergence_eval/*.py",
         "dawn.py",
@@ -35,8 +36,10 @@ NOT_OURS = {
         "mnist.sh",
         "perf.sh",
         "pytorch_*.py",
+        "run_imagenet_no_trainer_hvd.py",
         "settings.py",
         "vgg16_*.sh",
+        "wiki2_*.py",
         "wiki2_*.sh",
     },
     "docs/launching.md": {"job.sh"},
