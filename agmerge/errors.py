@@ -64,6 +64,7 @@ NO_GRADIENT = (
     "(load_state_dict(assign=True) replaces the model's)."
 )
 
+NO_SCRIPTS = ("agmerge", "torch")  # packages at whose lines no warning points
 
 NAMED = 5  # most parameters that an error names
 # Of ECMA-48: a control sequence, a string with its end (a window's title, say), a single escape.
@@ -167,13 +168,13 @@ def printable(text: str, most: int = 2000) -> str:
 
 
 def warn(text: str, rank: int) -> None:
-    """Warn on rank 0, at the script's line that has called this library.
+    """Warn on rank 0, at the script's line that has called this library, or torch, which calls its hooks.
 
     Where warnings are errors (``python -W error``) it is raised on every rank: one that ended alone would keep the
     others waiting. So all ranks call this, each with its number ``rank``.
     """
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "agmerge":
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in NO_SCRIPTS:
         level, frame = level + 1, frame.f_back
     if rank == 0 or _is_error(text, frame):
         warnings.warn(text, stacklevel=level)

@@ -49,6 +49,11 @@ def initialised() -> bool:
     return hvd is not None and bool(hvd.is_initialized())
 
 
+def workers() -> int:
+    """Return how many workers the Horovod has that the script has initialised."""
+    return int(sys.modules["horovod.torch"].size())
+
+
 def launched(env: Mapping[str, str]) -> bool:
     """Return whether horovodrun has started this process."""
     return "HOROVOD_RANK" in env

@@ -316,6 +316,11 @@ def initialised() -> bool:
     return False
 
 
+def workers() -> int:
+    """Return 1: there is nothing that a script could initialise."""
+    return 1
+
+
 def launched(env: Mapping[str, str]) -> bool:
     """Return False: no launcher starts workers of this backend."""
     return False

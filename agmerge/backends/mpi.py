@@ -51,6 +51,11 @@ def initialised() -> bool:
     return False
 
 
+def workers() -> int:
+    """Return 1: it takes none that a script has initialised."""
+    return 1
+
+
 def launched(env: Mapping[str, str]) -> bool:
     """Return False: mpirun starts workers of Horovod too, see :func:`can_join`."""
     return False

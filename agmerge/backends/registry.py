@@ -30,6 +30,9 @@ class BackendModule(Protocol):
     def initialised(self) -> bool:
         """Return whether the script has already set up the library by itself."""
 
+    def workers(self) -> int:
+        """Return how many workers the library has that the script has set up."""
+
     def launched(self, env: Mapping[str, str]) -> bool:
         """Return whether a launcher that means this backend alone has started this process.
 

@@ -48,6 +48,13 @@ def initialised() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def workers() -> int:
+    """Return how many workers the process group has that the script has initialised."""
+    import torch.distributed as dist
+
+    return dist.get_world_size()
+
+
 def launched(env: Mapping[str, str]) -> bool:
     """Return whether torchrun, or somebody by hand, has set what torch.distributed needs.
 

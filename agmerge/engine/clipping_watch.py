@@ -9,7 +9,6 @@ sample when the optimizer is about to step.
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from agmerge.engine.sampled_updates import Norms, Place, Sample, norms_of, places_in, sample_of
 from agmerge.engine.scaled_down import NormBound, common_factor
+from agmerge.errors import warn
 from agmerge.exchanges.message.format import Flag
 from agmerge.options.config import Config
 from agmerge.step.gradient_exchange import Combined, GradientExchange
@@ -164,7 +164,7 @@ class ClippingWatch:
             share = float(seen.counts.sum() / seen.sizes.sum())
             figures = {"bound": bound, "norm": norm, "low": low, "times": norm / low, "share": 100 * share}
             text = SELECTED.format(compressor=config.compressor.name, step=step, steps=math.ceil(1 / share), **figures)
-            warnings.warn(text, stacklevel=2)
+            warn(text, 0)  # where a warning is all that there can be, rank 0 alone looks
 
 
 def _looking_in(look: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from agmerge.engine.optimizer_wrapper import OptimizerHolder
 from agmerge.engine.step_hooks import follow
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import AGMergeError
+from agmerge.integrations import unsaved
 from agmerge.integrations.ddp_hook import Hook, exchange
 from agmerge.integrations.ddp_refusals import checked_model, checked_options
 from agmerge.integrations.shared_model import show_shared
@@ -30,7 +31,7 @@ from agmerge.options.config import with_momentum_of
 from agmerge.options.resolve import resolve
 from agmerge.options.updates import UPDATES
 from agmerge.reporting import ReportingMixin
-from agmerge.tensors.parameters import ParameterTable
+from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
 
 def compress(
@@ -90,6 +91,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         door.check_said(options)
         self._options = door.settled(options, self._inner)
         self._attached = ExitStack()  # what hangs on the model and the optimizer
+        self._note_whole: Callable[[], None] = lambda: None  # to be called when what this rank keeps is saved or loaded
         self._reducer = self._reducer_for(model)
         try:
             if self._steps_alone:
@@ -117,6 +119,9 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
 
     def _attach(self, model: DistributedDataParallel) -> None:
         """Have the model, or the optimizer, call the reducer."""
+        if self._inner is not None:
+            self._note_whole, stop = unsaved.watch(self._reducer, optimizers_of(self._inner))
+            self._attached.callback(stop)
         if isinstance(self._reducer, UpdateReducer):
             # This object as a whole, which the script need not keep: no_sync() ends when nobody holds it any more.
             self._attached.callback(follow(self._reducer, lambda: self._check_apart(model)))
@@ -151,6 +156,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
 
         With ``sync="updates"`` beside it the state of this rank's optimizer, which is no other rank's.
         """
+        self._note_whole()
         inner = self._inner.state_dict() if self._inner is not None and self._steps_alone else {}
         return rank_state.whole_state(self._reducer, inner)
 
@@ -160,6 +166,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         Call it once the model and the optimizer are loaded. Raises ``ValueError`` for a state of another model, or
         residuals that are not finite; without any they start from zero, with a warning.
         """
+        self._note_whole()
         inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
         inner = rank_state.load(self._reducer, state_dict.get(rank_state.SECTION)) or inner
         if self._inner is not None and self._steps_alone and inner:

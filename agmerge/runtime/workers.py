@@ -13,6 +13,13 @@ from agmerge.runtime.peers import exit_guard, monitor
 # Whom a worker talks to: a thread of an in-memory group has a backend of its own, all others share the process's.
 _process: Backend | None = None  # None: init() was not called; written by _set_process alone
 _thread = threading.local()  # .backend; written by bind alone
+_looked = False  # the last init() of the process looked for others; the script had not said whom to take
+
+OTHERS_LATER = (
+    "agmerge.init() has found no other workers, and this process would train alone; after that the script has "
+    "initialised {name}, which has {count}. Call agmerge.init() after {call}, or leave it out: what a script has "
+    "initialised is taken"
+)
 
 
 def init(backend: str | None = None) -> None:
@@ -54,7 +61,7 @@ def init(backend: str | None = None) -> None:
         )
     if opened.size > 1 and not elastic() and not monitor.is_open():
         monitor.open(opened.rank, monitor.over(opened, timeout))
-    _set_process(opened)
+    _set_process(opened, looked=backend is None and not env.get("AGMERGE_BACKEND"))
 
 
 def listen() -> None:
@@ -75,10 +82,18 @@ def elastic() -> bool:
 def adopt() -> None:
     """Collective. Take a Horovod or torch.distributed that the script has initialised by itself.
 
-    For scripts that never call :func:`init`. Nothing happens where there is none, or it was called.
+    For scripts that never call :func:`init`. Nothing happens where there is none, or it was called. Raises
+    :class:`agmerge.AGMergeError` where it was called too early, found nobody, and the script has initialised several
+    workers since: each of them would train a model of its own.
     """
-    if not is_initialized() and registry.initialised() is not None:
+    name = registry.initialised()
+    if name is None or bound() is not None:
+        return
+    if not is_initialized():
         init()
+    elif _looked and backend_name() == ALONE and registry.BACKENDS[name].workers() > 1:
+        call = "hvd.init()" if name == "horovod" else "init_process_group()"
+        raise AGMergeError(OTHERS_LATER.format(name=name, count=registry.BACKENDS[name].workers(), call=call))
 
 
 def shutdown() -> None:
@@ -90,10 +105,10 @@ def shutdown() -> None:
         _set_process(None)
 
 
-def _set_process(backend: Backend | None) -> None:
-    """Make ``backend`` the one of this process; None: it has none any more."""
-    global _process
-    _process = backend
+def _set_process(backend: Backend | None, *, looked: bool = False) -> None:
+    """Make ``backend`` the one of this process; None: it has none any more. ``looked``: nobody has named it."""
+    global _process, _looked
+    _process, _looked = backend, looked
 
 
 def bind(backend: Backend | None) -> None:

@@ -38,6 +38,7 @@ def pigeon(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         READS_SLURM=False,
         PROBE=PROBE,
         initialised=lambda: False,
+        workers=lambda: 1,
         launched=lambda env: "CARRIER_RANK" in env,
         can_join=lambda env: "FLOCK" in env,
         open=opened,
@@ -59,7 +60,8 @@ def pigeon(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_every_backend_of_the_table_has_the_protocol() -> None:
     for name, module in BACKENDS.items():
-        for attribute in (*registry.BackendModule.__annotations__, "initialised", "launched", "can_join", "open"):
+        functions = ("initialised", "workers", "launched", "can_join", "open")
+        for attribute in (*registry.BackendModule.__annotations__, *functions):
             assert hasattr(module, attribute), (name, attribute)
         row = module.diagnose(ProbeResult(error="broken"), "python", "")
         assert (row.kind, row.name) == ("backend", name)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
 import agmerge
 from agmerge import testing
@@ -300,6 +303,41 @@ def test_the_torch_backend_without_a_launcher_names_what_is_missing() -> None:
         agmerge.init("torch")
     assert "MASTER_PORT" not in os.environ
     assert not agmerge.is_initialized()
+
+
+# -- too early ----------------------------------------------------------------------------------------------
+
+
+def wrapped() -> agmerge.DistributedOptimizer:
+    model = torch.nn.Linear(2, 2)
+    return agmerge.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+
+
+@pytest.mark.parametrize("name, module", [("torch", torch_backend), ("horovod", horovod)])
+def test_workers_that_are_initialised_after_init_are_no_silent_local_training(
+    name: str, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where init() stands at the top of a script of which torch.multiprocessing.spawn starts the workers."""
+    agmerge.init()
+    assert agmerge.size() == 1
+    wrapped()  # nobody else is there yet
+    monkeypatch.setattr(module, "initialised", lambda: True)
+    monkeypatch.setattr(module, "workers", lambda: 2)
+    call = "hvd.init()" if name == "horovod" else "init_process_group()"
+    with pytest.raises(AGMergeError, match=rf"initialised {name}, which has 2.* after {re.escape(call)}, or leave"):
+        wrapped()
+    monkeypatch.setattr(module, "workers", lambda: 1)
+    wrapped()
+
+
+@pytest.mark.parametrize("said", ["argument", "variable"])
+def test_who_says_that_workers_are_alone_has_them_alone(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if said == "variable":
+        monkeypatch.setenv("AGMERGE_BACKEND", "local")
+    agmerge.init("local" if said == "argument" else None)
+    monkeypatch.setattr(torch_backend, "initialised", lambda: True)
+    monkeypatch.setattr(torch_backend, "workers", lambda: 2)
+    wrapped()
 
 
 # -- threads ------------------------------------------------------------------------------------------------

@@ -1,0 +1,86 @@
+"""Notice a script that saves the plain optimizer's state, and not what ranks keep beside it: say so once.
+
+Under ``DistributedOptimizer`` a state has both. Where the optimizer stays plain, a script that was written before saves
+on one rank what a training with residuals cannot go on from, and no error would ever tell.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from agmerge.checkpoint.rank_state import KINDS, LOST
+from agmerge.engine.synchronizer import Synchronizer
+from agmerge.engine.update_reducer import UpdateReducer
+from agmerge.errors import warn
+
+NOT_SAVED = (
+    "this script has saved optimizer.state_dict(), and ranks keep more than that: {what}. A training that resumes from "
+    "it starts that from zero. Save compressed.state_dict() too, on every rank to a file of its own (or on rank 0 what "
+    "agmerge.gather_state(compressed) returns, called on all ranks), and load it after the model and the optimizer by "
+    "compressed.load_state_dict(), where compressed is what compress() has returned (docs/frameworks.md)"
+)
+RESIDUALS = "what they have not sent yet"
+UPDATES = "with sync='updates' each has an optimizer state of its own, and updates that it has not sent yet"
+
+
+class _Seen:
+    """Remember what a rank has saved since the optimizer stepped last."""
+
+    def __init__(self) -> None:
+        self.what = ""  # that the plain optimizer's state, which was saved, has not got; "": it was not, or has all
+        self.whole = False  # what ranks keep was saved, or loaded, too
+        self.said = False
+
+    def tell(self) -> None:
+        """Warn, once, of a checkpoint without what ranks keep; forget what was saved."""
+        what, whole, self.what, self.whole = self.what, self.whole, "", False
+        if what and not whole and not self.said:
+            self.said = True
+            warn(NOT_SAVED.format(what=what), 0)
+
+
+def watch(
+    reducer: Synchronizer, optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Warn, on rank 0, of checkpoints with the state of ``optimizers`` alone; return two functions.
+
+    The first is to be called when what ``reducer`` keeps is saved, or loaded, too; the second ends all this. The
+    warning comes with the next step, for only then a checkpoint has all that it will have, or at the end of training.
+    """
+    seen, held = _Seen(), weakref.ref(reducer)  # the optimizer may live longer
+
+    def saved(*_: Any) -> None:
+        reducer = held()
+        if reducer is not None and (reducer.exchange.comm is None or reducer.exchange.comm.rank == 0):
+            seen.what = _kept(reducer)
+
+    def stepped(*_: Any) -> None:
+        if seen.what or seen.whole:
+            seen.tell()
+
+    def whole() -> None:
+        seen.whole = True
+
+    handles = [one.register_state_dict_post_hook(saved) for one in optimizers]
+    handles += [one.register_step_pre_hook(stepped) for one in optimizers]
+    at_the_end = weakref.finalize(reducer, seen.tell)
+
+    def end() -> None:
+        at_the_end()
+        for handle in handles:
+            handle.remove()
+
+    return whole, end
+
+
+def _kept(reducer: Synchronizer) -> str:
+    """Return what a reducer keeps that no optimizer's state has, in words; "" for nothing."""
+    if isinstance(reducer, UpdateReducer):
+        return UPDATES if reducer.step_count() else ""
+    kinds = [kind for kind, plural in KINDS.items() if plural in LOST]
+    kept = (tensor for (kind, _), tensor in reducer.exchange.state().items() if kind in kinds)
+    return RESIDUALS if any(bool(tensor.any()) for tensor in kept) else ""
