@@ -136,10 +136,10 @@ def _translated(name: str) -> Iterator[None]:
 
 
 class HorovodHandle(Handle):
-    """Follow a call of Horovod's.
+    """Handle of a call of Horovod's.
 
-    ``hvd``: the module ``horovod.torch``. ``handle``: Horovod's number for the call. ``place``: puts what Horovod
-    returns where it belongs; called once, when the call is waited for.
+    ``hvd``: the module ``horovod.torch``. ``handle``: Horovod's number for the call. ``place``: puts Horovod's
+    result where it belongs; called once, when the call is waited for.
     """
 
     def __init__(self, hvd: Any, handle: int, name: str, ranks: Sequence[int], place: Callable[[Any], object]) -> None:
@@ -167,7 +167,7 @@ class HorovodHandle(Handle):
 
 
 class HorovodBackend(Backend):
-    """Call collectives over the ranks of one process set, under one prefix.
+    """Backend over the ranks of one process set; its calls have one prefix.
 
     ``hvd``: the module ``horovod.torch``. ``process_set``: Horovod's object; None: all ranks. ``prefix``: of the names
     of all calls. ``owned``: Horovod was initialised here, so it is shut down here.
@@ -216,7 +216,7 @@ class HorovodBackend(Backend):
     def _start(
         self, name: str, place: Callable[[Any], object], call: Callable[..., int], *given: Any, **how: Any
     ) -> Handle:
-        """Have ``call``, a function of Horovod's, begin with ``given`` and ``how``. ``place``: see the handle."""
+        """Start ``call``, a function of Horovod's, with ``given`` and ``how``. ``place``: see the handle."""
         try:
             with _translated(name):
                 handle = call(*given, **how, **self._options(name))
@@ -244,7 +244,7 @@ class HorovodBackend(Backend):
         return self.gather_into(_bytes(out), _bytes(tensor), name)
 
     def gather_into(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        """Collective. Do what ``all_gather`` does, of bytes, without an output of Horovod's own.
+        """Collective. Gather bytes of all ranks in ``out``, without an output of Horovod's own.
 
         Its thread would allocate that in another stream, and have NCCL wait for all that stands there.
         """

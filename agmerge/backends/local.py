@@ -1,7 +1,7 @@
-"""Let the ranks of a group be threads of one process. Alone, a group of one.
+"""In-memory backend: the ranks of a group are threads of one process. Alone, a group of one.
 
-It is also the strictest backend: it checks that all ranks make the same call, keeps no copy of what it is
-handed until the last rank has arrived (so that a buffer that is touched too early shows), adds in rank
+It is also the strictest backend: it checks that all ranks make the same call, keeps no copy of a tensor
+until the last rank has arrived (so that a buffer that is touched too early shows), adds in rank
 order, records every call, and lets a test inject faults and delays.
 """
 
@@ -24,23 +24,23 @@ from agmerge.version import __version__
 SIZES: tuple[str, ...] = ()
 READS_SLURM = False
 PROBE = ""
-CHECKS_MARKS = False  # whether groups check that what starts a collective says so in its docstring; for our own tests
+CHECKS_MARKS = False  # whether groups check the docstrings of functions that start a collective; for our own tests
 
 
 @dataclass(frozen=True)
 class Call:
-    """Describe one collective as one rank starts it, for ``inject``."""
+    """Collective as one rank starts it, for ``inject``."""
 
     rank: int  # of the rank in the group
     kind: str  # "all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast" or "barrier"
     name: str  # as the caller gave it
     index: int  # counts this rank's calls in the whole group, from 0
-    tensor: torch.Tensor  # what is handed in; may be changed in place
+    tensor: torch.Tensor  # the input; may be changed in place
 
 
 @dataclass(frozen=True)
 class Part:
-    """Hold what one rank contributes to a collective."""
+    """Contribution of one rank to a collective."""
 
     tensor: torch.Tensor
     splits: tuple[int, ...] = ()  # of an all-to-all: elements for each rank
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass
 class _Op:
-    """Hold a collective that ranks are joining; the last one to arrive computes the result for all."""
+    """Collective that ranks are joining; the last one to arrive computes the result for all."""
 
     inputs: dict[int, Part] = field(default_factory=dict)  # by the rank that has joined
     described: dict[int, str] = field(default_factory=dict)  # by rank: what must be the same on all, as text
@@ -59,10 +59,11 @@ class _Op:
 
 
 class Group:
-    """Hold what the ranks of one in-memory group share.
+    """State that the ranks of one in-memory group share.
 
-    ``inject(call)``: runs on the rank's thread before each collective that it starts. ``checks_marks``: refuse what
-    starts a collective and does not say so (:mod:`agmerge.backends.collective_marks`); None: as ``CHECKS_MARKS`` says.
+    ``inject(call)``: runs on the rank's thread before each collective that it starts. ``checks_marks``: refuse
+    functions that start a collective and do not say so (:mod:`agmerge.backends.collective_marks`); None: as
+    ``CHECKS_MARKS`` says.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Group:
     ) -> None:
         self.size, self.inject = size, inject
         self.checks_marks = CHECKS_MARKS if checks_marks is None else checks_marks
-        self.changed = threading.Condition()  # held to touch what follows; notified when a rank comes or goes
+        self.changed = threading.Condition()  # held to touch the fields below; notified when a rank comes or goes
         self.ops: dict[tuple[str, int], _Op] = {}  # incomplete ones, by communicator and number of the call on it
         self.left: dict[int, str] = {}  # ranks that take part in nothing any more, and why
         self.calls: list[list[tuple[str, str, int]]] = [[] for _ in range(size)]  # by rank: kind, name, bytes
@@ -105,7 +106,7 @@ def _all(parts: list[Part]) -> list[Part]:
 
 
 def _pieces(parts: list[Part]) -> list[Part]:
-    """Return what an all-to-all delivers, or raise if a rank is sent other lengths than it expects."""
+    """Return the results of an all-to-all, or raise if a rank is sent other lengths than it expects."""
     for rank, part in enumerate(parts):
         sent = tuple(other.splits[rank] for other in parts)
         if sent != part.expected:
@@ -116,7 +117,7 @@ def _pieces(parts: list[Part]) -> list[Part]:
 
 
 class LocalHandle(Handle):
-    """Wait for the last rank to arrive, then put the result in place."""
+    """Handle that waits for the last rank to arrive, then puts the result in place."""
 
     def __init__(self, backend: LocalBackend, op: _Op, name: str, deliver: Callable[[_Op], None]) -> None:
         super().__init__(name, backend.ranks)
@@ -146,7 +147,7 @@ class LocalHandle(Handle):
 
 
 class LocalBackend(Backend):
-    """Be one rank's end of a communicator over ``ranks`` of an in-memory group.
+    """One rank's end of a communicator over ``ranks`` of an in-memory group.
 
     ``world_rank``: this rank's number in the group. ``channel``: tells the communicators of a group apart.
     """
@@ -166,9 +167,9 @@ class LocalBackend(Backend):
     ) -> Handle:
         """Join a collective; the last rank to join computes its result.
 
-        ``kind`` and ``name``: of the collective. ``part``: what this rank gives. ``combine``: makes the result of the
-        parts of all ranks. ``deliver``: puts it where this rank wants it. ``fixed``: what else must be the same on all
-        ranks, as text.
+        ``kind`` and ``name``: of the collective. ``part``: this rank's contribution. ``combine``: makes the result of
+        the parts of all ranks. ``deliver``: puts it where this rank wants it. ``fixed``: what else must be the same on
+        all ranks, as text.
         """
         group, tensor, log = self.group, part.tensor, self.group.calls[self._world_rank]
         if self._closed:
@@ -290,9 +291,9 @@ def _into(out: torch.Tensor) -> Callable[[_Op], None]:
 
 
 def _check_out(name: str, out: torch.Tensor, length: int, dtype: torch.dtype) -> None:
-    """Raise ``ValueError`` unless ``out`` is what other backends need.
+    """Raise ``ValueError`` unless ``out`` has this length and dtype, contiguous: other backends need that.
 
-    Here torch would quietly resize or convert it.
+    In memory torch would quietly resize or convert it.
     """
     if out.numel() != length or out.dtype != dtype or not out.is_contiguous():
         raise ValueError(f"{name}: the output must be {length} contiguous elements of {dtype}, not {_shape(out)}")

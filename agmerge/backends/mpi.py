@@ -1,7 +1,7 @@
 """Move bytes by MPI through mpi4py: tensors on the CPU, and those on devices by way of it (see staging).
 
-One thread makes every MPI call and keeps testing what is under way: without it a collective advances only
-while somebody waits for it, and nothing overlaps with the backward pass.
+One thread makes every MPI call and keeps testing those under way: without it a collective advances only
+while a thread waits for it, and nothing overlaps with the backward pass.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def diagnose(probe: ProbeResult, python: str, mpirun: str) -> Row:
 
 
 def _abort_on_error(MPI: Any) -> None:
-    """Let an uncaught exception end the job: else this rank waits in MPI_Finalize for ranks that wait for it."""
+    """Make an uncaught exception end the job: else this rank waits in MPI_Finalize for ranks that wait for it."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -121,7 +121,7 @@ def _abort_on_error(MPI: Any) -> None:
 
 
 class MpiHandle(Handle):
-    """Follow a call under way. Keeps its tensors alive through ``make``."""
+    """Handle of a call under way. Keeps its tensors alive through ``make``."""
 
     def __init__(self, call: Call, name: str, ranks: Sequence[int], advice: str = "") -> None:
         super().__init__(name, ranks)
@@ -151,7 +151,7 @@ def _result(progress: Progress, make: Callable[[], Any], timeout: float, what: s
 
 
 class MpiBackend(Backend):
-    """Call collectives of one MPI communicator, ``comm``.
+    """Backend over one MPI communicator, ``comm``.
 
     ``MPI``: the module ``mpi4py.MPI``. ``progress``: the thread that talks to it. ``ranks``: those of ``comm``, by
     their numbers in the world.
@@ -171,7 +171,7 @@ class MpiBackend(Backend):
         return True
 
     def _start(self, name: str, make: Callable[[], Any]) -> Handle:
-        """Have ``make()`` begin the collective ``name``."""
+        """Start the collective ``name`` by ``make()``."""
         return MpiHandle(self._progress.start(make), name, self._ranks)
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:

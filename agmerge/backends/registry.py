@@ -1,4 +1,4 @@
-"""List the backends, and choose one from what the launcher has set.
+"""Table of the backends, and the choice of one by the launcher's variables.
 
 To add a backend, write a module with the names of :class:`BackendModule` and give it a line in ``BACKENDS``. Libraries
 are imported when a backend is opened, so all modules can be loaded everywhere.
@@ -14,11 +14,11 @@ from agmerge.backends.base import Backend, Listen
 from agmerge.backends.diagnosis import ProbeResult, Row
 from agmerge.errors import AGMergeError
 
-ALONE = "local"  # the one backend without a launcher: what is taken if no other is meant
+ALONE = "local"  # the one backend without a launcher: taken if no other is meant
 
 
 class BackendModule(Protocol):
-    """Offer one way to move tensors between processes."""
+    """Module of one backend, which moves tensors between processes."""
 
     # Environment variables in which its launchers say how many workers they have started.
     SIZES: tuple[str, ...]
@@ -46,24 +46,24 @@ class BackendModule(Protocol):
         """Collective. Join the other workers, or take the library as the script has initialised it.
 
         ``env``: the launcher's variables. ``timeout``: seconds, for all of it. ``listen``: exchanges the addresses of
-        all ranks; for backends whose ranks need them to connect. Raises :class:`agmerge.AGMergeError` with what to
+        all ranks; for backends that need them to connect ranks. Raises :class:`agmerge.AGMergeError` with what to
         do where the library is missing.
         """
 
     def diagnose(self, probe: ProbeResult, python: str, mpirun: str) -> Row:
         """Return the doctor's row: whether this backend works here, and the command that mends it if not.
 
-        ``probe``: what ``PROBE`` found. ``python``: this interpreter, as it is typed in a shell. ``mpirun``: what
-        mpirun says of itself; empty where there is none.
+        ``probe``: what ``PROBE`` found. ``python``: this interpreter, as it is typed in a shell. ``mpirun``: the
+        version that mpirun prints; empty where there is none.
         """
 
 
-# In the order in which they are asked: who comes first wins where several apply.
+# In the order in which they are asked: the first one wins where several apply.
 BACKENDS: dict[str, BackendModule] = {"horovod": horovod, "torch": torch, "mpi": mpi, ALONE: local}
 
 
 def initialised() -> str | None:
-    """Return the backend whose library the script has initialised by itself; None if there is none."""
+    """Return the backend of which the script has initialised the library by itself; None if there is none."""
     return next((name for name, backend in BACKENDS.items() if backend.initialised()), None)
 
 

@@ -56,10 +56,10 @@ def workers() -> int:
 
 
 def launched(env: Mapping[str, str]) -> bool:
-    """Return whether torchrun, or somebody by hand, has set what torch.distributed needs.
+    """Return whether the variables that torch.distributed needs are set, by torchrun or by hand.
 
     Raises :class:`agmerge.AGMergeError` if ``WORLD_SIZE``, or what Kubernetes has set for a torchrun that did not come,
-    says that there are several workers and the rest is missing.
+    says that there are several workers and other variables are missing.
     """
     missing = [key for key in NEEDED if key not in env]
     if missing and int(env.get("WORLD_SIZE") or 1) > 1:
@@ -193,14 +193,14 @@ def _translated(name: str, within: str = "") -> Iterator[None]:
     except RuntimeError as error:
         text = str(error)
         if isinstance(error, torch.OutOfMemoryError) or "invalid usage" in text:
-            raise  # of this rank alone: nobody has left
+            raise  # of this rank alone: no other has left
         if "imed out" in text or "imeout" in text:
             raise CollectiveTimeout(f"{name}: no answer from all ranks{within}", text) from error
         raise PeerLost(f"{name}: the connection to another rank broke", text) from error
 
 
 class TorchHandle(Handle):
-    """Follow a ``torch.distributed.Work``, with our errors. Keeps its tensors alive until it has been waited for.
+    """Handle of a ``torch.distributed.Work``, with our errors. Keeps its tensors alive until it has been waited for.
 
     ``finished`` gets the work then. Gloo's threads let go of theirs a little after it is done; were theirs the last
     reference, they would need Python's lock to free its tensors, and a process whose interpreter is just ending
@@ -228,12 +228,13 @@ class TorchHandle(Handle):
         self._forget()
 
     def _forget(self) -> None:
-        """Let the tensors go, and see that the work outlives its backend's threads."""
+        """Release the tensors, and keep the work until its backend's threads have let go of it."""
         self._tensors = ()
         self._finished.append(self._work)
 
 
-# Groups whose backend nobody refers to any more: finalizers put them here, at any moment; the next start destroys them.
+# Groups of backends that are no longer referred to: finalizers put them here, at any moment; the next start destroys
+# them.
 _dropped: deque[Any] = deque()
 
 
@@ -255,7 +256,7 @@ def _give_back(dist: Any) -> None:
 
 
 class TorchBackend(Backend):
-    """Call collectives of one process group of torch's.
+    """Backend over one process group of torch's.
 
     ``dist``: the module ``torch.distributed``. ``owns_world``: the world was made here, so it is destroyed here.
     """
@@ -272,7 +273,7 @@ class TorchBackend(Backend):
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._finished: list[Any] = []  # works, up to the next start: see TorchHandle
         self._children: weakref.WeakSet[TorchBackend] = weakref.WeakSet()  # made of this one, closed with it
-        self._dropping = weakref.finalize(self, _dropped.append, group)  # when nobody refers to this backend any more
+        self._dropping = weakref.finalize(self, _dropped.append, group)  # when this backend is no longer referred to
         self._dropping.atexit = False
 
     @property
@@ -286,7 +287,7 @@ class TorchBackend(Backend):
     def _start(
         self, name: str, call: Callable[..., Any], *given: Any, tensors: Sequence[torch.Tensor], **how: Any
     ) -> Handle:
-        """Have ``call``, a function of torch's, begin with ``given`` and ``how``. ``tensors``: to be kept alive."""
+        """Start ``call``, a function of torch's, with ``given`` and ``how``. ``tensors``: to be kept alive."""
         self._finished.clear()
         if _dropped:
             _give_back(self._dist)

@@ -1,9 +1,9 @@
-"""Compress what training frameworks exchange, with a line in the script: each file is for one framework.
+"""Compress the exchanges of training frameworks, with a line in the script: each file is for one framework.
 
 ``ddp``: ``compress(model)`` for torch's DistributedDataParallel. ``ddp_hook``: which gives its buckets to a reducer;
 ``ddp_refusals``: what it cannot take; ``unsaved``: what scripts leave out of checkpoints; ``shared_model``: a model
 that shows shared parameters. ``transformers``: ``compress(trainer)``. ``accelerate``: ``compress(accelerator, model)``.
-``lightning``: ``CompressedDDPStrategy``. ``files``: what ranks keep beside the checkpoints of these three.
+``lightning``: ``CompressedDDPStrategy``. ``files``: ranks' own states beside the checkpoints of these three.
 
 Nothing is imported before a script asks for the file of its framework, ``agmerge.integrations.ddp`` or ``from
 agmerge.integrations import ddp``. Each may import that framework and torch.distributed, and of agmerge/ all but cli/.

@@ -1,7 +1,7 @@
-"""Notice a script that saves the plain optimizer's state, and not what ranks keep beside it: say so once.
+"""Warn once of a script that saves the plain optimizer's state, and not the ranks' own states beside it.
 
-Under ``DistributedOptimizer`` a state has both. Where the optimizer stays plain, a script that was written before saves
-on one rank what a training with residuals cannot go on from, and no error would ever tell.
+Under ``DistributedOptimizer`` a state has both. Where the optimizer stays plain, an older script saves a state on one
+rank that a training with residuals cannot continue from, and there would never be an error.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ UPDATES = "with sync='updates' each has an optimizer state of its own, and updat
 
 
 class _Seen:
-    """Remember what a rank has saved since the optimizer stepped last."""
+    """States that a rank has saved since the optimizer stepped last."""
 
     def __init__(self) -> None:
-        self.what = ""  # that the plain optimizer's state, which was saved, has not got; "": it was not, or has all
-        self.whole = False  # what ranks keep was saved, or loaded, too
+        self.what = ""  # missing from the saved state of the plain optimizer; "": none was saved, or it has all
+        self.whole = False  # ranks' own states were saved, or loaded, too
         self.said = False
 
     def tell(self) -> None:
-        """Warn, once, of a checkpoint without what ranks keep; forget what was saved."""
+        """Warn, once, of a checkpoint without ranks' own states; forget the saved states."""
         what, whole, self.what, self.whole = self.what, self.whole, "", False
         if what and not whole and not self.said:
             self.said = True
@@ -48,7 +48,7 @@ def watch(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Warn, on rank 0, of checkpoints with the state of ``optimizers`` alone; return two functions.
 
-    The first is to be called when what ``reducer`` keeps is saved, or loaded, too; the second ends all this. The
+    The first is to be called when the state of ``reducer`` is saved, or loaded, too; the second ends all this. The
     warning comes with the next step, for only then a checkpoint has all that it will have, or at the end of training.
     """
     seen, held = _Seen(), weakref.ref(reducer)  # the optimizer may live longer
@@ -78,7 +78,7 @@ def watch(
 
 
 def _kept(reducer: Synchronizer) -> str:
-    """Return what a reducer keeps that no optimizer's state has, in words; "" for nothing."""
+    """Return the state of a reducer that no optimizer's state has, in words; "" for none."""
     if isinstance(reducer, UpdateReducer):
         return UPDATES if reducer.step_count() else ""
     kinds = [kind for kind, plural in KINDS.items() if plural in LOST]

@@ -1,4 +1,4 @@
-"""Join the other workers, and know through which backend this process, or this thread of an in-memory group, talks."""
+"""Join the other workers, and keep the backend of this process, or of this thread of an in-memory group."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from agmerge.backends.registry import ALONE, BACKENDS, detect
 from agmerge.errors import AGMergeError
 from agmerge.runtime.peers import exit_guard, monitor
 
-# Whom a worker talks to: a thread of an in-memory group has a backend of its own, all others share the process's.
+# Backends of workers: a thread of an in-memory group has one of its own, all others share the process's.
 _process: Backend | None = None  # None: init() was not called; written by _set_process alone
 _thread = threading.local()  # .backend; written by bind alone
-_looked = False  # the last init() of the process looked for others; the script had not said whom to take
+_looked = False  # the last init() of the process looked for others; the script had not named a backend
 
 OTHERS_LATER = (
     "agmerge.init() has found no other workers, and this process would train alone; after that the script has "
@@ -65,7 +65,7 @@ def init(backend: str | None = None) -> None:
 
 
 def listen() -> None:
-    """Collective. Let peers ask this worker what it does, if it does not listen yet.
+    """Collective. Answer questions of peers from now on, if this worker does not do so yet.
 
     In an elastic job it waits for the first step: newcomers are alone until all begin one.
     """
@@ -83,8 +83,8 @@ def adopt() -> None:
     """Collective. Take a Horovod or torch.distributed that the script has initialised by itself.
 
     For scripts that never call :func:`init`. Nothing happens where there is none, or it was called. Raises
-    :class:`agmerge.AGMergeError` where it was called too early, found nobody, and the script has initialised several
-    workers since: each of them would train a model of its own.
+    :class:`agmerge.AGMergeError` where it was called too early, found no other worker, and the script has initialised
+    several workers since: each of them would train a model of its own.
     """
     name = registry.initialised()
     if name is None or bound() is not None:
@@ -106,7 +106,7 @@ def shutdown() -> None:
 
 
 def _set_process(backend: Backend | None, *, looked: bool = False) -> None:
-    """Make ``backend`` the one of this process; None: it has none any more. ``looked``: nobody has named it."""
+    """Make ``backend`` the one of this process; None: it has none any more. ``looked``: the script had not named it."""
     global _process, _looked
     _process, _looked = backend, looked
 
