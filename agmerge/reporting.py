@@ -73,7 +73,7 @@ class ReportingMixin:
         in ``bytes_sent``, nor in ``link_bytes``. ``selection``: only while :meth:`measure_selection` is on.
         """
         exchange = self._reducer.exchange
-        totals, compressor = exchange.totals, exchange.config.compressor
+        totals, compressor = exchange.totals, exchange.config.compression.compressor
         sparsifier = compressor.part(Kind.SPARSE)
         exchange.times.settle()
         values, values_why = self._reducer.wire_now()
@@ -127,8 +127,8 @@ class ReportingMixin:
         where gradients are never together before the optimizer steps.
         """
         config = self._reducer.config
-        if config.updates is not None or config.model is not None:
-            how = "sync='updates'" if config.updates is not None else "merging='dear'"
+        if config.sync.updates is not None or config.sync.model is not None:
+            how = "sync='updates'" if config.sync.updates is not None else "merging='dear'"
             raise AGMergeError(f"grad_norm(): with {how} no combined gradients are there to look at")
         return self._reducer.exchange.norm.norm()
 
@@ -197,7 +197,7 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
     for slot in buffers.tensors.slots:
         density = "1"
         if slot.lane.sparse:
-            sent = config.density.at(step, slot.lane.density)
+            sent = config.compression.density.at(step, slot.lane.density)
             if buffers.budgets.are_chosen:
                 sent = buffers.budgets.of_tensor(slot, step) / slot.numel
             density, sparse = f"{sent:.3g}", sparse + slot.numel
@@ -209,12 +209,12 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
     lines = _aligned(rows)
     total = buffers.tensors.numel
     counts: tuple[tuple[int, str], ...] = ((sparse, "selected from"), (factored, "factorised"))
-    if Kind.LOW_RANK not in config.compressor.kinds:
+    if Kind.LOW_RANK not in config.compression.compressor.kinds:
         counts = counts[:1]
     elif not sparse:
         counts = counts[1:]
     parts = [f"{count} of {total} elements ({count / max(total, 1):.1%}) are {what}" for count, what in counts]
-    lines.append(f"{config.compressor}: {', '.join(parts)}")
+    lines.append(f"{config.compression.compressor}: {', '.join(parts)}")
     return "\n".join(lines)
 
 

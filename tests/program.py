@@ -261,7 +261,7 @@ def plan_for(session: MergeBuffers, seed: int) -> merging.Plan:
     while sum(counts) < len(names):
         counts.append(source.randint(1, len(names) - sum(counts)))
     ahead = AHEAD in config.modes and source.random() < 0.5
-    dense = tuple(config.exchange == "auto" and source.random() < 0.3 for _ in counts)
+    dense = tuple(config.merging.exchange == "auto" and source.random() < 0.3 for _ in counts)
     parts = tuple(1 if whole or ahead else source.randint(1, 3) for whole in dense)
     labels = (AHEAD if ahead else "",) * len(counts)
     return replace(session.plan, counts=tuple(counts), dense=dense, labels=labels, parts=parts)

@@ -28,7 +28,7 @@ def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
         return None
     optimizer.flush()  # messages under way, on all ranks alike
     state, comm = optimizer.state_dict(), exchange.comm or workers.world()
-    parts = _gather(comm, _packed(rank_state.with_inner(state)), config.timeout)
+    parts = _gather(comm, _packed(rank_state.with_inner(state)), config.guards.timeout)
     if parts is None:
         return None
     sections = [torch.load(io.BytesIO(part), weights_only=True) for part in parts]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -82,7 +82,7 @@ def save(reducer: Synchronizer) -> dict[str, Any]:
     """
     exchange = reducer.exchange
     rank, size = exchange.origin or _rank_and_size(exchange) or (0, 1)
-    plan, compressor = exchange.plan(), exchange.config.compressor
+    plan, compressor = exchange.plan(), exchange.config.compression.compressor
     return {
         "version": VERSION,
         "rank": rank,
@@ -90,9 +90,9 @@ def save(reducer: Synchronizer) -> dict[str, Any]:
         "shard": exchange.shard,
         "dtensors": _dtensors(reducer),
         "steps": exchange.steps,
-        "merging": exchange.config.merging,
+        "merging": exchange.config.plans_from,
         "plan": plan.dumps() if plan else None,
-        "partial": dense_cutoff.to_checkpoint(exchange.config.partial),
+        "partial": dense_cutoff.to_checkpoint(exchange.config.compression.partial),
         "shares": exchange.budgets(),
         "compressor": (repr(compressor), compressor.state_dict()),
         "window": _window(reducer),
@@ -176,10 +176,12 @@ def load(reducer: Synchronizer, section: Mapping[str, Any] | None, *, own: bool 
     nonfinite.refuse(restored.state)
     _check_shapes(reducer, restored.state, restored.shard)
     _check_updates(reducer, restored.updates)
-    if exchange.config.updates is not None and not exchange.config.memory.has_residual:
+    if exchange.config.sync.updates is not None and not exchange.config.compression.memory.has_residual:
         _put_into_parameters(restored)
     if section is not None:
-        exchange.adopt(replace(exchange.config, partial=dense_cutoff.from_checkpoint(exchange.config.partial, section)))
+        exchange.adopt(
+            exchange.config.changed(partial=dense_cutoff.from_checkpoint(exchange.config.compression.partial, section))
+        )
     exchange.restore(restored.state, restored.steps, restored.plan, restored.budgets, restored.origin, restored.shard)
     reducer.restore_updates(restored.updates)
     _reopen_step(reducer, restored.window)
@@ -198,7 +200,7 @@ def _read(reducer: Synchronizer, section: Mapping[str, Any], own: bool) -> Resto
     restored.updates, restored.inner = updates, _at_home(reducer, section.get(INNER))
     if exchange.comm is None:
         restored.shard, restored.origin = shard, saved  # it knows its node when it connects
-    if (updates is None) is (exchange.config.updates is not None):
+    if (updates is None) is (exchange.config.sync.updates is not None):
         restored.updates = None if updates is None else _nobodys(updates)
         warnings.warn(OTHER_SYNC, stacklevel=4)
     elif other_part := _other_part(reducer, section):
@@ -270,14 +272,14 @@ def _other_part(reducer: Synchronizer, section: Mapping[str, Any]) -> str:
 
 def _saved_plan(exchange: GradientExchange, section: Mapping[str, Any]) -> merging.Plan | None:
     """Return the plan of a section; None if it has none, or the script asks for another ``merging`` now."""
-    if section["plan"] and section["merging"] == exchange.config.merging:
+    if section["plan"] and section["merging"] == exchange.config.plans_from:
         return merging.Plan.loads(section["plan"])
     return None
 
 
 def _restore_compressor(exchange: GradientExchange, section: Mapping[str, Any]) -> bool:
     """Restore the compressor's state, if it is the compressor that was saved; return whether it is."""
-    compressor, saved = exchange.config.compressor, section.get("compressor")
+    compressor, saved = exchange.config.compression.compressor, section.get("compressor")
     if saved is None or saved[0] != repr(compressor):
         return False
     compressor.load_state_dict(saved[1])
@@ -336,7 +338,7 @@ def _own_part(exchange: GradientExchange, section: Mapping[str, Any]) -> Mapping
     in_shards = exchange.shard is not None or any(part.get("shard") is not None for part in ranks)
     if len(ranks) == comm.size or in_shards:  # shards are not redistributed
         return ranks[min(comm.rank, len(ranks) - 1)]
-    return redistribute(ranks, comm.rank, comm.size, exchange.config.op)
+    return redistribute(ranks, comm.rank, comm.size, exchange.config.sync.op)
 
 
 def _window(reducer: Synchronizer) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class AdvisedOptimizer(wrapping.DistributedOptimizer):
             if wire != "auto":
                 sys.stdout.write(f"with selected values in {wire}: {why}\n")
             sys.stdout.flush()
-        comm.barrier("advise").wait(reducer.config.timeout)
+        comm.barrier("advise").wait(reducer.config.guards.timeout)
         raise Enough
 
 

@@ -45,14 +45,14 @@ class BucketReducer(Synchronizer):
 
     def _check_momentum(self, config: Config) -> None:
         """Raise ``ValueError`` where a momentum to be applied here is not that of exactly these parameters."""
-        if config.rates is None or self._optimizer is None:
+        if config.compression.rates is None or self._optimizer is None:
             return
         stepped = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
         if stepped != set(self.members.name_all()):
             raise ValueError(
-                f"{config.memory} applies the momentum of {type(self._optimizer).__name__} before selection, and that "
-                "steps other parameters than those whose gradients are exchanged: give it these alone, or pass "
-                "memory='residual'"
+                f"{config.compression.memory} applies the momentum of {type(self._optimizer).__name__} before "
+                "selection, and that steps other parameters than those whose gradients are exchanged: give it these "
+                "alone, or pass memory='residual'"
             )
 
     def reconfigure(self, config: Config, what: str, advice: str) -> None:

@@ -124,12 +124,14 @@ class ClippingWatch:
 
     def _follow_config(self) -> None:
         """Decide what clipping means with the present config; drop the findings of another compressor or memory."""
-        config, before, comm = self._exchange.config, self._config, self._exchange.comm
-        if before is None or config.compressor is not before.compressor or config.memory is not before.memory:
+        config, comm = self._exchange.config, self._exchange.comm
+        compressor, memory = config.compression.compressor, config.compression.memory
+        before = None if self._config is None else self._config.compression
+        if before is None or compressor is not before.compressor or memory is not before.memory:
             self._bound, self._refusal, self._seen = NormBound(), "", None
-        selects = config.compressor.selects and config.memory.has_residual
+        selects = compressor.selects and memory.has_residual
         warns = selects and not self._warned and comm is not None and comm.rank == 0
-        self._config, self._matters = config, config.memory.has_momentum or warns
+        self._config, self._matters = config, memory.has_momentum or warns
 
     def _judge(self, before: torch.Tensor, after: torch.Tensor, norms: Norms | None) -> None:
         """Evaluate one step. ``norms``: on a device those computed in that step; None: not computed."""
@@ -152,8 +154,8 @@ class ClippingWatch:
     def _tell(self, factor: float, bound: float, seen: Norms) -> None:
         """Refuse or warn: gradients have been clipped to ``bound`` by ``factor``."""
         config, step = self._exchange.config, self._step
-        if config.memory.has_momentum:
-            self._refusal = VELOCITY.format(step=step, bound=bound, memory=config.memory.name)
+        if config.compression.memory.has_momentum:
+            self._refusal = VELOCITY.format(step=step, bound=bound, memory=config.compression.memory.name)
             return
         # The energy of k of n elements is that of the gradient where steps have nothing in common, since nothing is
         # lost and variances add up; where they agree it is n / k times that, of k sums of n / k steps each.
@@ -163,7 +165,9 @@ class ClippingWatch:
             self._warned, self._matters = True, False
             share = float(seen.counts.sum() / seen.sizes.sum())
             figures = {"bound": bound, "norm": norm, "low": low, "times": norm / low, "share": 100 * share}
-            text = SELECTED.format(compressor=config.compressor.name, step=step, steps=math.ceil(1 / share), **figures)
+            text = SELECTED.format(
+                compressor=config.compression.compressor.name, step=step, steps=math.ceil(1 / share), **figures
+            )
             warn(text, 0)  # where a warning is all that there can be, rank 0 alone looks
 
 

@@ -42,16 +42,16 @@ TOGETHER = (
 class DearReducer(Reducer):
     """Reducer that leaves updates to the next forward, which applies them module by module, each exactly once.
 
-    ``config.model``: its forward reads the parameters. Raises ``ValueError`` for a parameter of the optimizer that is
-    not in it, and for hooks on the optimizer's ``step()``.
+    ``config.sync.model``: its forward reads the parameters. Raises ``ValueError`` for a parameter of the optimizer that
+    is not in it, and for hooks on the optimizer's ``step()``.
     """
 
     remedy = TOGETHER[0].upper() + TOGETHER[1:]
 
     def __init__(self, members: ParameterTable, config: Config) -> None:
         """Hook the model's modules, and the optimizer's parameters as every reducer does."""
-        assert config.model is not None
-        self.model, self._optimizer = config.model, members.optimizer  # the inner optimizer
+        assert config.sync.model is not None
+        self.model, self._optimizer = config.sync.model, members.optimizer  # the inner optimizer
         self._updates: Updates | None = None  # of the last step, until all are applied
         self._combined: Combined | None = None  # result of the step that ends
         self._times: ForwardTimes | None = None  # for the merge buffers in use
@@ -121,7 +121,7 @@ class DearReducer(Reducer):
                 return None
             with torch.no_grad(), self.exchange.breaking():
                 assert self._combined is not None
-                self._updates = Updates(self._optimizer, self._combined, self.config.zero_unused)
+                self._updates = Updates(self._optimizer, self._combined, self.config.sync.zero_unused)
                 self._combined = None
             self.end_step()
         return None
@@ -133,7 +133,7 @@ class DearReducer(Reducer):
 
     def end_step(self) -> None:
         """Collective. See :meth:`Reducer.end_step`; replicas are compared with all updates applied."""
-        every = self.config.check_every
+        every = self.config.guards.check_every
         if every and (self.exchange.step + 1) % every == 0:  # the first comparison is of the initial parameters
             self.flush()
         super().end_step()

@@ -64,7 +64,7 @@ class GatheredGradients:
         """Collective. Make every such ``p.grad`` the average or sum over ranks; None where no rank has a gradient.
 
         Values are added in rank order, on the host, so that all ranks have the same bits. ``joined``: this rank has no
-        gradients. Returns False where a step is to be skipped, according to ``config.nonfinite``: gradients are
+        gradients. Returns False where a step is to be skipped, according to ``config.guards.nonfinite``: gradients are
         infinite then. Raises :class:`agmerge.NonFiniteError`, the same on every rank, or ``ValueError`` for a dense
         gradient.
         """
@@ -73,13 +73,13 @@ class GatheredGradients:
         file = io.BytesIO()
         torch.save(own, file)
         totals.sent(len(file.getvalue()), sum(gradient["values"].numel() for gradient in own.values()))
-        texts = gather_texts(comm, file.getvalue(), "sparse gradients", config.timeout)
+        texts = gather_texts(comm, file.getvalue(), "sparse gradients", config.guards.timeout)
         ranks = [torch.load(io.BytesIO(text), weights_only=True) for text in texts]
         problems = {rank: said for rank, gradients in enumerate(ranks) if (said := self._not_finite(gradients))}
-        if problems and config.nonfinite == RAISE:
+        if problems and config.guards.nonfinite == RAISE:
             where = "; ".join(f"rank {rank}: {and_more(names)}" for rank, names in problems.items())
             raise NonFiniteError(NOT_FINITE.format(where=where), where)
-        factor = 1.0 / comm.size if config.op is Average else 1.0
+        factor = 1.0 / comm.size if config.sync.op is Average else 1.0
         for number, parameter in enumerate(parameters):
             given = [gradients[number] for gradients in ranks if number in gradients]
             parameter.grad = _added(parameter, given, float("inf") if problems else factor) if given else None

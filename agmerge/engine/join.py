@@ -31,7 +31,7 @@ def join(reducer: AnyReducer, step: Callable[[], object]) -> int:
         reducer: of the optimizer that joins.
         step: takes a step with the gradients as ``synchronize()`` left them.
     """
-    if reducer.config.model is not None:
+    if reducer.config.sync.model is not None:
         raise ValueError("join() with merging='dear' is not built yet: give every rank the same number of batches")
     if isinstance(reducer, UpdateReducer):
         return join_with_updates(reducer)
@@ -50,7 +50,7 @@ def join(reducer: AnyReducer, step: Callable[[], object]) -> int:
             alone += 1
     _discard(reducer)
     last = last_to_join(reducer, alone)
-    level_replicas(comm, reducer.members, reducer.members.optimizer, last, reducer.config.timeout)
+    level_replicas(comm, reducer.members, reducer.members.optimizer, last, reducer.config.guards.timeout)
     return world_rank(reducer, last)
 
 
@@ -73,7 +73,7 @@ def join_with_updates(reducer: UpdateReducer) -> int:
 def last_to_join(reducer: Synchronizer, alone: int) -> int:
     """Collective. Return the rank that joined last; of several the highest. ``alone``: steps that this one waited."""
     assert reducer.exchange.comm is not None
-    texts = gather_bytes(reducer.exchange.comm, alone.to_bytes(8, "little"), "join", reducer.config.timeout)
+    texts = gather_bytes(reducer.exchange.comm, alone.to_bytes(8, "little"), "join", reducer.config.guards.timeout)
     waited = [int.from_bytes(text, "little") for text in texts]
     return max(rank for rank, steps in enumerate(waited) if steps == min(waited))
 
@@ -88,5 +88,5 @@ def _discard(reducer: Reducer) -> None:
 
 def world_rank(reducer: Synchronizer, rank: int) -> int:
     """Return the world's number of a rank of the process set."""
-    ranks = reducer.config.process_set.members
+    ranks = reducer.config.sync.process_set.members
     return ranks[rank] if ranks else rank

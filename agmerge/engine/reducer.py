@@ -57,7 +57,7 @@ class Reducer(Synchronizer):
 
     def __init__(self, members: ParameterTable, config: Config) -> None:
         gathered = bool(gathered_of(members))
-        if config.sparse_as_dense and all(map(takes_sparse_alone, optimizers_of(members.optimizer))):
+        if config.sync.sparse_as_dense and all(map(takes_sparse_alone, optimizers_of(members.optimizer))):
             raise ValueError("sparse_as_dense=True: SparseAdam takes sparse gradients alone; leave it out")
         super().__init__(members, DenseTable(members) if gathered else members, config)
         self._gathered = GatheredGradients(members) if gathered else None
@@ -128,7 +128,7 @@ class Reducer(Synchronizer):
             gradient = gradient_of(parameter, name)
         if gradient is not None and gradient.layout != torch.strided:
             with self.exchange.breaking():  # the others do not hear of it
-                gradient = self.members.make_dense(parameter, self.config.sparse_as_dense)
+                gradient = self.members.make_dense(parameter, self.config.sync.sparse_as_dense)
         return gradient if self.scaling.scaler is None else self.scaling.divided(parameter, gradient)
 
     @contextmanager
@@ -335,7 +335,7 @@ class Reducer(Synchronizer):
         if self.synchronized:
             return True
         if self.alone:
-            if self.exchange.is_broken and self.config.model is not None:
+            if self.exchange.is_broken and self.config.sync.model is not None:
                 self._raise_broken()  # updates of the last step may be lost
             if self.exchange.is_broken and not self._closed:
                 self.leave()  # a lone worker: no other rank is affected

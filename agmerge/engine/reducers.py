@@ -18,15 +18,15 @@ AnyReducer = Reducer | UpdateReducer
 
 def reducer_for(optimizer: torch.optim.Optimizer, named: Any, config: Config) -> AnyReducer:
     """Return the reducer that ``config`` asks for. Without ``named`` parameters, DeAR's have the names of its model."""
-    if config.updates is not None:
+    if config.sync.updates is not None:
         return UpdateReducer(ParameterTable(optimizer, named), config)
-    if config.model is None:
+    if config.sync.model is None:
         return Reducer(ParameterTable(optimizer, named), config)
     if len(optimizers_of(optimizer)) > 1:
         raise ValueError(
             f"merging='dear' steps one optimizer for a few parameters at a time, and here are several "
             f"({type(optimizer).__name__}): use another merging"
         )
-    check_readers(config.model, optimizer)
-    named = config.model.named_parameters() if named is None else named
+    check_readers(config.sync.model, optimizer)
+    named = config.sync.model.named_parameters() if named is None else named
     return DearReducer(ParameterTable(optimizer, named), config)

@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -41,7 +40,7 @@ class Synchronizer:
     def __init__(self, members: ParameterTable, table: TensorTable, config: Config) -> None:
         check_two_level(config)
         config.check_patterns(members.name_of(parameter) for parameter in members.name_all())
-        self.members, self.passes = members, config.passes
+        self.members, self.passes = members, config.sync.passes
         self.synchronized = False  # the tensors are combined, and the step has not ended
         self.scaling = LossScale(None)
         self.flags_of_all = 0  # flags of all ranks in the last exchange, see Flag
@@ -54,8 +53,8 @@ class Synchronizer:
             return None if synchronizer is None else synchronizer._on_agreement(buffers, times)
 
         self.exchange = GradientExchange(table, config, on_agreement, workers.current)
-        if config.plan is not None:
-            config.plan.check(len(self.exchange.members()))
+        if config.merging.plan is not None:
+            config.merging.plan.check(len(self.exchange.members()))
 
     @property
     def config(self) -> Config:
@@ -81,7 +80,7 @@ class Synchronizer:
         workers.listen()
         wants_second = self.config.quantises and world.size > 2
         comm, second = process_sets.communicators(
-            world, self.config.process_set, self.config.timeout, wants_second=wants_second
+            world, self.config.sync.process_set, self.config.guards.timeout, wants_second=wants_second
         )
         exchange.connect(world, comm, facts, second)
         if comm is None:
@@ -127,8 +126,10 @@ class Synchronizer:
         """
         self.check_idle(what)
         check_two_level(config)
-        if config.partial is not None:
-            config = replace(config, partial=self.config.partial)  # tensors that have a residual by now stay sparse
+        if config.compression.partial is not None:
+            config = config.changed(
+                partial=self.config.compression.partial
+            )  # tensors that have a residual by now stay sparse
         self.exchange.reconfigure(config, what, advice)
         self.discard()
 
@@ -198,11 +199,11 @@ class Synchronizer:
 
     def _compare_replicas(self) -> None:
         """Collective. Compare replicas after the first exchange, and after every ``check_every`` (G11)."""
-        exchange, every = self.exchange, self.config.check_every
+        exchange, every = self.exchange, self.config.guards.check_every
         if not self._compared or (every and exchange.steps % every == 0):
             assert exchange.comm is not None
             with exchange.breaking():
-                compare_replicas(exchange.comm, self.compared_tensors(), exchange.steps, self.config.timeout)
+                compare_replicas(exchange.comm, self.compared_tensors(), exchange.steps, self.config.guards.timeout)
             self._compared = True
 
     # -- plans and measurements -------------------------------------------------------------------------------------
@@ -224,14 +225,14 @@ class Synchronizer:
         """Return the value codec of selected values, and the reason for it; "auto": the gradient's own dtype."""
         plans, buffers = self.exchange.plans, self.exchange.buffers
         if not isinstance(plans, Replanner) or buffers is None:
-            return self.config.wire, "no ranks have agreed yet"
+            return self.config.compression.wire, "no ranks have agreed yet"
         return buffers.wire, plans.why_wire
 
     def exchange_now(self) -> tuple[str, str]:
         """Return the exchange of sparse merge buffers, and the reason for it."""
         plans, buffers = self.exchange.plans, self.exchange.buffers
         if not isinstance(plans, Replanner) or buffers is None:
-            return self.config.exchange, "no ranks have agreed yet"
+            return self.config.merging.exchange, "no ranks have agreed yet"
         return buffers.exchange, plans.why_exchange
 
     def quantiser_now(self) -> tuple[str, float | None, str]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,8 +53,8 @@ class UpdateReducer(Synchronizer):
     combines_gradients = False
 
     def __init__(self, members: ParameterTable, config: Config) -> None:
-        assert config.updates is not None
-        self.updates = config.updates
+        assert config.sync.updates is not None
+        self.updates = config.sync.updates
         self._ways = WayTable(members)
         super().__init__(members, self._ways, self._with_planner(config))
         self.steps = 0  # of the optimizer, exchanged or not
@@ -73,13 +72,13 @@ class UpdateReducer(Synchronizer):
     def _with_planner(self, config: Config) -> Config:
         """Return ``config`` with a planner that makes as many merge buffers as take turns."""
         elements = sum(member.local.numel() for member in self._ways.parameters())
-        return replace(config, planner=planner_for(self.updates, config.planner, elements))
+        return config.changed(planner=planner_for(self.updates, config.merging.planner, elements))
 
     def _make_carry(self) -> Carry:
         """Return the carry for the present config, and give the exchange the memory that it needs."""
         updates, narrow = self.updates, self._narrow
         memory = self._memory_for(self.config)
-        self.exchange.adopt(replace(self.config, memory=memory))
+        self.exchange.adopt(self.config.changed(memory=memory))
         if memory.hands_back or (not memory.has_residual and not narrow):
             return Applied(self.exchange, updates.outer, overlap=updates.overlap > 0)
         if updates.overlap:
@@ -96,7 +95,7 @@ class UpdateReducer(Synchronizer):
 
     def _memory_for(self, config: Config) -> Memory:
         """Return the memory of unsent updates with ``config``; a residual that exists is kept in any case."""
-        memory = self.updates.memory_for(config.compressor, narrow=self._narrow)
+        memory = self.updates.memory_for(config.compression.compressor, narrow=self._narrow)
         return Residual() if self.exchange.residuals() and not memory.has_residual else memory
 
     def _admit(self) -> None:
@@ -113,7 +112,7 @@ class UpdateReducer(Synchronizer):
         """Collective. Use another config, as :meth:`Synchronizer.reconfigure`; unsent updates stay where they are."""
         self._check_outside_shared(what)
         self.check_idle(what)
-        config = replace(self._with_planner(config), memory=self._memory_for(config))
+        config = self._with_planner(config).changed(memory=self._memory_for(config))
         super().reconfigure(config, what, advice)
         self._change_carry()
 
@@ -175,7 +174,7 @@ class UpdateReducer(Synchronizer):
             return
         self._skipped_in_a_row += 1
         self.exchange.totals.skipped(0, 0)
-        if (self.config.nonfinite == RAISE and not scaled) or self._skipped_in_a_row >= MOST_IN_A_ROW:
+        if (self.config.guards.nonfinite == RAISE and not scaled) or self._skipped_in_a_row >= MOST_IN_A_ROW:
             self._bad = tuple(dict.fromkeys([*self._bad, *(bad or ("(found by the GradScaler)",))]))
             if self.alone:
                 names, self._bad = self._bad, ()
@@ -221,7 +220,7 @@ class UpdateReducer(Synchronizer):
         if self._receive_at is None:  # else parameters are about to move by others' updates
             assert self.exchange.comm is not None
             with self.exchange.breaking():
-                self._sharded.compare(self.exchange.comm, self.config.timeout)
+                self._sharded.compare(self.exchange.comm, self.config.guards.timeout)
         if self._receive_at is not None and self.steps >= self._receive_at:
             self._receive()
         fragment = self.updates.fragment_at(self.steps)

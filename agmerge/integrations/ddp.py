@@ -1,4 +1,4 @@
-"""Compress what torch's DistributedDataParallel averages: ``compressed = ddp.compress(model, compression="topk")``."""
+"""Compress averages of torch's DistributedDataParallel: ``compressed = ddp.compress(model, compression="topk")``."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def compress(
 
     Everything else stays as it is: after ``backward()`` ``p.grad`` is the combined update, to be clipped, logged and
     stepped with; ``model.no_sync()`` accumulates. A pass is final when ``backward()`` returns. With
-    ``sync="updates"`` the model averages no gradients at all, as in ``model.no_sync()``, and what ``optimizer`` has
-    done is exchanged when it has stepped: by hooks on its step, so that frameworks, schedulers and checkpoints go on
-    with the optimizer that they have.
+    ``sync="updates"`` the model averages no gradients at all, as in ``model.no_sync()``, and the update of
+    ``optimizer`` is exchanged when it has stepped: by hooks on its step, so that frameworks, schedulers and checkpoints
+    go on with the optimizer that they have.
 
     * ``model``: The DistributedDataParallel, also under ``torch.compile``. All ranks of the world call this, if the
       model's ``process_group`` has only some of them each for its own.
-    * ``optimizer``: The plain one that steps. ``sync="updates"`` needs it, and so does what depends on its momentum: a
-      density alone, and ``"dgc"``. Without it the default sends whole gradients or 8 bits. A list of several, if the
-      model has several: with ``sync="updates"`` all of them step once in a step, in any order, and the last one's is
-      followed by the exchange.
+    * ``optimizer``: The plain one that steps. ``sync="updates"`` needs it, and so do options that depend on its
+      momentum: a density alone, and ``"dgc"``. Without it the default sends whole gradients or 8 bits. A list of
+      several, if the model has several: with ``sync="updates"`` all of them step once in a step, in any order, and the
+      last one's is followed by the exchange.
     * ``scaler``: The ``GradScaler`` in use. Without it residuals would have its scale, which changes; with
       ``sync="updates"``, where each worker unscales its own gradients, nothing depends on it.
     * ``options``: Those of :class:`agmerge.DistributedOptimizer`, but for what the model says itself.
@@ -69,13 +69,13 @@ def compress(
 
 @dataclass(frozen=True)
 class _OneGroup:
-    """Have parameters in one group, as an optimizer has."""
+    """Parameters in one group, in the form of an optimizer's."""
 
     param_groups: list[dict[str, Any]]
 
 
 class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
-    """Hold what :func:`compress` has made of a model. What it offers means what it means on a DistributedOptimizer.
+    """Result of :func:`compress` for a model. Its methods are those of a DistributedOptimizer.
 
     ``optimizer``: the plain one, None where it was not given; ``optimizers``: where there are several, the list.
     """
@@ -103,27 +103,27 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
             raise
 
     def _reducer_for(self, model: DistributedDataParallel) -> BucketReducer | UpdateReducer:
-        """Return who exchanges gradients, or what the optimizer did."""
+        """Return the reducer of gradients, or of the optimizer's updates."""
         config, optimizer = with_momentum_of(resolve(self._options), self._inner), self._inner
-        if config.updates is not None:
+        if config.sync.updates is not None:
             if optimizer is None:
                 raise ValueError("sync='updates' exchanges what the optimizer did: pass optimizer=, the one that steps")
             return UpdateReducer(ParameterTable(optimizer, _named(model, ignored=True)), config)
         named = _named(model, ignored=False)
         table = ParameterTable(_OneGroup([{"params": [parameter for _, parameter in named]}]), named)
-        check_dtypes(table, config.scaled)
+        check_dtypes(table, config.guards.scaled)
         reducer = BucketReducer(table, config, optimizer)
-        if config.scaled:
+        if config.guards.scaled:
             reducer.attach_scaler(LossScale(self._options.scaler))
         return reducer
 
     def _attach(self, model: DistributedDataParallel) -> None:
-        """Have the model, or the optimizer, call the reducer."""
+        """Register the reducer's hooks with the model, or with the optimizer."""
         if self._inner is not None:
             self._note_whole, stop = unsaved.watch(self._reducer, optimizers_of(self._inner))
             self._attached.callback(stop)
         if isinstance(self._reducer, UpdateReducer):
-            # This object as a whole, which the script need not keep: no_sync() ends when nobody holds it any more.
+            # This object as a whole, which the script need not keep: no_sync() ends with its last reference.
             self._attached.callback(follow(self._reducer, lambda: self._check_apart(model)))
             self._attached.callback(show_shared(model.module, self._reducer))
             return
@@ -152,7 +152,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, under ``"agmerge"``, what this rank keeps: its residuals, the plan.
+        """Return, under ``"agmerge"``, this rank's own state: its residuals, the plan.
 
         With ``sync="updates"`` beside it the state of this rank's optimizer, which is no other rank's.
         """
@@ -161,7 +161,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         return rank_state.whole_state(self._reducer, inner)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective. Load what :meth:`state_dict` gave on this rank, or :func:`agmerge.gather_state` on rank 0.
+        """Collective. Load the result of :meth:`state_dict` on this rank, or of :func:`agmerge.gather_state` on rank 0.
 
         Call it once the model and the optimizer are loaded. Raises ``ValueError`` for a state of another model, or
         residuals that are not finite; without any they start from zero, with a warning.
@@ -191,7 +191,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
 def _named(model: DistributedDataParallel, *, ignored: bool) -> list[tuple[str, torch.Tensor]]:
     """Return the parameters of a model, by names as of the plain one; those that it averages, or all (``ignored``).
 
-    What is saved by such names fits, whether torch.compile has wrapped parts of the model or not.
+    States with such names fit, whether torch.compile has wrapped parts of the model or not.
     """
     return [
         (name.replace("_orig_mod.", ""), parameter)

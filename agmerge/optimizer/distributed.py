@@ -287,14 +287,14 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         self._reducer.check_idle("attach_scaler()")
         options = replace(self._options, scaler=scaler)
         config = resolve(options)
-        grad_scaler.check_dtypes(self._reducer.members, config.scaled)
-        config = replace(self._reducer.config, nonfinite=config.nonfinite, scaled=config.scaled)
+        grad_scaler.check_dtypes(self._reducer.members, config.guards.scaled)
+        config = self._reducer.config.changed(nonfinite=config.guards.nonfinite, scaled=config.guards.scaled)
         self._reducer.reconfigure(config, "attach_scaler()", "Attach the scaler on every rank, at the same step.")
         self._options = options
         self._take_scaler()
 
     def _take_scaler(self) -> None:
-        scaler = self._options.scaler if self._reducer.config.scaled else None
+        scaler = self._options.scaler if self._reducer.config.guards.scaled else None
         grad_scaler.check_dtypes(self._reducer.members, scaler is not None)
         if self._reducer.combines_gradients and scaler is not self._reducer.scaling.scaler:
             self._reducer.attach_scaler(grad_scaler.LossScale(scaler))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -67,9 +66,9 @@ class SavingMixin:
         check_state(self._inner, inner)
         before = self._reducer.config
         groups = [group for section in sections_of(self._inner, inner) for group in section["param_groups"]]
-        rates = with_momentum_of(before, self._inner, groups).rates
+        rates = with_momentum_of(before, self._inner, groups).compression.rates
         inner = rank_state.load(self._reducer, state.get(rank_state.SECTION)) or inner
-        config = replace(self._reducer.config, rates=rates)
+        config = self._reducer.config.changed(rates=rates)
         self._reducer.exchange.adopt(config)
         load_state(self._inner, inner)
         notices.warn_of_changes(self._reducer.exchange, self._inner, before)

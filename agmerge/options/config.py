@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-import merging
 import sparsifiers
 from agmerge.backends import topology
 from agmerge.backends.handshake import Fact
@@ -20,13 +19,10 @@ from agmerge.exchanges.low_rank.factors import saves
 from agmerge.exchanges.message import VALUES
 from agmerge.exchanges.message.values import CHOICE, WHOLE
 from agmerge.exchanges.way import SUMS
-from agmerge.ops import ReduceOp
 from agmerge.options import dense_cutoff, momentum
 from agmerge.options.compressors import Cast
-from agmerge.options.density_policy import DensityPolicy
-from agmerge.options.groups import Groups
-from agmerge.options.updates import GRADIENTS, SENT_AS_THEY_ARE, UPDATES, Updates
-from agmerge.runtime import process_sets
+from agmerge.options.records import Compression, Guards, Merging, Sync
+from agmerge.options.updates import GRADIENTS, SENT_AS_THEY_ARE, UPDATES
 from agmerge.tensors.dtensors import is_dtensor, why_not_exchangeable
 from agmerge.tensors.nonfinite import SKIP
 from agmerge.tensors.parameters import ParameterInfo
@@ -41,57 +37,44 @@ TWO_LEVEL = topology.EXCHANGE
 SMALL = 1024  # elements; a smaller tensor costs more to select from than to send
 WIRES = ("auto", *VALUES)
 
-DenseRule = Callable[[str, torch.Tensor], bool]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Checked options of a step: :func:`agmerge.options.resolve.resolve` makes them."""
 
-    compressor: sparsifiers.Compressor  # of every tensor that `dense` does not exempt
-    memory: sparsifiers.Memory  # the rule of its residuals
-    density: DensityPolicy
-    sparsify: str  # "ahead" of merging, "behind" it, or "auto"
-    exchange: str  # of sparse tensors, a name of exchanges.table.EXCHANGES
-    wire: str  # the value codec of sparse tensors
-    planner: merging.Planner | None  # None: there is a plan
-    plan: merging.Plan | None
-    groups: Groups | None  # plans by themselves; the planner is then not asked
-    process_set: process_sets.Chosen
-    dense: DenseRule  # which parameters are always sent whole
-    partial: dense_cutoff.DenseCutoff | None  # dense="partial": `dense` goes dense whatever the cut
-    patterns: tuple[re.Pattern[str], ...]  # those that `dense` was made from, if it was
-    op: ReduceOp  # Average or Sum
-    passes: int  # backward passes per step
-    predivide: float  # dense sums are of gradient / predivide
-    sparse_as_dense: bool  # gradients of sparse layout are made dense
-    ordered: bool  # sums in rank order, whatever the plan
-    timeout: float  # seconds, for every wait
-    check_every: int  # steps between two comparisons of replicas; 0: after the first step alone
-    zero_unused: bool  # a parameter that no rank has used gets a gradient of zeros
-    nonfinite: str  # policy for a step in which a rank has a gradient that is infinite or NaN
-    scaled: bool  # by an attached GradScaler
-    model: torch.nn.Module | None  # merging="dear": its forward takes the updates
-    updates: Updates | None  # sync="updates": the optimizer's updates are exchanged; None: gradients are
-    rates: momentum.Rates | None = None  # where the memory takes the optimizer's momentum from, if it does
-    has_rest: bool = False  # some rank has a residual of tensors that are dense now
+    compression: Compression
+    merging: Merging
+    sync: Sync
+    guards: Guards
+
+    def changed(self, **fields: Any) -> Config:
+        """Return this with other values for ``fields`` of its four records, whose names are all different."""
+        records = {}
+        for name in ("compression", "merging", "sync", "guards"):
+            record = getattr(self, name)
+            own = {field: fields.pop(field) for field in list(fields) if hasattr(record, field)}
+            records[name] = replace(record, **own)
+        assert not fields, fields
+        return Config(**records)
 
     def assign_lanes(self, members: Iterable[ParameterInfo]) -> list[ParameterInfo]:
         """Return the parameters, each with its treatment. A rule of the script's own is asked once for each of them."""
         members = list(members)
-        if self.partial is not None:
-            return dense_cutoff.assign_lanes(members, self.partial, self.density.target, self.dense)
+        if self.compression.partial is not None:
+            return dense_cutoff.assign_lanes(
+                members, self.compression.partial, self.compression.density.target, self.compression.dense
+            )
         placed = []
         for member in members:
             kind = self._kind_of(member)
-            density = self.density.of_parameter(member.name) if kind is Kind.SPARSE else None
+            density = self.compression.density.of_parameter(member.name) if kind is Kind.SPARSE else None
             placed.append(replace(member, kind=kind, density=density))
         return placed
 
     def _kind_of(self, member: ParameterInfo) -> Kind:
         """Return how a parameter's gradient is sent."""
-        compressor = self.compressor.of_tensor(member.name)
-        exempt = self.dense(member.name, member.local) or not compressor.is_for(member.dtype)
+        compressor = self.compression.compressor.of_tensor(member.name)
+        exempt = self.compression.dense(member.name, member.local) or not compressor.is_for(member.dtype)
         if compressor.kind is Kind.DENSE or exempt:
             return Kind.DENSE
         if isinstance(compressor, LowRank) and not saves(member.shape, compressor.rank_of(member.name)):
@@ -100,12 +83,11 @@ class Config:
 
     def with_cutoff_for(self, members: Sequence[ParameterInfo], *, warns: bool) -> Config:
         """Return this, with the cutoff of dense="partial" for these parameters. ``warns``: this rank may warn."""
-        if self.partial is None:
+        if self.compression.partial is None:
             return self
-        return replace(
-            self,
-            partial=dense_cutoff.with_cutoff_for(members, self.partial, self.density.target, self.dense, warns=warns),
-        )
+        target, dense = self.compression.density.target, self.compression.dense
+        partial = dense_cutoff.with_cutoff_for(members, self.compression.partial, target, dense, warns=warns)
+        return self.changed(partial=partial)
 
     def check(self, member: ParameterInfo) -> None:
         """Raise ``ValueError`` for a parameter with a gradient that cannot be sent, or not by this compression."""
@@ -122,17 +104,17 @@ class Config:
 
     def _why_not_sharded(self, name: str) -> str:
         """Return why these options do not go with a parameter of which a rank holds a shard; "" if they do."""
-        if self.model is not None:
+        if self.sync.model is not None:
             return (
                 f"merging='dear' and parameter {name!r}, a DTensor: FSDP gathers the parameters of a forward before "
                 "DeAR would apply their updates; use another merging"
             )
-        if self.exchange == TWO_LEVEL:
+        if self.merging.exchange == TWO_LEVEL:
             return (
                 f"exchange='two-level' and parameter {name!r}, a DTensor: the ranks of a node share tensors by shards "
                 "already, and process_set= is the level between nodes; pass exchange='sparse' or 'auto'"
             )
-        if self.nonfinite == SKIP and not self.scaled:
+        if self.guards.nonfinite == SKIP and not self.guards.scaled:
             return (
                 f"nonfinite='skip' and parameter {name!r}, a DTensor: a shard that is not finite would skip the step, "
                 "and the other shards would make it. Pass scaler=, which looks at all shards, or nonfinite='raise'"
@@ -143,14 +125,14 @@ class Config:
         """Raise ``ValueError`` for a pattern that matches none of ``names``: a slip is not ignored."""
         known = list(names)
         given: dict[str, Iterable[re.Pattern[str]]] = {
-            "dense": self.patterns,
-            "density": [pattern for pattern, _ in self.density.patterns],
+            "dense": self.compression.patterns,
+            "density": [pattern for pattern, _ in self.compression.density.patterns],
         }
-        low_rank = self.compressor.part(Kind.LOW_RANK)
+        low_rank = self.compression.compressor.part(Kind.LOW_RANK)
         if isinstance(low_rank, LowRank):
             given["rank"] = [pattern for pattern, _ in low_rank.patterns]
-        if isinstance(self.compressor, ByName):
-            given["compression"] = self.compressor.patterns
+        if isinstance(self.compression.compressor, ByName):
+            given["compression"] = self.compression.compressor.patterns
         for what, pattern in ((what, pattern) for what, patterns in given.items() for pattern in patterns):
             if not any(pattern.fullmatch(name) for name in known):
                 raise ValueError(f"{what}: {pattern.pattern!r} matches no whole name; parameters: {', '.join(known)}")
@@ -161,12 +143,21 @@ class Config:
         Dense tensors beside compressed ones have no residual but a quantisation error, and on a device not even that;
         where they have an older residual, a memory keeps it until it is sent.
         """
-        if kind in self.compressor.kinds:
+        if kind in self.compression.compressor.kinds:
             whole = kind in (Kind.DENSE, Kind.QUANTISED)
-            holds_rest = self.has_rest and whole and not self.memory.has_residual and not self.memory.hands_back
-            return sparsifiers.memory("residual") if holds_rest else self.memory
+            holds_rest = (
+                self.compression.has_rest
+                and whole
+                and not self.compression.memory.has_residual
+                and not self.compression.memory.hands_back
+            )
+            return sparsifiers.memory("residual") if holds_rest else self.compression.memory
         rounds = self.rounds_whole and not on_device
-        return self.memory.for_rounded_lane() if rounds or self.has_rest else self.memory.for_dense_lane()
+        return (
+            self.compression.memory.for_rounded_lane()
+            if rounds or self.compression.has_rest
+            else self.compression.memory.for_dense_lane()
+        )
 
     @property
     def rounds_whole(self) -> bool:
@@ -174,21 +165,30 @@ class Config:
 
         Not those that a script names, and not where the quantisation error would be lost.
         """
-        if Kind.DENSE in self.compressor.kinds or not self.compressor.selects or not self.memory.has_residual:
+        if (
+            Kind.DENSE in self.compression.compressor.kinds
+            or not self.compression.compressor.selects
+            or not self.compression.memory.has_residual
+        ):
             return False
-        if self.dense is not is_small or self.partial is not None or self.ordered or self.updates is not None:
+        if (
+            self.compression.dense is not is_small
+            or self.compression.partial is not None
+            or self.sync.ordered
+            or self.sync.updates is not None
+        ):
             return False
-        return self.exchange in (SPARSE, AUTO, FASTEST) and (self.wire in WHOLE or bool(self.wires))
+        return self.merging.exchange in (SPARSE, AUTO, FASTEST) and (self.compression.wire in WHOLE or bool(self.wires))
 
     @property
     def quantises(self) -> bool:
         """True if some tensors are quantised, or may be by a later choice."""
-        return Kind.QUANTISED in self.compressor.kinds
+        return Kind.QUANTISED in self.compression.compressor.kinds
 
     @property
     def quantisers(self) -> tuple[str, ...]:
         """Names of quantisers of which plans may take one, the most exact first; (): there is no choice."""
-        return tuple(name for name in self.compressor.candidates if name != NONE)
+        return tuple(name for name in self.compression.compressor.candidates if name != NONE)
 
     def quantiser_of(self, label: str) -> sparsifiers.Quantiser | None:
         """Return the quantiser of quantised tensors; None: there are none.
@@ -196,15 +196,15 @@ class Config:
         ``label``: its name, as a plan has it, where there is a choice; ``"auto"``: none was made.
         """
         if self.quantisers:
-            return sparsifiers.quantiser(self.compressor.until_chosen if label == AUTO else label)
-        part = self.compressor.part(Kind.QUANTISED)
+            return sparsifiers.quantiser(self.compression.compressor.until_chosen if label == AUTO else label)
+        part = self.compression.compressor.part(Kind.QUANTISED)
         assert part is None or isinstance(part, sparsifiers.Quantiser)
         return part
 
     @property
     def cast(self) -> torch.dtype | None:
         """Return the dtype in which dense tensors travel; None: the gradient's own."""
-        return self.compressor.dtype if isinstance(self.compressor, Cast) else None
+        return self.compression.compressor.dtype if isinstance(self.compression.compressor, Cast) else None
 
     @property
     def wires(self) -> tuple[str, ...]:
@@ -213,8 +213,13 @@ class Config:
         None where ``wire`` names one, where an exchange has none, where the quantisation error would be lost, and where
         sums are not to depend on the plan.
         """
-        codecs = self.compressor.selects and Kind.LOW_RANK not in self.compressor.kinds
-        if self.wire != AUTO or self.ordered or not codecs or self.exchange in SENT_AS_THEY_ARE:
+        codecs = self.compression.compressor.selects and Kind.LOW_RANK not in self.compression.compressor.kinds
+        if (
+            self.compression.wire != AUTO
+            or self.sync.ordered
+            or not codecs
+            or self.merging.exchange in SENT_AS_THEY_ARE
+        ):
             return ()
         return CHOICE if self.memory_of(Kind.SPARSE).has_residual else ()
 
@@ -222,13 +227,13 @@ class Config:
     def chooses_dense(self) -> bool:
         """Return whether merge buffers that could be compressed may go dense where that is measured to be faster."""
         if self.quantises:  # a script that names a quantiser has decided that it travels
-            return NONE in self.compressor.candidates
-        return self.exchange in (AUTO, FASTEST) and self.compressor.compresses
+            return NONE in self.compression.compressor.candidates
+        return self.merging.exchange in (AUTO, FASTEST) and self.compression.compressor.compresses
 
     @property
     def exchanges(self) -> tuple[str, ...]:
         """Return the exchanges that plans may take in place of the usual one of selections."""
-        return SUMS if self.exchange == FASTEST else ()
+        return SUMS if self.merging.exchange == FASTEST else ()
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -237,55 +242,55 @@ class Config:
         They say where selection is: "behind" or "ahead" of merging, or "dense" where there is none. Matrices are
         projected as soon as they are ready, so that is ahead.
         """
-        if not self.compressor.compresses:
+        if not self.compression.compressor.compresses:
             return ("dense",)
-        if not self.compressor.selects:
+        if not self.compression.compressor.selects:
             return ("ahead",)
-        return ("behind", "ahead") if self.sparsify == "auto" else (self.sparsify,)
+        return ("behind", "ahead") if self.merging.sparsify == "auto" else (self.merging.sparsify,)
 
     @property
-    def merging(self) -> str:
+    def plans_from(self) -> str:
         """Return where plans come from, as text."""
-        if self.groups is not None:
+        if self.merging.groups is not None:
             return "groups"  # which ones: ranks compare that tensor by tensor
-        return f"plan {self.plan.digest()}" if self.plan else repr(self.planner)
+        return f"plan {self.merging.plan.digest()}" if self.merging.plan else repr(self.merging.planner)
 
     @property
     def _momentum(self) -> str:
         """Return the owner of the momentum that is applied before selection, as text."""
-        if self.rates is not None:
+        if self.compression.rates is not None:
             return "the optimizer's"
-        return "the memory's" if self.memory.has_momentum else "None"
+        return "the memory's" if self.compression.memory.has_momentum else "None"
 
     def facts(self) -> list[Fact]:
         """Return the facts that must be the same on every rank, by name and as text.
 
         ``backward_passes_per_step`` too: it decides what a step is.
         """
-        low_rank = self.compressor.part(Kind.LOW_RANK)
+        low_rank = self.compression.compressor.part(Kind.LOW_RANK)
         return [
-            ("sync", GRADIENTS if self.updates is None else UPDATES),  # first: defaults of others hang on it
-            *(() if self.updates is None else self.updates.facts()),
-            ("compression", self.compressor.name),
-            *self.density.facts(),
+            ("sync", GRADIENTS if self.sync.updates is None else UPDATES),  # first: defaults of others hang on it
+            *(() if self.sync.updates is None else self.sync.updates.facts()),
+            ("compression", self.compression.compressor.name),
+            *self.compression.density.facts(),
             *((("rank", str(low_rank.rank)),) if isinstance(low_rank, LowRank) else ()),
-            ("dense='partial'", str(self.partial)),
-            ("options", repr(self.compressor)),
-            ("memory", repr(self.memory)),
+            ("dense='partial'", str(self.compression.partial)),
+            ("options", repr(self.compression.compressor)),
+            ("memory", repr(self.compression.memory)),
             ("momentum before selection", self._momentum),
-            ("merging", self.merging),
-            ("sparsify", self.sparsify),
-            ("exchange", self.exchange),
-            ("wire", self.wire),
-            ("op", self.op.value),
-            ("sparse_as_dense", str(self.sparse_as_dense)),
-            ("backward_passes_per_step", str(self.passes)),
-            ("gradient_predivide_factor", str(self.predivide)),
-            ("dense_sum", "ordered" if self.ordered else "native"),
-            ("check_every", str(self.check_every)),
-            ("unused", "zero" if self.zero_unused else "none"),
-            ("nonfinite", self.nonfinite),
-            ("scaler", "attached" if self.scaled else "None"),
+            ("merging", self.plans_from),
+            ("sparsify", self.merging.sparsify),
+            ("exchange", self.merging.exchange),
+            ("wire", self.compression.wire),
+            ("op", self.sync.op.value),
+            ("sparse_as_dense", str(self.sync.sparse_as_dense)),
+            ("backward_passes_per_step", str(self.sync.passes)),
+            ("gradient_predivide_factor", str(self.sync.predivide)),
+            ("dense_sum", "ordered" if self.sync.ordered else "native"),
+            ("check_every", str(self.guards.check_every)),
+            ("unused", "zero" if self.sync.zero_unused else "none"),
+            ("nonfinite", self.guards.nonfinite),
+            ("scaler", "attached" if self.guards.scaled else "None"),
         ]
 
 
@@ -295,24 +300,24 @@ def with_momentum_of(config: Config, optimizer: torch.optim.Optimizer | None, gr
     ``optimizer``: None: it is not known. ``groups``: those that the optimizer is about to load; None:
     its own. Raises as :func:`agmerge.options.momentum.rates` does.
     """
-    return replace(config, rates=momentum.rates(optimizer, config.memory, groups))
+    return config.changed(rates=momentum.rates(optimizer, config.compression.memory, groups))
 
 
 def check_two_level(config: Config) -> None:
     """Raise ``ValueError`` for options that have no meaning where a rank holds a shard of every tensor."""
-    if config.exchange != TWO_LEVEL:
+    if config.merging.exchange != TWO_LEVEL:
         return
-    if config.model is not None:
+    if config.sync.model is not None:
         raise ValueError("exchange='two-level' and merging='dear' both cut a step in two; give one of them")
-    if config.density.by_importance:
+    if config.compression.density.by_importance:
         raise ValueError(
             "exchange='two-level' and density='importance': the energy of a tensor lies on several ranks, and is not "
             "added up yet; give a number or {pattern: number}"
         )
-    if config.memory.options().get("clipping") is not None:
+    if config.compression.memory.options().get("clipping") is not None:
         raise ValueError(
-            f"exchange='two-level' and {config.memory!r}: clipping goes by the norm of a tensor; a rank has a shard "
-            "of it; clip in the script, after synchronize()"
+            f"exchange='two-level' and {config.compression.memory!r}: clipping goes by the norm of a tensor; a rank "
+            "has a shard of it; clip in the script, after synchronize()"
         )
 
 

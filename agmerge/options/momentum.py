@@ -203,15 +203,15 @@ class _Hidden:
 
 def _has_applied(exchange: Any, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a memory has applied ``optimizer``'s momentum in this step. Raises as :func:`withheld` does."""
-    memory = exchange.config.memory
+    memory = exchange.config.compression.memory
     if not memory.has_momentum or exchange.outside:
         return False
-    if exchange.config.rates is None:
+    if exchange.config.compression.rates is None:
         if rates(optimizer, memory) is not None:
             raise ValueError(
                 f"a group of {type(optimizer).__name__} has got a momentum, and {memory} applies its own, 0.9, before "
                 "selection: set it back to 0, or call "
-                f"set_compressor({exchange.config.compressor.name!r}) on every rank"
+                f"set_compressor({exchange.config.compression.compressor.name!r}) on every rank"
             )
         return False
     _check_dampening(optimizer.param_groups)
@@ -228,7 +228,7 @@ def take_over(exchange: Any, members: ParameterTable, optimizer: torch.optim.Opt
     It is the same recursion. The buffers are averages (or sums) over all ranks and alike on all of them: where updates
     are averages every rank takes them; where they are sums rank 0 does, so that they count once.
     """
-    if exchange.config.rates is None or exchange.comm is None or exchange.agreed:
+    if exchange.config.compression.rates is None or exchange.comm is None or exchange.agreed:
         return
     dropped = False
     for parameter, group in [(p, its_group) for its_group in optimizer.param_groups for p in its_group["params"]]:
@@ -240,7 +240,7 @@ def take_over(exchange: Any, members: ParameterTable, optimizer: torch.optim.Opt
             continue  # torch.distributed.checkpoint makes empty ones: they are no momentum in place of a loaded one
         dropped |= exchange.shard is not None
         own_part = None  # this rank's share of it
-        if exchange.shard is None and (exchange.config.op is Average or exchange.comm.rank == 0):
+        if exchange.shard is None and (exchange.config.sync.op is Average or exchange.comm.rank == 0):
             factor, nesterov = rate(group)
             own_part = local_of(buffer)
             own_part = own_part * factor if nesterov else own_part  # nesterov's has its factor in DGCMemory

@@ -93,7 +93,7 @@ def known_cost(config: Any, optimizer: torch.optim.Optimizer) -> Cost | None:
         config: a ``Config``.
         optimizer: the one that steps, or one that stands for several.
     """
-    if config.updates is not None:
+    if config.sync.updates is not None:
         return None
     found = [
         cost
@@ -111,14 +111,17 @@ def cheaper(cost: Cost, optimizer: torch.optim.Optimizer) -> str:
 
 def _named(config: Any) -> Iterator[tuple[str, float | None]]:
     """Yield the compressors of a config by name, with the smallest density or rank that they are given."""
-    sparse, low_rank = config.compressor.part(Kind.SPARSE), config.compressor.part(Kind.LOW_RANK)
-    if sparse is not None and config.memory.has_residual:
+    sparse, low_rank = (
+        config.compression.compressor.part(Kind.SPARSE),
+        config.compression.compressor.part(Kind.LOW_RANK),
+    )
+    if sparse is not None and config.compression.memory.has_residual:
         # Without the memory of its paper dgc selects what topk does, and with it topk what dgc does.
-        same = "dgc" if config.memory.has_momentum else "topk"
-        yield (same if sparse.name in ("topk", "dgc") else sparse.name), config.density.least
+        same = "dgc" if config.compression.memory.has_momentum else "topk"
+        yield (same if sparse.name in ("topk", "dgc") else sparse.name), config.compression.density.least
     if isinstance(low_rank, LowRank):
         yield low_rank.name, low_rank.least_rank
-    quantised = config.compressor.part(Kind.QUANTISED)
+    quantised = config.compression.compressor.part(Kind.QUANTISED)
     if quantised is not None:
         yield quantised.name, None
 

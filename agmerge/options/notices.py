@@ -40,14 +40,14 @@ def warn_of_changes(exchange: Any, optimizer: torch.optim.Optimizer | None, befo
         return
     rank = workers.rank() if alone else exchange.comm.rank
     config, name, groups = exchange.config, type(optimizer).__name__, optimizer.param_groups
-    followed = before is not None and before.rates is not None
-    if config.rates is not None and not followed:
+    followed = before is not None and before.compression.rates is not None
+    if config.compression.rates is not None and not followed:
         momenta = ", ".join(f"{value:g}" for value in dict.fromkeys(float(group["momentum"]) for group in groups))
         decay = DECAY.format(optimizer=name) if any(group.get("weight_decay") for group in groups) else ""
-        text = TAKEN.format(memory=config.memory.name, optimizer=name, momenta=momenta, decay=decay)
+        text = TAKEN.format(memory=config.compression.memory.name, optimizer=name, momenta=momenta, decay=decay)
         warn(text, rank)
-    if followed and config.rates is None and config.memory.has_momentum:
-        warn(OWN.format(memory=config.memory.name), rank)
+    if followed and config.compression.rates is None and config.compression.memory.has_momentum:
+        warn(OWN.format(memory=config.compression.memory.name), rank)
     cost = known_cost(config, optimizer)
     if cost is not None and (before is None or known_cost(before, optimizer) != cost):
         warn(NAMED.format(what=cost.text, instead=cheaper(cost, optimizer)), rank)

@@ -25,9 +25,10 @@ from agmerge.ops import Average, ReduceOp
 from agmerge.options import dense_cutoff, density_schedule, published
 from agmerge.options.arguments import Options
 from agmerge.options.compressors import compressor_of, densities_of, memory_for
-from agmerge.options.config import AUTO, FASTEST, MERGING, TWO_LEVEL, WIRES, Config, DenseRule, is_small
+from agmerge.options.config import AUTO, FASTEST, MERGING, TWO_LEVEL, WIRES, Config, is_small
 from agmerge.options.density_policy import IMPORTANCE, DensityPolicy
 from agmerge.options.groups import parse_groups
+from agmerge.options.records import Compression, DenseRule, Guards, Merging, Sync
 from agmerge.options.updates import (
     HOLD,
     UPDATES,
@@ -51,9 +52,8 @@ def resolve(options: Options) -> Config:
     """
     _check_choices(options)
     updates = parse_updates(options)
-    config = Config(
-        **_guards(options), **_sums(options), **_compression(options, updates), **_plan(options), updates=updates
-    )
+    guards, sync = _guards(options), _sync(options, updates)  # in this order: the first mistake of several is told
+    config = Config(compression=_compression(options, updates), merging=_merging(options), sync=sync, guards=guards)
     _check_dear(config)
     _check_way_of_plan(config)
     return config
@@ -68,24 +68,22 @@ def _check_choices(options: Options) -> None:
     _check_choice("unused", options.unused, ("none", "zero"))
 
 
-def _guards(options: Options) -> dict[str, Any]:
-    """Return the fields of :class:`Config` about time-outs, comparisons, and skipped or refused steps."""
+def _guards(options: Options) -> Guards:
+    """Return when a step is given up, skipped or refused."""
     scaled = _scales(options.scaler)
     nonfinite = (SKIP if scaled else RAISE) if options.nonfinite is None else options.nonfinite
     _check_choice("nonfinite", nonfinite, POLICIES)
     timeout, check_every = options.timeout, options.check_every
     timeout = timeouts.default() if timeout is None else timeout
     if not _is_number(timeout) or not 0 < timeout <= timeouts.LONGEST:
-        raise ValueError(
-            f"timeout must be a number of seconds > 0, and at most {timeouts.LONGEST:g}, not {timeout!r}"
-        )
+        raise ValueError(f"timeout must be a number of seconds > 0, and at most {timeouts.LONGEST:g}, not {timeout!r}")
     if not isinstance(check_every, int) or isinstance(check_every, bool) or check_every < 0:
         raise ValueError(f"check_every must be a number of steps (0: never), not {check_every!r}")
-    return {"scaled": scaled, "nonfinite": nonfinite, "timeout": float(timeout), "check_every": check_every}
+    return Guards(scaled=scaled, nonfinite=nonfinite, timeout=float(timeout), check_every=check_every)
 
 
-def _sums(options: Options) -> dict[str, Any]:
-    """Return the fields of :class:`Config` about sums: their operation, passes and ranks."""
+def _sync(options: Options, updates: Updates | None) -> Sync:
+    """Return what is combined, over which ranks and passes, and who applies it."""
     op, factor = _reduction(options.op), options.gradient_predivide_factor
     check_passes(options.backward_passes_per_step)
     if not _is_number(factor) or not 0 < factor < float("inf"):
@@ -94,19 +92,21 @@ def _sums(options: Options) -> dict[str, Any]:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if options.sparse_as_dense not in (True, False):
         raise ValueError(f"sparse_as_dense={options.sparse_as_dense!r}: give True or False")
-    return {
-        "op": op,
-        "passes": options.backward_passes_per_step,
-        "predivide": float(factor),
-        "sparse_as_dense": bool(options.sparse_as_dense),
-        "ordered": options.dense_sum == "ordered",
-        "zero_unused": options.unused == "zero",
-        "process_set": process_sets.parse_process_set(options.process_set),
-    }
+    return Sync(
+        op=op,
+        passes=options.backward_passes_per_step,
+        predivide=float(factor),
+        sparse_as_dense=bool(options.sparse_as_dense),
+        ordered=options.dense_sum == "ordered",
+        zero_unused=options.unused == "zero",
+        process_set=process_sets.parse_process_set(options.process_set),
+        model=options.model,
+        updates=updates,
+    )
 
 
-def _compression(options: Options, updates: Updates | None) -> dict[str, Any]:
-    """Return the fields of :class:`Config` about the compression of tensors, and the memory."""
+def _compression(options: Options, updates: Updates | None) -> Compression:
+    """Return what is sent of which tensor, and the error feedback of what is not sent."""
     compression, density, dense, wire = options.compression, density_of(options), options.dense, options.wire
     if isinstance(density, str) and density != IMPORTANCE:
         raise ValueError(f"density={density!r}: give a number, {{pattern: number}}, or {IMPORTANCE!r}")
@@ -124,33 +124,26 @@ def _compression(options: Options, updates: Updates | None) -> dict[str, Any]:
         )
     cutoff = dense_cutoff.parse_dense_cutoff(dense, compressor, compression, density, options.warmup)
     warmup = density_schedule.parse_warmup(options.warmup, bool(patterns))
-    return {
-        "compressor": compressor,
-        "memory": memory_for(options.memory, compressor) if updates is None else updates.memory_for(compressor),
-        "density": DensityPolicy(compressor.density, patterns, by_importance, warmup),
-        "wire": wire_of(options, compressor),
-        "dense": is_small if cutoff is not None else _dense_rule(dense),
-        "partial": cutoff,
-        "patterns": () if dense is None or cutoff is not None or callable(dense) else _patterns(dense),
-    }
+    return Compression(
+        compressor=compressor,
+        memory=memory_for(options.memory, compressor) if updates is None else updates.memory_for(compressor),
+        density=DensityPolicy(compressor.density, patterns, by_importance, warmup),
+        wire=wire_of(options, compressor),
+        dense=is_small if cutoff is not None else _dense_rule(dense),
+        partial=cutoff,
+        patterns=() if dense is None or cutoff is not None or callable(dense) else _patterns(dense),
+    )
 
 
-def _plan(options: Options) -> dict[str, Any]:
-    """Return the fields of :class:`Config` about plans and the exchange."""
+def _merging(options: Options) -> Merging:
+    """Return which gradients share a message, and how messages are exchanged."""
     planner, plan = _planner_or_plan(options.merging, options.sparsify, options.exchange)
     groups = parse_groups(options.groups, options.num_groups)
     if groups is not None and options.merging != MERGING:
         raise ValueError(
             f"merging={options.merging!r} and groups both say which gradients share a message; give one of them"
         )
-    return {
-        "exchange": options.exchange,
-        "sparsify": options.sparsify,
-        "planner": planner,
-        "plan": plan,
-        "groups": groups,
-        "model": options.model,
-    }
+    return Merging(exchange=options.exchange, sparsify=options.sparsify, planner=planner, plan=plan, groups=groups)
 
 
 def _check_low_rank(options: Options, compressor: sparsifiers.Compressor) -> None:
@@ -237,22 +230,22 @@ def _planner_or_plan(given: Any, sparsify: str, exchange: str) -> tuple[merging.
 
 def _check_way_of_plan(config: Config) -> None:
     """Raise ``ValueError`` for a plan with a value codec or exchange that these options do not leave to a plan."""
-    if config.plan is None:
+    if config.merging.plan is None:
         return
-    way = ways(config.plan)[0]  # all merge buffers' is the same
-    if way.wire not in (OWN, config.wire, *config.wires):
+    way = ways(config.merging.plan)[0]  # all merge buffers' is the same
+    if way.wire not in (OWN, config.compression.wire, *config.wires):
         raise ValueError(
             f"merging: this plan sends values in {way.wire}, and the options say otherwise, or do not keep what "
             f"rounding leaves behind: pass wire={way.wire!r}, or another plan"
         )
-    if way.quantiser not in (OWN, config.compressor.name, *config.quantisers):
+    if way.quantiser not in (OWN, config.compression.compressor.name, *config.quantisers):
         raise ValueError(
-            f"merging: this plan sends in {way.quantiser!r}, and compression is {config.compressor!r}: pass "
-            f"compression={way.quantiser!r} or 'auto', or another plan"
+            f"merging: this plan sends in {way.quantiser!r}, and compression is {config.compression.compressor!r}: "
+            f"pass compression={way.quantiser!r} or 'auto', or another plan"
         )
-    if way.exchange not in (OWN, config.exchange, *config.exchanges):
+    if way.exchange not in (OWN, config.merging.exchange, *config.exchanges):
         raise ValueError(
-            f"merging: this plan exchanges by {way.exchange!r}, and exchange={config.exchange!r}: pass "
+            f"merging: this plan exchanges by {way.exchange!r}, and exchange={config.merging.exchange!r}: pass "
             f"exchange={FASTEST!r} or {way.exchange!r}, or another plan"
         )
 
@@ -262,22 +255,26 @@ def _check_dear(config: Config) -> None:
 
     ``TypeError`` for a model that is no module, ``ValueError`` for options that do not go with DeAR.
     """
-    model, dear = config.model, isinstance(config.planner, DeAR)
+    model, dear = config.sync.model, isinstance(config.merging.planner, DeAR)
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model={model!r}: give the torch.nn.Module whose forward uses the parameters")
     if not dear and model is not None:
         raise ValueError("model= is taken by merging='dear' alone; a use with others is not built yet, leave it out")
     if dear and model is None:
         raise ValueError("merging='dear' applies updates in the next forward: pass model=, the module that you call")
-    if dear and config.scaled:
+    if dear and config.guards.scaled:
         raise ValueError(
             "merging='dear' has its updates in the next forward only, where scaler.step() cannot see them: train "
             "in bfloat16, without scaler=, or use another merging"
         )
-    if dear and config.compressor.compresses:
-        how = "what {} selects travels by all-gather" if config.compressor.selects else "{} sends factors of matrices"
+    if dear and config.compression.compressor.compresses:
+        how = (
+            "what {} selects travels by all-gather"
+            if config.compression.compressor.selects
+            else "{} sends factors of matrices"
+        )
         raise ValueError(
-            f"merging='dear' halves an all-reduce, and {how.format(repr(config.compressor))}: pass "
+            f"merging='dear' halves an all-reduce, and {how.format(repr(config.compression.compressor))}: pass "
             "compression='none', 'fp16' or 'bf16', or use another merging"
         )
 

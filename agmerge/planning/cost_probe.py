@@ -168,7 +168,9 @@ class _Prober:
         Returns the maximum over ranks of each of ``seconds``, then of the probe's seconds and sent bytes.
         """
         took, sent = timers[0].now() - timers[0].began, sum(timer.sent for timer in timers)
-        for part in map(self.buffers.config.compressor.part, self.buffers.config.compressor.kinds):
+        for part in map(
+            self.buffers.config.compression.compressor.part, self.buffers.config.compression.compressor.kinds
+        ):
             unobserved(part).retain(self.buffers.keys())
         told = self._max_over_ranks(*seconds, took, sent)
         self.budget.spend(told[-2], told[-1])
@@ -182,7 +184,7 @@ class _Prober:
         """Collective. Return the maximum over ranks of each."""
         own = np.array(seconds, dtype=np.float64).tobytes()
         self.budget.spend(0.0, len(own))
-        rows = gather_bytes(self.buffers.comm, own, "probe/seconds", self.buffers.config.timeout)
+        rows = gather_bytes(self.buffers.comm, own, "probe/seconds", self.buffers.config.guards.timeout)
         return [max(column) for column in zip(*(np.frombuffer(row).tolist() for row in rows), strict=True)]
 
     # -- sizes that double --------------------------------------------------------------------------------------

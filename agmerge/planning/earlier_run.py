@@ -25,14 +25,14 @@ class EarlierRun:
         buffers, where = self._buffers, known_plans.folder()
         if not number_of_rank_0(buffers, where is not None):
             return None
-        hosts = gather_texts(buffers.comm, socket.gethostname().encode(), "hosts", buffers.config.timeout)
+        hosts = gather_texts(buffers.comm, socket.gethostname().encode(), "hosts", buffers.config.guards.timeout)
         if buffers.comm.rank == 0 and where is not None:
             self._file = known_plans.path_of(where, buffers, [host.decode() for host in hosts])
 
         def decide() -> dict[str, str]:
             return {"known": "" if self._file is None else known_plans.recall(self._file, buffers)}
 
-        text = decide_on_rank_0(buffers.comm, decide, None, buffers.config.timeout)["known"]
+        text = decide_on_rank_0(buffers.comm, decide, None, buffers.config.guards.timeout)["known"]
         return KnownPlan.loads(text) if text else None
 
     def keep(self, known: KnownPlan) -> None:

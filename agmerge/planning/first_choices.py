@@ -21,10 +21,13 @@ def choose_budgets(buffers: MergeBuffers) -> tuple[int, ...]:
     """
     slots = buffers.layout.slots
     assert buffers.budgets.energy is not None
-    density = buffers.config.density.target
+    density = buffers.config.compression.density.target
     (energies,) = gather_seconds(buffers, buffers.budgets.energy.of(slots))
     decision = decide_on_rank_0(
-        buffers.comm, lambda: {"budgets": budgets_by_energy(slots, energies, density)}, None, buffers.config.timeout
+        buffers.comm,
+        lambda: {"budgets": budgets_by_energy(slots, energies, density)},
+        None,
+        buffers.config.guards.timeout,
     )
     return tuple(decision["budgets"])
 
@@ -41,19 +44,20 @@ def choose_cutoff(buffers: MergeBuffers, planner: merging.Planner, measured: mer
         measured: of steps with the cutoff in use; rank 0's counts.
     """
     config = buffers.config
-    cutoff = config.partial
+    cutoff = config.compression.partial
     assert cutoff is not None and cutoff.elements is not None
-    in_use, density = cutoff.elements, config.density.target
+    in_use, density = cutoff.elements, config.compression.density.target
 
     def decide() -> dict[str, int]:
         sizes = [slot.numel for slot in buffers.tensors.slots]  # whole tensors, where ranks have shards of them
         exempt = [
-            config.dense(slot.name, local) for slot, local in zip(buffers.tensors.slots, buffers.locals, strict=True)
+            config.compression.dense(slot.name, local)
+            for slot, local in zip(buffers.tensors.slots, buffers.locals, strict=True)
         ]
         if not dense_cutoff.feasible(sizes, exempt, density):
             return {"elements": in_use}
         chosen = dense_cutoff.choose(planner, measured, sizes, exempt, density, in_use, planner.min_gain)
         return {"elements": chosen}
 
-    decision = decide_on_rank_0(buffers.comm, decide, lambda decision: "", config.timeout, decider=repr(planner))
+    decision = decide_on_rank_0(buffers.comm, decide, lambda decision: "", config.guards.timeout, decider=repr(planner))
     return DenseCutoff(decision["elements"], final=True)

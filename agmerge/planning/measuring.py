@@ -29,14 +29,16 @@ def gather_seconds(buffers: MergeBuffers, *columns: Seconds) -> list[Seconds]:
     Every rank passes as many numbers, seconds or others that are compared between ranks.
     """
     data = np.concatenate(columns).astype(np.float64).tobytes()
-    rows = np.array([np.frombuffer(row) for row in gather_bytes(buffers.comm, data, "times", buffers.config.timeout)])
+    rows = np.array(
+        [np.frombuffer(row) for row in gather_bytes(buffers.comm, data, "times", buffers.config.guards.timeout)]
+    )
     return np.split(rows, np.cumsum([len(column) for column in columns])[:-1], axis=1)
 
 
 def number_of_rank_0(buffers: MergeBuffers, number: int) -> int:
     """Collective. Return rank 0's ``number`` on every rank."""
     cell = torch.tensor([int(number)], dtype=torch.int64)
-    buffers.comm.broadcast(cell, 0, "finding").wait(buffers.config.timeout)
+    buffers.comm.broadcast(cell, 0, "finding").wait(buffers.config.guards.timeout)
     return int(cell)
 
 
@@ -57,8 +59,8 @@ def measurements(buffers: MergeBuffers, step: int, ready: Seconds, costs: Measur
         workers=buffers.comm.size,
         facts=(
             ("backend", buffers.comm.name),
-            ("compressor", repr(config.compressor)),
-            *_low_rank_facts(config.compressor),
+            ("compressor", repr(config.compression.compressor)),
+            *_low_rank_facts(config.compression.compressor),
             ("step", str(step)),
             ("torch", torch.__version__),
         ),
@@ -80,7 +82,7 @@ def residual_energy(buffers: MergeBuffers) -> Energies | None:
     None where there are no residuals, or one is not finite.
     """
     residuals: dict[str, torch.Tensor] = {}
-    if buffers.config.compressor.compresses:
+    if buffers.config.compression.compressor.compresses:
         residuals = {name: tensor for (kind, name), tensor in buffers.state().items() if kind == "residual"}
     norms = [
         float(torch.linalg.vector_norm(residuals[slot.name])) if slot.name in residuals else 0.0

@@ -132,7 +132,7 @@ class MessageTimer:
         """Select from the segment under a key of its own; return None where it is sent dense."""
         if not self._exchange.sparse or not self.segment.lane.sparse:
             return None
-        sparsifier = unobserved(self.buffers.config.compressor.part(Kind.SPARSE))
+        sparsifier = unobserved(self.buffers.config.compression.compressor.part(Kind.SPARSE))
         assert isinstance(sparsifier, Sparsifier)  # the tensor class is a sparse one
         work, k, shapes = self.buffers.vector(self.segment, self.step)
         return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)

@@ -33,7 +33,7 @@ class FixedCounts(merging.Planner):
 
 def planner_of(buffers: MergeBuffers, planner: merging.Planner) -> merging.Planner:
     """Return the planner, unless the script's groups say which tensors share a message."""
-    return planner if buffers.config.groups is None else FixedCounts(counts=buffers.plan.counts)
+    return planner if buffers.config.merging.groups is None else FixedCounts(counts=buffers.plan.counts)
 
 
 def best_plan(planner: merging.Planner, buffers: MergeBuffers, measured: Measurements) -> merging.Pieces[merging.Plan]:

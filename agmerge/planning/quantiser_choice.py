@@ -82,7 +82,7 @@ class QuantiserSearch:
 
         The candidate in use is always among them: trying it costs nothing.
         """
-        found, names = [], self._buffers.config.compressor.candidates
+        found, names = [], self._buffers.config.compression.compressor.candidates
         for name in self._buffers.config.quantisers:
             found.append((yield from self._best(name)))
         if NONE in names and self._latest.dense is not None:

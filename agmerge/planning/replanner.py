@@ -70,7 +70,7 @@ class Replanner:
         kinds = {slot.lane.kind for slot in buffers.layout.slots}
         self._chooses = bool(buffers.config.quantisers) and Kind.QUANTISED in kinds  # the quantiser
         self._settled = Settled(buffers.plan, buffers.comm.size)
-        self._planner = buffers.config.planner  # None: plans are not made
+        self._planner = buffers.config.merging.planner  # None: plans are not made
         if self._planner is None and self._chooses and self._settled.is_open:  # of a plan that the script gives
             self._planner = FixedCounts(counts=buffers.plan.counts)
 
@@ -134,7 +134,7 @@ class Replanner:
         *_, latest = self._measurer.measure(step, at_once=True)
         assert latest is not None
         decision = decide_on_rank_0(
-            self.buffers.comm, lambda: {"measured": latest.dumps()}, None, self.buffers.config.timeout
+            self.buffers.comm, lambda: {"measured": latest.dumps()}, None, self.buffers.config.guards.timeout
         )
         self.measured = self._latest = Measurements.loads(decision["measured"])
         self._drift.restart()
@@ -163,7 +163,11 @@ class Replanner:
         """Return the reason for the value codec in use."""
         config = self.buffers.config
         if not config.wires:
-            return "these options leave no choice" if config.wire == AUTO else f"wire={config.wire!r} was given"
+            return (
+                "these options leave no choice"
+                if config.compression.wire == AUTO
+                else f"wire={config.compression.wire!r} was given"
+            )
         return self._why_undecided or self._why or "nothing has been measured since ranks agreed"
 
     @property
@@ -171,7 +175,7 @@ class Replanner:
         """Return the reason for the exchange in use."""
         config = self.buffers.config
         if not config.exchanges:
-            given = f"exchange={config.exchange!r} was given"
+            given = f"exchange={config.merging.exchange!r} was given"
             return f"{given}: {self._why_exchange}" if config.chooses_dense and self._why_exchange else given
         return self._why_undecided or self._why_exchange or "no other one was tried"
 
@@ -197,7 +201,7 @@ class Replanner:
         config, planner = self.buffers.config, self._planner
         if planner is None or self.buffers.comm.size == 1:
             return False
-        return (planner.timed and config.groups is None) or config.chooses_dense or self._chooses
+        return (planner.timed and config.merging.groups is None) or config.chooses_dense or self._chooses
 
     # -- plans of an earlier run -----------------------------------------------------------------------------------
 
@@ -207,8 +211,8 @@ class Replanner:
         A checkpoint brings a plan of its own: only the first step of a training asks.
         """
         config = self.buffers.config
-        decides_more = config.partial is not None or self.buffers.budgets.energy is not None
-        return bool(planner.recheck_every) and config.groups is None and not decides_more
+        decides_more = config.compression.partial is not None or self.buffers.budgets.energy is not None
+        return bool(planner.recheck_every) and config.merging.groups is None and not decides_more
 
     def _recall(self) -> Decision:
         """Collective. Change to the plan that an earlier run like this one has kept, if there is one."""
@@ -252,7 +256,7 @@ class Replanner:
             if latest is None:
                 yield None
         assert latest is not None
-        cutoff = self.buffers.config.partial
+        cutoff = self.buffers.config.compression.partial
         if is_first and cutoff is not None and not cutoff.final:
             chosen = choose_cutoff(self.buffers, planner_of(self.buffers, planner), latest)
             yield Decision(cutoff=chosen)
@@ -310,7 +314,9 @@ class Replanner:
         ``seconds``, ``doubts``: of a step, on the slowest rank.
         """
         if self._chooses:
-            return self._settled.best(self._tried, self.buffers.config.compressor.candidates, seconds, doubts)
+            return self._settled.best(
+                self._tried, self.buffers.config.compression.compressor.candidates, seconds, doubts
+            )
         best = wire_choice.best(seconds, [each.delivered for each in self._tried])
         return plan_trial.taken(best, seconds, doubts)
 
@@ -346,7 +352,7 @@ class Replanner:
             found = candidates.loads(decision) if decision else []
             return next(filter(None, (why_plan_does_not_fit(each.plan, names) for each in found)), "")
 
-        who, timeout = repr(planner), buffers.config.timeout
+        who, timeout = repr(planner), buffers.config.guards.timeout
         while not (decision := decide_on_rank_0(buffers.comm, decide, reject, timeout, decider=who)):
             yield None
         self._is_known = False

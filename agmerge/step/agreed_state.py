@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -112,9 +112,9 @@ class AgreedState:
         facts = self.facts() if facts is None else list(facts)
         self.totals.among(comm.size)
         advice = "Give every rank the same model and the same arguments."
-        require_agreement(comm, facts, what="DistributedOptimizer", advice=advice, timeout=self.config.timeout)
-        if self.config.exchange == TWO_LEVEL:
-            self._nodes = topology.form(comm, self.config.timeout, wants_second=self.config.quantises)
+        require_agreement(comm, facts, what="DistributedOptimizer", advice=advice, timeout=self.config.guards.timeout)
+        if self.config.merging.exchange == TWO_LEVEL:
+            self._nodes = topology.form(comm, self.config.guards.timeout, wants_second=self.config.quantises)
             self.shard = self._nodes.shard
 
     def facts(self) -> list[Fact]:
@@ -135,7 +135,7 @@ class AgreedState:
         if self.shard != shard_before:
             self._carried = {}
             return False
-        self._carried = rescaled(self._carried, weight_factor(self.config.op, origin[1], self.comm.size))
+        self._carried = rescaled(self._carried, weight_factor(self.config.sync.op, origin[1], self.comm.size))
         return True
 
     def leave(self) -> None:
@@ -215,7 +215,7 @@ class AgreedState:
 
         Where no state is carried shapes may change. ``buffers``: those that ranks have just agreed on.
         """
-        if self.buffers is None or not (self._carried or self.config.updates is not None):
+        if self.buffers is None or not (self._carried or self.config.sync.updates is not None):
             return
         before = {slot.name: slot.shape for slot in self.buffers.layout.slots}
         for slot in buffers.layout.slots:
@@ -230,7 +230,7 @@ class AgreedState:
             if decision.budgets is not None:
                 self.buffers.budgets.choose(decision.budgets)
             if decision.cutoff is not None:
-                before, self.config = self.config.partial, replace(self.config, partial=decision.cutoff)
+                before, self.config = self.config.compression.partial, self.config.changed(partial=decision.cutoff)
                 if before is None or before.elements != decision.cutoff.elements:
                     self.reopen()  # tensors change their class
             if decision.plan is not None:
@@ -251,7 +251,7 @@ class AgreedState:
         try:
             facts = self.facts()
             if self.comm is not None:
-                require_agreement(self.comm, facts, what=what, advice=advice, timeout=config.timeout)
+                require_agreement(self.comm, facts, what=what, advice=advice, timeout=config.guards.timeout)
             self._connect_twice()
         except BaseException:
             self.config = before
@@ -267,18 +267,18 @@ class AgreedState:
         if self.comm is None or self.world is None or self.second is not None or not self.config.quantises:
             return
         if 2 < self.comm.size == self.world.size and self._nodes is None:
-            self.second = self.comm.duplicate("agmerge optimizer, second phases", self.config.timeout)
+            self.second = self.comm.duplicate("agmerge optimizer, second phases", self.config.guards.timeout)
 
     def observe_selection(self, on: bool) -> None:
         """Start or stop recording figures of every selection: see :class:`sparsifiers.observed.Observed`."""
         self.adopt(observing(self.config, on))
         if self.buffers is not None:
-            self.buffers.adopt(replace(self.buffers.config, compressor=self.config.compressor))
+            self.buffers.adopt(self.buffers.config.changed(compressor=self.config.compression.compressor))
 
     @property
     def is_observed(self) -> bool:
         """Return whether figures of selections are recorded."""
-        return isinstance(self.config.compressor.part(Kind.SPARSE), Observed)
+        return isinstance(self.config.compression.compressor.part(Kind.SPARSE), Observed)
 
     def adopt(self, config: Config) -> None:
         """Use ``config`` from the next agreement on. The facts that ranks compare must not differ."""
@@ -297,7 +297,7 @@ class AgreedState:
         """Drop measured times, and sparsifiers' state, of merge buffers that no longer exist."""
         self.times.forget()
         self.describe_to(self.times.trace)
-        self.config.compressor.retain(buffers.keys())
+        self.config.compression.compressor.retain(buffers.keys())
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -358,12 +358,12 @@ class AgreedState:
 
 def observing(config: Config, on: bool) -> Config:
     """Return ``config`` with a sparsifier that records figures of its selections (``on``), or without. Nothing else."""
-    compressor, sparsifier = config.compressor, config.compressor.part(Kind.SPARSE)
+    compressor, sparsifier = config.compression.compressor, config.compression.compressor.part(Kind.SPARSE)
     if not isinstance(sparsifier, Sparsifier):
         return config
     sparsifier = sparsifier.wrapped if isinstance(sparsifier, Observed) else sparsifier
     sparsifier = Observed(sparsifier) if on else sparsifier
-    return replace(config, compressor=compressor.replaced(sparsifier) if isinstance(compressor, ByName) else sparsifier)
+    return config.changed(compressor=compressor.replaced(sparsifier) if isinstance(compressor, ByName) else sparsifier)
 
 
 def weight_factor(op: ReduceOp, before: int, now: int) -> float:

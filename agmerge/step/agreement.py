@@ -40,7 +40,7 @@ def model_facts(members: Sequence[ParameterInfo], config: Config) -> list[Fact]:
 
     For DTensors, first which shard a rank has: shards of the same shape could not be distinguished otherwise.
     """
-    groups = config.groups.by_name(members) if config.groups is not None else []
+    groups = config.merging.groups.by_name(members) if config.merging.groups is not None else []
     group_of = {name: f" group {number}" for number, group in enumerate(groups) for name in group}
     shards = [(SHARD.format(name=member.name), member.shard) for member in members if member.shard]
     return shards + [
@@ -80,16 +80,18 @@ def open_merge_buffers(
     Raises :class:`agmerge.RankMismatchError` on every rank if the models differ, and ``ValueError`` on every rank if
     the plan does not fit.
     """
-    require_agreement(comm, model_facts(members, config), what="membership", advice=ADVICE, timeout=config.timeout)
+    require_agreement(
+        comm, model_facts(members, config), what="membership", advice=ADVICE, timeout=config.guards.timeout
+    )
     if not members:
         raise ValueError("no parameter needs a gradient, so there is nothing to exchange: unfreeze one, or do not step")
-    config = replace(config, has_rest=_is_rest_left(comm, config, members, carried))
+    config = config.changed(has_rest=_is_rest_left(comm, config, members, carried))
     names = [member.name for member in members]
     decision = decide_on_rank_0(
         comm,
         lambda: {"plan": _make_plan(config, members, order, recorded).dumps(), "steps": steps, "shares": shares},
         reject=lambda decision: why_plan_does_not_fit(merging.Plan.loads(decision["plan"]), names),
-        timeout=config.timeout,
+        timeout=config.guards.timeout,
     )
     buffers = MergeBuffers(comm, config, members, merging.Plan.loads(decision["plan"]), nodes, second, count)
     buffers.budgets.restore(decision["shares"] or {})
@@ -104,10 +106,10 @@ def _is_rest_left(comm: Backend, config: Config, members: Sequence[ParameterInfo
         if member.kind in (Kind.DENSE, Kind.QUANTISED)
         and not config.memory_of(member.kind, on_device=member.device.type != "cpu").has_residual
     }
-    if not whole or config.updates is not None:  # unsent updates are in the parameters
+    if not whole or config.sync.updates is not None:  # unsent updates are in the parameters
         return False
     own = any(name in whole and kind in RESTS and bool(tensor.any()) for (kind, name), tensor in carried.items())
-    return b"1" in gather_bytes(comm, b"1" if own else b"0", "membership/rest", config.timeout)
+    return b"1" in gather_bytes(comm, b"1" if own else b"0", "membership/rest", config.guards.timeout)
 
 
 def decide_on_rank_0(
@@ -179,10 +181,14 @@ def _make_plan(
     """
     parameters = {member.name: member.local for member in members}
     fits = recorded is not None and not why_plan_does_not_fit(recorded, parameters)
-    if config.plan is not None and config.plan.names is not None and not (fits and _is_chosen(config, recorded)):
-        return config.plan
+    if (
+        config.merging.plan is not None
+        and config.merging.plan.names is not None
+        and not (fits and _is_chosen(config, recorded))
+    ):
+        return config.merging.plan
     if recorded is not None and fits:
-        if config.exchange not in (AUTO, FASTEST) or (config.quantises and not config.chooses_dense):
+        if config.merging.exchange not in (AUTO, FASTEST) or (config.quantises and not config.chooses_dense):
             recorded = replace(recorded, dense=(False,) * len(recorded.counts))
         if not config.wires:
             recorded = with_wire(recorded, OWN)
@@ -193,18 +199,20 @@ def _make_plan(
             recorded = replace(recorded, dense=(False,) * len(recorded.counts))
         if not (workers and name in config.quantisers):
             recorded = with_quantiser(recorded, OWN)
-        if ("ahead" if is_ahead(recorded) else "behind") in config.modes or not config.compressor.compresses:
+        if (
+            "ahead" if is_ahead(recorded) else "behind"
+        ) in config.modes or not config.compression.compressor.compresses:
             return recorded
         return with_mode(recorded, config.modes[0])  # the script asks for the other mode now
     # Reversed registration stands in for tensors that no backward pass has reached yet.
     names = list(dict.fromkeys([*(name for name in order if name in parameters), *reversed(list(parameters))]))
-    if config.plan is not None:
-        config.plan.check(len(names))
-        return replace(config.plan, names=tuple(names))
-    if config.groups is not None:
-        return with_mode(config.groups.plan(members, names), config.modes[0])
-    assert config.planner is not None
-    planner = merging.get("threshold") if config.planner.timed else config.planner
+    if config.merging.plan is not None:
+        config.merging.plan.check(len(names))
+        return replace(config.merging.plan, names=tuple(names))
+    if config.merging.groups is not None:
+        return with_mode(config.merging.groups.plan(members, names), config.modes[0])
+    assert config.merging.planner is not None
+    planner = merging.get("threshold") if config.merging.planner.timed else config.merging.planner
     numel = [parameters[name].numel() for name in names]
     profile = merging.Profile(names, numel, [0.0] * len(names))
     return with_mode(planner.plan(profile, _UNMEASURED), config.modes[0])
@@ -212,9 +220,9 @@ def _make_plan(
 
 def _is_chosen(config: Config, recorded: merging.Plan | None) -> bool:
     """Return whether ``recorded`` is the script's own plan, with a quantiser that a run has chosen for it since."""
-    if recorded is None or config.plan is None or quantiser_of(recorded)[0] not in config.quantisers:
+    if recorded is None or config.merging.plan is None or quantiser_of(recorded)[0] not in config.quantisers:
         return False
-    same = (recorded.counts, recorded.names) == (config.plan.counts, config.plan.names)
+    same = (recorded.counts, recorded.names) == (config.merging.plan.counts, config.merging.plan.names)
     return same and quantiser_of(recorded)[1] > 0
 
 

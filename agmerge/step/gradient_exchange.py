@@ -152,8 +152,8 @@ class GradientExchange(AgreedState):
         repeated. It may return a :class:`agmerge.tensors.difference.Difference`, which saves a pass. ``flags``: bits
         that this rank announces. ``due``: returns which of so many merge buffers are exchanged; None: all.
         ``nonfinite``: names of parameters that this rank already knows not to be finite. Raises
-        :class:`agmerge.NonFiniteError` on every rank, according to ``config.nonfinite``: the exchange stays usable, and
-        the step begins again.
+        :class:`agmerge.NonFiniteError` on every rank, according to ``config.guards.nonfinite``: the exchange stays
+        usable, and the step begins again.
         """
 
         def late(name: str) -> torch.Tensor | Difference | None:
@@ -177,8 +177,8 @@ class GradientExchange(AgreedState):
         if error is not None:
             self.discard()
             raise error
-        now = self.config.updates is None and self.config.model is None
-        return Combined(attempt, self.config.zero_unused, self.norm if now else None)
+        now = self.config.sync.updates is None and self.config.sync.model is None
+        return Combined(attempt, self.config.sync.zero_unused, self.norm if now else None)
 
     def give_up(self, why: str) -> None:
         """Collective. End the round under way with nothing, on all ranks: theirs raise :class:`agmerge.AGMergeError`.
@@ -285,7 +285,7 @@ class GradientExchange(AgreedState):
     def _new_round(
         self, buffers: MergeBuffers, dirty: bool, flags: int, due: Due | None, nonfinite: Sequence[str]
     ) -> Round:
-        kind = TwoLevelRound if buffers.config.exchange == TWO_LEVEL else Round
+        kind = TwoLevelRound if buffers.config.merging.exchange == TWO_LEVEL else Round
         buffers.forget_round()
         numbers = None if due is None else due(len(buffers.plan.counts))
         clock = buffers.clock if self.times.measures_next(buffers.clock) else StoppedClock()

@@ -83,7 +83,9 @@ class MergeBuffers:
         self.updates: InArenas | NodeShards = InArenas(self.arena_of)  # where updates of whole tensors lie
         if nodes is not None:
             nodes = replace(nodes, inside=CountedBackend(nodes.inside, count))
-            self.updates = NodeShards(nodes, self.tensors, self.layout, config.timeout, ordered=config.ordered)
+            self.updates = NodeShards(
+                nodes, self.tensors, self.layout, config.guards.timeout, ordered=config.sync.ordered
+            )
         self._small_dense = {
             slot.index
             for slot in self.layout.slots
@@ -91,11 +93,13 @@ class MergeBuffers:
             if self.arenas[slot.lane].is_sum
         }
         factored = [slot for slot in self.layout.slots if slot.lane.kind is Kind.LOW_RANK]
-        low_rank = config.compressor.part(Kind.LOW_RANK)
+        low_rank = config.compression.compressor.part(Kind.LOW_RANK)
         self.bases = Bases(low_rank, factored) if isinstance(low_rank, LowRank) and factored else None
         self.side = SideStreams(dict.fromkeys(lane.device for lane in self.arenas))
         self.clock = clock_for(lane.device for lane in self.arenas)
-        self.budgets = Budgets(config.density, self.layout.slots, selects=config.compressor.selects)
+        self.budgets = Budgets(
+            config.compression.density, self.layout.slots, selects=config.compression.compressor.selects
+        )
         # In this round, of tensor classes that hand back: values that this rank, and that all ranks have sent
         # where that takes the place of an update.
         self.sent: list[Sent] = []
@@ -112,21 +116,25 @@ class MergeBuffers:
 
         ``exact``: dense tensors are not cast, whatever the compressor.
         """
-        self.wire = self.config.wire if self.config.wire != OWN else wire_of(plan)  # of selected values
-        self.exchange = self.config.exchange if not self.config.exchanges else exchange_of_plan(plan)  # likewise
+        self.wire = (
+            self.config.compression.wire if self.config.compression.wire != OWN else wire_of(plan)
+        )  # of selected values
+        self.exchange = (
+            self.config.merging.exchange if not self.config.exchanges else exchange_of_plan(plan)
+        )  # likewise
         self.quantiser = self.config.quantiser_of(quantiser_of(plan)[0])  # None: nothing is quantised
         exchanges = self.exchanges(exact=exact, count=self._count)
-        if self.config.model is not None:  # merging="dear": each all-reduce in two halves
+        if self.config.sync.model is not None:  # merging="dear": each all-reduce in two halves
             exchanges[Kind.DENSE] = ScatterExchange(self.exchange_context(self._count))
         self.dense, self.plan = exchanges[Kind.DENSE], plan
         self.budgets.forget_segments()
         self.updates.rebuild(plan.bounds)
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
         self.messages = messages_of(
-            plan, self.layout, exchanges, self.across.size, ordered=self.config.ordered
+            plan, self.layout, exchanges, self.across.size, ordered=self.config.sync.ordered
         )  # of each merge buffer
         self.in_use = list(dict.fromkeys(message.exchange for message in chain.from_iterable(self.messages)))
-        self.kernels = KernelBuffers(self.messages, self.config.compressor)
+        self.kernels = KernelBuffers(self.messages, self.config.compression.compressor)
         self.buffer_of = [index for index, count in enumerate(plan.counts) for _ in range(count)]
         self.presparsified = presparsified(self.messages, plan)
         self.prepared: dict[int, Exchange] = {}  # by slot: exchange that prepares its message early
@@ -140,7 +148,7 @@ class MergeBuffers:
             self.updates.in_place = self.in_place
         # With merging="dear" a gradient stays where it is.
         self.may_move = [
-            self.config.model is None and local.is_contiguous() and index not in self.in_place
+            self.config.sync.model is None and local.is_contiguous() and index not in self.in_place
             for index, local in enumerate(self.locals)
         ]
         # Slots that wait until their merge buffer is complete, and are accumulated together: a call each would cost
@@ -168,7 +176,7 @@ class MergeBuffers:
 
     def _arena(self, lane: Lane, length: int) -> Arena:
         slots = [slot for slot in self.layout.slots if slot.lane == lane]
-        rate = None if self.config.rates is None else self.config.rates.by_slot(self.parameters)
+        rate = None if self.config.compression.rates is None else self.config.compression.rates.by_slot(self.parameters)
         return Arena(
             lane, length, slots, self.config.memory_of(lane.kind, on_device=lane.on_device), self.comm.size, rate
         )
@@ -187,16 +195,16 @@ class MergeBuffers:
         config = self.config
         return ExchangeContext(
             CountedBackend(self.across, count),
-            config.op,
+            config.sync.op,
             self.commit,
-            config.timeout,
+            config.guards.timeout,
             wire=self.wire,
-            ordered=config.ordered,
-            same_on_all_ranks=config.compressor.same_on_all_ranks,
-            predivide=config.predivide,
+            ordered=config.sync.ordered,
+            same_on_all_ranks=config.compression.compressor.same_on_all_ranks,
+            predivide=config.sync.predivide,
             cast=config.cast,
             rounds_whole=config.rounds_whole,
-            has_rest=config.has_rest,
+            has_rest=config.compression.has_rest,
             keeps=any(config.memory_of(kind).has_residual or config.memory_of(kind).hands_back for kind in Kind),
             receive=self._receive,
             take=self.take,
@@ -205,7 +213,7 @@ class MergeBuffers:
             bases=self.bases,
             workers=self.comm.size,  # a node's sum counts for all of its ranks
             quantiser=self.quantiser,
-            feedback=config.memory.has_residual or config.memory.hands_back,
+            feedback=config.compression.memory.has_residual or config.compression.memory.hands_back,
             second=None if self.second is None else CountedBackend(self.second, count),
             place=self._place,
             update_of=self.output_of,
@@ -331,7 +339,7 @@ class MergeBuffers:
         Called once every message has arrived, before updates are gathered in a node. With ``unused="zero"`` tensors
         that no rank had count as used: their gradient is zero.
         """
-        used = [True] * len(used) if self.config.zero_unused else used
+        used = [True] * len(used) if self.config.sync.zero_unused else used
         for arena in self.arenas.values():
             arena.settle(used)
 
@@ -382,10 +390,10 @@ class MergeBuffers:
                         tensor += carried.pop((other, name)).to(tensor.device)
         for number, arena in enumerate(self.arenas.values()):
             if arena.memory.averages:
-                self.across.broadcast(arena.momentum, 0, f"momentum {number}").wait(self.config.timeout)
+                self.across.broadcast(arena.momentum, 0, f"momentum {number}").wait(self.config.guards.timeout)
         if self.bases is not None:
             self.bases.restore(carried)
-            self.bases.share(self.across, self.config.timeout)
+            self.bases.share(self.across, self.config.guards.timeout)
 
 
 def _lane(member: ParameterInfo) -> Lane:

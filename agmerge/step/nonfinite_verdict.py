@@ -35,21 +35,21 @@ def resolve_nonfinite(attempt: Round) -> AGMergeError | None:
         return None
     buffers, totals = attempt.buffers, attempt.totals
     config = buffers.config
-    policy = config.nonfinite
-    if config.updates is None and policy == SKIP:
+    policy = config.guards.nonfinite
+    if config.sync.updates is None and policy == SKIP:
         totals.skipped(buffers.layout.numel, buffers.tensors.numel)
         if totals.skipped_in_a_row < MOST_IN_A_ROW:
             for slot in buffers.layout.slots:
                 buffers.updates.of(slot).fill_(torch.inf)
             return None
     own = json.dumps([attempt.guard.given_up, attempt.guard.parameters_found()])
-    texts = gather_texts(buffers.comm, own.encode(), "nonfinite", buffers.config.timeout)
+    texts = gather_texts(buffers.comm, own.encode(), "nonfinite", buffers.config.guards.timeout)
     said = [json.loads(text) for text in texts]
     why = "; ".join(f"rank {rank} {words}" for rank, (words, _) in enumerate(said) if words)
     if why:
         return AGMergeError(GIVEN_UP.format(step=attempt.step, why=why))
     where = _described([names for _, names in said])
-    if config.updates is not None:
+    if config.sync.updates is not None:
         return NonFiniteError(
             f"gradients, or what the optimizer has made of parameters, are infinite or NaN: {where}. The shared "
             "parameters are as before this step. Call zero_grad() to go on without it; nonfinite='skip' leaves out "

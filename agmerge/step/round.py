@@ -73,7 +73,7 @@ class Round:
         # By message: bytes, elements, and bytes by codec that are in the totals already.
         self._counted: dict[int, tuple[int, int, Mapping[str, int]]] = {}
         self._arrived = 0  # merge buffers with messages that are known to have arrived
-        self._known = buffers.config.compressor.snapshot()  # its state before this attempt
+        self._known = buffers.config.compression.compressor.snapshot()  # its state before this attempt
 
     def _is_due(self, buffer: int) -> bool:
         return self._due is None or buffer in self._due
@@ -265,7 +265,7 @@ class Round:
         return self._offers.pop(segment.slots[0].index, None) or self._select(segment)
 
     def _select(self, segment: Segment) -> Selection:
-        sparsifier = self.buffers.config.compressor.part(Kind.SPARSE)
+        sparsifier = self.buffers.config.compression.compressor.part(Kind.SPARSE)
         assert isinstance(sparsifier, Sparsifier)  # the tensor class is a sparse one
         work, k, shapes = self.buffers.vector(segment, self.step)
         if self.dirty:
@@ -378,7 +378,7 @@ class Round:
                     message.exchange.finish(in_flight)
                 self.recorder.mark(buffer)
                 queued += [in_flight for _, in_flight in messages]
-        return said_by_all(queued, self.buffers.config.timeout)
+        return said_by_all(queued, self.buffers.config.guards.timeout)
 
     def has_update(self, slot: Slot) -> bool:
         """Return whether a tensor has an update: a rank used it, or a residual of it was sent."""
@@ -394,4 +394,4 @@ class Round:
     def undo(self) -> None:
         """Restore the compressor's state of before this attempt. Residuals are unchanged anyway."""
         self.let_go()
-        self.buffers.config.compressor.load_state_dict(self._known)
+        self.buffers.config.compression.compressor.load_state_dict(self._known)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,7 @@ def connected(table: Table, config: Config | None = None, **options: Any) -> Gra
     """Return an exchange of this rank's own, connected to the other ranks. ``config``: instead of ``options``."""
     exchange = GradientExchange(table, config_of(**options) if config is None else config)
     world = workers.world()
-    chosen, wants_second = exchange.config.process_set, exchange.config.quantises and world.size > 2
+    chosen, wants_second = exchange.config.sync.process_set, exchange.config.quantises and world.size > 2
     comm, second = process_sets.communicators(world, chosen, 30.0, wants_second=wants_second)
     exchange.connect(world, comm, second=second)
     return exchange
@@ -119,4 +118,4 @@ class BruteForce:
 
 def with_compressor(config: Config, compressor: sparsifiers.Compressor, memory: str) -> Config:
     """Return ``config`` with another compressor, as a plug-in would have it."""
-    return replace(config, compressor=compressor, memory=sparsifiers.memory(memory))
+    return config.changed(compressor=compressor, memory=sparsifiers.memory(memory))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ def opened(kind: str, shown: dict[str, Tensor], **options: Any) -> tuple[Carry, 
     outer = options.pop("outer", None)
     memory = HandBack() if kind == "apply" else sparsifiers.memory("residual")
     options = {"compression": "topk", "density": 0.05, **options}
-    config = replace(config_of(**options), memory=memory)
+    config = config_of(**options).changed(memory=memory)
     ways = {name: torch.empty(tensor.shape, dtype=wide(tensor.dtype)) for name, tensor in shown.items()}
     exchange = connected(Table(ways), config)
     carry: Carry = Applied(exchange, outer, overlap=False)

@@ -169,7 +169,7 @@ class Exchange:
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.config = resolve(Options(compression="dgc"))
-        self.config = type(self.config)(**{**vars(self.config), "rates": momentum.rates(inner, self.config.memory)})
+        self.config = self.config.changed(rates=momentum.rates(inner, self.config.compression.memory))
         self.comm = type("Comm", (), {"rank": 0})()
 
 

@@ -52,9 +52,9 @@ WAYS = [lambda made: made, lambda made: {".*": made}]
 def test_a_density_that_nobody_gave_is_the_objects_own(make: Make, by_pattern: Callable[[Any], Any]) -> None:
     def body(rank: int, model: nn.Module) -> tuple[float, float]:
         config = make(model, compression=by_pattern(sparsifiers.get("topk", 0.05)))
-        part = config.compressor.part(sparsifiers.Kind.SPARSE)
+        part = config.compression.compressor.part(sparsifiers.Kind.SPARSE)
         assert isinstance(part, sparsifiers.Sparsifier)
-        return config.density.target, part.density
+        return config.compression.density.target, part.density
 
     assert agreed(on_ranks(2, MODEL, body)) == (0.05, 0.05)
 
@@ -68,14 +68,14 @@ def test_two_densities_are_an_error_whatever_the_defaults_are(
     def body(rank: int, model: nn.Module) -> None:
         with pytest.raises(ValueError, match=r"density=.* and compression=.*topk\(density=0.2\)"):
             make(model, compression=by_pattern(sparsifiers.get("topk", 0.2)), density=density)
-        assert make(model, compression=by_pattern(sparsifiers.get("topk", 0.2)), density=0.2).density.target == 0.2
+        assert make(model, compression=by_pattern(sparsifiers.get("topk", 0.2)), density=0.2).compression.density.target == 0.2
 
     on_ranks(1, MODEL, body)
 
 
 def test_the_defaults_of_those_that_say_nothing() -> None:
     def body(rank: int, model: nn.Module) -> list[float]:
-        return [make(model, compression="topk").density.target for make in EVERYWHERE]
+        return [make(model, compression="topk").compression.density.target for make in EVERYWHERE]
 
     assert agreed(on_ranks(1, MODEL, body)) == [0.01, 0.05, 1.0, 1.0, 0.125]
 
@@ -85,9 +85,9 @@ def test_a_density_in_use_goes_on_and_an_objects_own_takes_its_place() -> None:
         optimizer, seen = wrap(model, compression="topk", density=0.125), []
         for name in ("none", "adtopk", sparsifiers.get("topk", 0.5), "adtopk", {".*": sparsifiers.get("topk", 0.25)}):
             optimizer.set_compressor(name)
-            seen.append(optimizer._reducer.config.density.target)
+            seen.append(optimizer._reducer.config.compression.density.target)
         optimizer.set_compressor("topk")
-        return [*seen[1:], optimizer._reducer.config.density.target]
+        return [*seen[1:], optimizer._reducer.config.compression.density.target]
 
     assert agreed(on_ranks(1, MODEL, body)) == [0.125, 0.5, 0.5, 0.25, 0.25]
 
@@ -101,12 +101,12 @@ def test_a_rank_stays_with_those_that_have_none_between() -> None:
         for name in ("topk", "acpsgd", "none", "eden", "powersgd"):
             optimizer.set_compressor(name, **({"memory": "residual"} if name == "topk" else {}))
             train(model, optimizer, rank, range(len(seen), len(seen) + 1))
-            part = optimizer._reducer.config.compressor.part(sparsifiers.Kind.LOW_RANK)
+            part = optimizer._reducer.config.compression.compressor.part(sparsifiers.Kind.LOW_RANK)
             seen.append(None if part is None else part.rank)
         for name in ("topk", "none", "eden"):
             with pytest.raises(ValueError, match=f"rank=2 is about .* compression='{name}' sends no factors"):
                 optimizer.set_compressor(name, rank=2)
-        return [*seen, copy.deepcopy(optimizer)._reducer.config.compressor.rank]
+        return [*seen, copy.deepcopy(optimizer)._reducer.config.compression.compressor.rank]
 
     assert agreed(on_ranks(2, MODEL, body)) == [None, 3, None, None, 3, 3]
 
@@ -128,7 +128,7 @@ def told(caught: list[warnings.WarningMessage]) -> list[str]:
 def test_dgc_trains_beside_a_momentum_of_the_optimizers_own(kind: str) -> None:
     def trained(rank: int, model: nn.Module, **options: Any) -> str:
         optimizer = wrap(model, OWN[kind](model), compression="dgc", density=0.1, **options)
-        assert optimizer._reducer.config.memory.name == "residual"
+        assert optimizer._reducer.config.compression.memory.name == "residual"
         train(model, optimizer, rank, range(4))
         return digest(model)
 
@@ -149,9 +149,9 @@ def test_swapping_dgc_in_is_one_word_with_adamw_too() -> None:
         optimizer = wrap(model, OWN["AdamW"](model))
         train(model, optimizer, rank, range(2))
         optimizer.set_compressor("dgc", density=0.1)
-        assert optimizer._reducer.config.memory.name == "residual"
+        assert optimizer._reducer.config.compression.memory.name == "residual"
         again = copy.deepcopy(optimizer)._reducer.config
-        assert again.memory.name == "residual"
+        assert again.compression.memory.name == "residual"
         train(model, optimizer, rank, range(2, 4))
         return digest(model)
 

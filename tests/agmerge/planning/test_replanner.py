@@ -82,7 +82,7 @@ class World:
             session.comm.barrier("probe").wait(10)  # every rank reads the number before rank 0 counts
             if session.comm.rank == 0:
                 world.probes.append(step)
-            selecting = None if not session.config.compressor.selects else Curve((0,), (0.0,))
+            selecting = None if not session.config.compression.compressor.selects else Curve((0,), (0.0,))
             yield MeasuredCosts(selecting, Curve((0, LOAD), (start, 5 * start)), None)
 
         original = merging.best_in_pieces

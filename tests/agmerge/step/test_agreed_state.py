@@ -95,7 +95,12 @@ def test_what_is_kept_can_be_taken_elsewhere(others: int) -> None:
         exchange = connected(table(), compression="adtopk", density=0.05, merging="threshold")
         for step in range(3):
             stepped(exchange, drawn(rank, step))
-        kept = exchange.copy_state(), exchange.steps, exchange.plan(), exchange.config.compressor.state_dict()
+        kept = (
+            exchange.copy_state(),
+            exchange.steps,
+            exchange.plan(),
+            exchange.config.compression.compressor.state_dict(),
+        )
         return kept, [digest(stepped(exchange, drawn(rank, step)).values()) for step in range(3, 6)]
 
     uninterrupted = testing.run(2, through)
@@ -105,7 +110,7 @@ def test_what_is_kept_can_be_taken_elsewhere(others: int) -> None:
         for step in range(others):
             stepped(exchange, drawn(rank, 70 + step))
         state, steps, plan, remembered = uninterrupted[rank][0]
-        exchange.config.compressor.load_state_dict(remembered)
+        exchange.config.compression.compressor.load_state_dict(remembered)
         exchange.restore(state, steps, plan)
         assert exchange.steps == 3 and exchange.plan() == plan
         assert {key: digest([tensor]) for key, tensor in exchange.state().items()} == {
