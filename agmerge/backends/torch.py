@@ -203,8 +203,8 @@ class TorchHandle(Handle):
     """Handle of a ``torch.distributed.Work``, with our errors. Keeps its tensors alive until it has been waited for.
 
     ``finished`` gets the work then. Gloo's threads let go of theirs a little after it is done; were theirs the last
-    reference, they would need Python's lock to free its tensors, and a process whose interpreter is just ending
-    aborts.
+    reference, they would need Python's lock to free its tensors, and a process aborts while its interpreter is
+    ending.
     """
 
     def __init__(self, work: Any, name: str, ranks: Sequence[int], finished: list[Any], *tensors: torch.Tensor) -> None:

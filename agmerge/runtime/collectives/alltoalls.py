@@ -64,9 +64,9 @@ def alltoall(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Collective. Send rows of ``tensor`` to every rank, and return those that come from all, in the order of ranks.
 
-    ``splits``: how many rows go to each rank, integers whose sum is ``len(tensor)``; the numbers of rows that came from
-    each are then returned too. None: equal shares. ``process_set``: as in :func:`allreduce`. Differentiable: gradients
-    go back where the rows came from.
+    ``splits``: how many rows go to each rank, integers that add up to ``len(tensor)``; the numbers of rows that came
+    from each are then returned too. None: equal shares. ``process_set``: as in :func:`allreduce`. Differentiable:
+    gradients go back where the rows came from.
     """
     arguments.check_tensor(tensor, arguments.label(name, "alltoall"))
     rows, received = run(Alltoall(tensor, splits, name, process_set))
