@@ -14,6 +14,7 @@ import torch
 from digits import load
 from training.progress import add_log_dir, shows_bars
 from transformers import EvalPrediction, Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, set_seed
+from transformers.utils import logging
 
 from agmerge.integrations.transformers import compress
 
@@ -33,6 +34,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="from the last checkpoint")
     add_log_dir(parser)
     args = parser.parse_args()
+    if not shows_bars(True):
+        logging.disable_progress_bar()  # of files that are written
     if args.log_dir is not None:
         os.environ["TENSORBOARD_LOGGING_DIR"] = str(args.log_dir)  # what the Trainer's own curves go by
 
