@@ -61,6 +61,13 @@ def why_not_usable(parameter: torch.Tensor) -> str:
         return "has no shape yet (a lazy module's): make a forward pass before the optimizer is wrapped"
     if parameter.is_inference():
         return "was made in torch.inference_mode(), and has no gradients: make the model outside of it"
+    if parameter.device.type == "meta":
+        return "is on the meta device, and has no numbers: give the model its weights before the optimizer is made"
+    if not parameter.is_leaf:
+        return (
+            "is the result of operations, as for an optimizer with differentiable=True: what workers combine could not "
+            "be differentiated. Give the optimizer leaf tensors, such as model.parameters()"
+        )
     if parameter.requires_grad and str(parameter.dtype).startswith(("torch.float8", "torch.float4")):
         return (
             f"is {parameter.dtype}, in which gradients cannot be added up: hold it in 16 or 32 bits, or freeze it by "

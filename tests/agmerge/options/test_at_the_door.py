@@ -81,26 +81,43 @@ def inference() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4))
 
 
+def computed() -> nn.Module:
+    """Return a model whose weight has a history, as for an optimizer with ``differentiable=True``."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    weight = model[0].weight
+    del model[0]._parameters["weight"]
+    model[0]._parameters["weight"] = weight.clone()
+    return model
+
+
+def step_of(parameters: Any) -> torch.optim.Optimizer:
+    """Return an SGD that takes any tensors, as torch's do with ``differentiable=True``."""
+    return torch.optim.SGD(parameters, lr=0.1, differentiable=True)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "float8": (float8, "is torch.float8_e4m3fn, in which gradients cannot be added up"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(4)), r"has no shape yet \(a lazy module's\)"),
     "inference": (inference, r"was made in torch.inference_mode\(\)"),
+    "meta": (lambda: nn.Sequential(nn.Linear(4, 4, device="meta")), "is on the meta device"),
+    "computed": (computed, "is the result of operations, as for an optimizer with differentiable=True"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("options", [{}, {"compression": "topk"}, {"sync": "updates"}], ids=str)
-def test_parameters_that_nobody_can_train_are_named(kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_parameters_that_nobody_can_train_are_named(workers: int, kind: str, options: dict[str, Any]) -> None:
     make, words = MODELS[kind]
 
     def body(rank: int, _: nn.Module) -> None:
         model = make()
         with pytest.raises(ValueError, match=f"parameter '0.weight' {words}"):
-            agmerge.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), **options)
+            agmerge.DistributedOptimizer(step_of(model.parameters()), model.named_parameters(), **options)
         assert testing.calls() == []
 
-    on_ranks(2, MODEL, body)
+    on_ranks(workers, MODEL, body)
 
 
 def test_a_frozen_parameter_may_have_any_dtype() -> None:
