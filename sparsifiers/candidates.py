@@ -101,14 +101,14 @@ class Candidates:
         With them the elements of `bits` there, if they are known. bits: the vector as it was written, int32[length];
         afterwards it may change. search: finds the positions by reading the vector.
         """
-        held, has_tried, self._has_tried = self._gather(bits, mask, k), self._has_tried, False
+        (lists, held), has_tried, self._has_tried = self._gather(bits, mask, k), self._has_tried, False
         self._stretches = {}
         values = None
         if held is None or held < k:
             found = search()
             smallest = int((bits[found] & mask).min())
         else:
-            positions, keys, rest = workspace(held)
+            positions, keys, rest = lists
             smallest = kernel.cut(positions, keys, held, k, rest)
             values = positions[:k] & ~mask | keys[:k]
             found = positions[:k] & mask
@@ -118,8 +118,10 @@ class Candidates:
         self._learn(smallest, k)
         return found, values
 
-    def _gather(self, bits: NDArray[np.int32], mask: int, k: int) -> int | None:
-        """Put all that exceed the floor into the workspace of this thread, in order; return how many they are.
+    def _gather(self, bits: NDArray[np.int32], mask: int, k: int) -> tuple[NDArray[np.int32], int | None]:
+        """Return positions and keys of all that exceed the floor, in order, with scratch behind them, and their number.
+
+        int32[3, n]: as in `workspace`, which is of this thread or, where it is large, of this call alone.
 
         Elements between the stretches are read: small tensors, and those that another loop has written. None, if these
         are many, or there is no room.
@@ -127,21 +129,22 @@ class Candidates:
         stretches = sorted(self._stretches.values())
         unknown = self.length - sum([stop - start for start, stop, _, _ in stretches])
         if unknown > self.length // MUCH:
-            return None
+            return workspace(0), None
         spare = min(unknown, k + kernel.BLOCK)  # slots for elements that are read
-        positions, keys, _ = workspace(sum([end - first for _, _, first, end in stretches]) + spare)
+        lists = workspace(sum([end - first for _, _, first, end in stretches]) + spare)
+        positions, keys, _ = lists
         done = held = 0
         for start, stop, first, end in [*stretches, (self.length, self.length, 0, 0)]:
             if done < start:
                 room, before = held + spare, held
                 done, held = kernel.scan(bits[:start], done, mask, self._floor, positions[:room], keys[:room], held)
                 if done < start:
-                    return None
+                    return lists, None
                 positions[before:held] |= bits[positions[before:held]] & ~mask
                 spare -= held - before
             positions[held : held + end - first], keys[held : held + end - first] = self._list[:, first:end]
             done, held = stop, held + end - first
-        return held
+        return lists, held
 
     def _learn(self, smallest: int, k: int) -> None:
         """Take a floor for the next step from the smallest of the k keys selected in this one."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers import candidates, kernel
+from sparsifiers import candidates, exact_topk, kernel
 from sparsifiers.candidates import Candidates, TensorNotes
 from sparsifiers.exact_topk import largest_magnitudes
 
@@ -165,6 +165,17 @@ def test_a_steady_scale_is_seldom_searched(training: Training) -> None:
     for _ in range(40):
         training.step(150, normal(1.0))
     assert training.searched[0] and sum(training.searched[10:]) <= 10
+
+
+@pytest.mark.parametrize("kept", [0, 400])
+def test_lists_that_are_too_long_for_the_scratch_that_a_thread_keeps(
+    kept: int, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than a million candidates, as 5 % of seven million elements are: they were read from other scratch."""
+    monkeypatch.setattr(exact_topk, "KEPT", kept)
+    for _ in range(20):
+        training.step(150, normal(1.0))
+    assert not all(training.searched)
 
 
 def test_a_scale_that_drifts_jumps_and_drops(training: Training) -> None:
