@@ -90,6 +90,7 @@ def test_a_checkpoint_that_answers_questions_is_taken_whole_and_16_bits_are_wide
     assert "left out" not in found.about and "random" not in found.about
 
 
+@pytest.mark.slow
 def test_a_small_checkpoint_trains_some_steps(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vocabulary = small / "squad/vocab.txt"
     pieces = windows.tokenizer(vocabulary).get_vocab_size()
@@ -101,6 +102,7 @@ def test_a_small_checkpoint_trains_some_steps(small: Path, tmp_path: Path, capsy
     assert capsys.readouterr().err.count("qa_outputs.* begins at random\n") == 1  # of two workers, the first says so
 
 
+@pytest.mark.slow
 def test_word_pieces_come_from_the_file_that_was_named(small: Path, tmp_path: Path) -> None:
     (tmp_path / "squad").mkdir()
     for part in ("train", "dev"):

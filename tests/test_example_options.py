@@ -17,6 +17,7 @@ from options import described
 from reporting import logs
 from torch.distributed.run import get_args_parser
 from training import options as train_options
+from training import show
 
 import agmerge
 import merging
@@ -219,3 +220,15 @@ def test_what_quantises_has_no_use_for_a_density() -> None:
 )
 def test_a_compressor_is_described_by_what_it_has(settings: dict[str, str], text: str) -> None:
     assert described({"exchange": "sparse", "memory": "none", **settings}) == text
+
+
+def test_an_outline_of_a_network_has_its_parameters_and_next_to_no_memory() -> None:
+    network = jobs.get("gpt2-wikitext2").network
+    pytest.importorskip("transformers")
+    outline = show.outlined(network)
+    with torch.device("meta"):
+        whole = network()
+    assert [(name, p.shape) for name, p in outline.named_parameters()] == [
+        (name, p.shape) for name, p in whole.named_parameters()
+    ]  # what is shared is there once
+    assert all(p.untyped_storage().nbytes() == 4 and not p.is_meta for p in outline.parameters())

@@ -74,6 +74,7 @@ def test_nobody_needs_tensorboard_who_asks_for_no_curves() -> None:
     assert not any(name.startswith("tensorboard") for name in done.stdout.split())
 
 
+@pytest.mark.slow
 def test_mnist_draws_its_loss_and_its_accuracy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

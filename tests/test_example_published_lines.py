@@ -216,8 +216,7 @@ def test_a_link_with_a_published_name_is_that_script(
 
 def accepted(args: Namespace) -> dict[str, str]:
     """Return what the library makes of the benchmark's options."""
-    with torch.device("meta"):
-        model = models.build(args.model, 1, 32, 8).model
+    model = show.outlined(lambda: models.build(args.model, 1, 32, 8).model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return show.settings_of(optimizer, model, options.given(args, model), None)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jobs
@@ -57,8 +58,7 @@ def plans(args: Namespace) -> str:
     Raises ``TypeError`` or ``ValueError`` for options that do not go together, as training does.
     """
     job = jobs.get(args.job)
-    with torch.device("meta"):
-        model = job.network(tiny=args.tiny)
+    model = outlined(partial(job.network, tiny=args.tiny))
     tensors = [parameter.numel() for parameter in model.parameters()]
     options = library_options(args, job, model)
     recipe = recipe_of(job, args)
@@ -72,13 +72,29 @@ def plans(args: Namespace) -> str:
     return "\n".join([*lines, *about, f"agmerge.{wrapper}{how})", f"  {described(settings)}"])
 
 
+def outlined(network: Callable[[], nn.Module]) -> nn.Module:
+    """Return a network of ``network()`` whose parameters have their shapes and next to no memory.
+
+    Each is one number in all its places: the library takes no parameters on the meta device.
+    """
+    with torch.device("meta"):
+        model = network()
+    stand_ins: dict[nn.Parameter, nn.Parameter] = {}  # so that what layers share stays shared
+    for module in model.modules():
+        for name, own in list(module.named_parameters(recurse=False)):
+            number = torch.zeros((), dtype=own.dtype)
+            stand_in = nn.Parameter(number.expand(own.shape), own.requires_grad)
+            setattr(module, name, stand_ins.setdefault(own, stand_in))
+    return model
+
+
 def settings_of(
     optimizer: torch.optim.Optimizer, model: nn.Module, options: Mapping[str, Any], local_steps: int | None
 ) -> dict[str, str]:
     """Return what the library makes of ``options`` with this optimizer, by a worker that is alone and trains nothing.
 
     Args:
-        optimizer: of the parameters of ``model``, which may be on the meta device.
+        optimizer: of the parameters of ``model``, which may be :func:`outlined`.
         options: what the library is given.
         local_steps: steps that workers make by themselves between two exchanges; None: they exchange in every step.
     """
