@@ -7,9 +7,11 @@ all ranks.
 
 from __future__ import annotations
 
+import os
+import sys
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +29,13 @@ NOT_BY_SCALER = (
     "step(): the gradients still have the scale of the attached GradScaler: call scaler.step(optimizer), and then "
     "scaler.update()"
 )
+NOT_GIVEN = (
+    "the script scales its loss with a GradScaler that compress() does not know. What ranks keep back would have its "
+    "scale, which changes, and an infinite gradient, which the scaler leaves out, would be an error. No parameter was "
+    "stepped. Pass it on every rank: agmerge.integrations.ddp.compress(model, optimizer=optimizer, scaler=scaler)"
+)
+SCALERS = os.path.join("amp", "grad_scaler.py")  # the end of the path of torch's file
+DEEP = 8  # calls, from GradScaler.step() to a hook of the optimizer's step
 
 
 def check_dtypes(members: ParameterTable, scaled: bool) -> None:
@@ -113,3 +122,30 @@ class UnscaleHook:
 def _plain(scaler: torch.amp.GradScaler) -> Any:
     """Return the scaler's own ``unscale_``. Pickles of scalers call this."""
     return types.MethodType(type(scaler).unscale_, scaler)
+
+
+def refuse_unknown(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Raise :class:`agmerge.AGMergeError` in the first step of ``optimizer``, if a GradScaler makes it.
+
+    For whoever was given no scaler. Returns a function that ends it.
+    """
+    known = False  # that there is none
+
+    def before(*_: Any) -> None:
+        nonlocal known
+        if not known and _scaler_steps():
+            raise AGMergeError(NOT_GIVEN)
+        known = True
+
+    return optimizer.register_step_pre_hook(before).remove
+
+
+def _scaler_steps() -> bool:
+    """Return whether the optimizer's step that has called here was called by an enabled GradScaler."""
+    frame, left = sys._getframe(1).f_back, DEEP
+    while frame is not None and left:
+        scaler, left = frame.f_locals.get("self"), left - 1
+        if isinstance(scaler, torch.amp.GradScaler) and frame.f_code.co_filename.endswith(SCALERS):
+            return scaler.is_enabled()
+        frame = frame.f_back
+    return False

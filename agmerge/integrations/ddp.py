@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from agmerge.checkpoint import rank_state, torch_helpers
 from agmerge.engine.bucket_reducer import BucketReducer
-from agmerge.engine.grad_scaler import LossScale, check_dtypes
+from agmerge.engine.grad_scaler import LossScale, check_dtypes, refuse_unknown
 from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
 from agmerge.engine.optimizer_states import load_state
 from agmerge.engine.optimizer_wrapper import OptimizerHolder
@@ -126,6 +126,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
             # This object as a whole, which the script need not keep: no_sync() ends with its last reference.
             self._attached.callback(follow(self._reducer, lambda: self._check_apart(model)))
             self._attached.callback(show_shared(model.module, self._reducer))
+            self._attached.callback(model.register_forward_pre_hook(_average_nothing).remove)
             return
         hook = Hook(model, self._reducer)
         model.register_comm_hook(hook, exchange)
@@ -133,22 +134,15 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         if self._inner is not None:
             self._attached.callback(momentum.withhold(self._reducer.exchange, self._inner))
             self._attached.callback(torch_helpers.hide_momentum(self._reducer.exchange, self._inner))
+            for each in optimizers_of(self._inner) if not self._reducer.config.guards.scaled else ():
+                self._attached.callback(refuse_unknown(each))
 
     def _check_apart(self, model: DistributedDataParallel) -> None:
-        """Raise :class:`agmerge.AGMergeError` before a step of ``sync="updates"`` that others would wait for in vain.
-
-        That is in ``join()``, and where the model has averaged gradients after all.
-        """
+        """Raise :class:`agmerge.AGMergeError` before a step of ``sync="updates"`` that others would wait for."""
         if model._join_config.enable:
             raise AGMergeError(
                 "model.join() with sync='updates': a rank that has joined does not step, and the others would wait for "
                 "it. Give every rank the same number of batches"
-            )
-        if model.require_backward_grad_sync:
-            raise AGMergeError(
-                "DistributedDataParallel has averaged gradients whole, and sync='updates' exchanges what each worker's "
-                "optimizer does with its own: a no_sync() that was entered before compress() has ended, or the script "
-                "has set require_backward_grad_sync. Call compress() outside of no_sync(), and leave that to it"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,3 +192,12 @@ def _named(model: DistributedDataParallel, *, ignored: bool) -> list[tuple[str, 
         for name, parameter in model.module.named_parameters()
         if ignored or (parameter.requires_grad and name not in model.parameters_to_ignore)
     ]
+
+
+def _average_nothing(model: Any, _: object) -> None:
+    """Have the forward pass that begins prepare no average, though a script has set ``require_backward_grad_sync``.
+
+    nanoGPT sets it in each pass, in place of ``no_sync()``.
+    """
+    if model.require_backward_grad_sync:
+        model.require_backward_grad_sync = False

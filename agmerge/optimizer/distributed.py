@@ -169,9 +169,9 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         keywords.refuse_unknown(type(self).__name__, unknown)
         options = Options.from_saved(locals())  # by name
         door.check_said(options)
+        workers.adopt()  # first, so that what is said below is said by rank 0, whoever has initialised the workers
         self._set_up(optimizer, named_parameters, options)
         try:
-            workers.adopt()
             horovod_elastic.prepare(DistributedOptimizer)
             if not workers.elastic():  # there new workers are alone until all begin the next step
                 self._reducer.connect()

@@ -16,6 +16,7 @@ from torch import nn
 import agmerge
 import merging
 from agmerge.backends import topology
+from agmerge.engine import grad_scaler
 from agmerge.errors import TWICE
 
 MODEL = seeded(mlp)
@@ -313,3 +314,36 @@ def test_scaler_and_optimizer_are_copied() -> None:
         assert copied.stats()["steps"] == 2
 
     on_ranks(1, MODEL, body)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fused", [True, False])  # these unscale by themselves, and are stepped by another way
+def test_a_scaler_that_was_not_given_is_seen_in_the_first_step(enabled: bool, fused: bool) -> None:
+    """Of an optimizer that stays plain, under DistributedDataParallel."""
+    model = seeded(mlp)
+    plain = torch.optim.AdamW(model.parameters(), fused=fused)
+    grad_scaler.refuse_unknown(plain)
+    before, scaler = digest(model), scaler_of(enabled=enabled)
+    for _ in range(2):
+        scaler.scale(loss_of(model, 0, 0)).backward()
+        if enabled:
+            with pytest.raises(agmerge.AGMergeError, match="scaler=scaler"):
+                scaler.step(plain)
+            assert digest(model) == before
+            scaler = scaler_of(enabled=enabled)
+        else:
+            scaler.step(plain)
+        plain.zero_grad()
+    if not enabled:
+        assert digest(model) != before
+
+
+def test_who_steps_without_a_scaler_is_asked_once() -> None:
+    model = seeded(mlp)
+    plain = sgd(model)
+    end = grad_scaler.refuse_unknown(plain)
+    loss_of(model, 0, 0).backward()
+    plain.step()
+    scaler_of().scale(loss_of(model, 0, 0)).backward()
+    end()
+    assert not plain._optimizer_step_pre_hooks

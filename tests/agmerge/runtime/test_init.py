@@ -340,6 +340,16 @@ def test_who_says_that_workers_are_alone_has_them_alone(said: str, monkeypatch: 
     wrapped()
 
 
+@pytest.mark.usefixtures("opened")
+def test_of_workers_that_the_script_has_initialised_rank_0_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is seen before anything connects, too, though nobody has called ``agmerge.init()``."""
+    monkeypatch.setattr(torch_backend, "initialised", lambda: True)
+    model = torch.nn.Linear(2, 2)
+    inner = torch.optim.AdamW(model.parameters())
+    with pytest.warns(UserWarning, match="memory='residual' goes with compression='dgc' here"):
+        agmerge.DistributedOptimizer(inner, model.named_parameters(), compression="dgc")
+
+
 # -- threads ------------------------------------------------------------------------------------------------
 
 
