@@ -79,8 +79,10 @@ COSTS = (
     Cost("acpsgd", "SGD", 16, 16, 4, momentum=True, decay=False),
     Cost("acpsgd", "SGD", 5, 5, 16, momentum=True, decay=False),
     Cost("eden-1", "AdamW", 0.3, 2.2),
-    Cost("eden-2", "Muon", 6.2, 6.2),
-    Cost("eden-4", "Muon", 2.6, 2.6),
+    Cost("eden-2", "SGD", 0, 10, momentum=True),
+    Cost("eden-2", "RMSprop", 1.2, 1.2),
+    Cost("eden-2", "Muon", 1.7, 6.2),
+    Cost("eden-4", "Muon", 1.5, 2.6),
 )
 
 

@@ -37,7 +37,7 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "int8": ({"compression": "int8"}, "int8"),
     "onebit": ({"compression": "signsgd"}, "onebit"),  # messages are gathered: rounding is fed back
     "a list": ({"compression": ["none", "int8"]}, "int8"),
-    "default, sparse": ({"exchange": "sparse"}, "eden-2"),
+    "default, sparse": ({"exchange": "sparse"}, "eden-4"),
     "default": ({}, "eden-4"),
     "default, mixing": ({"kind": Muon}, "int8"),
 }

@@ -55,8 +55,8 @@ DENSITY = {"density": 0.01}
 
 # The optimizer, other arguments, the compressor and the memory that they lead to with exchange="sparse".
 CHOICES: dict[str, tuple[Make, dict[str, Any], str, str]] = {
-    "SGD": (sgd, {}, "eden-2", "none"),
-    "SGD with decay": (DECAYED, {}, "eden-2", "none"),
+    "SGD": (sgd, {}, "eden-4", "none"),
+    "SGD with decay": (DECAYED, {}, "eden-4", "none"),
     "AdamW": (lambda model: torch.optim.AdamW(model.parameters()), {}, "eden-2", "none"),
     "its step": (lambda model: Renamed(model.parameters()), {}, "eden-2", "none"),
     "another step": (lambda model: Own(model.parameters()), {}, "eden-4", "none"),
@@ -96,10 +96,10 @@ def test_the_default_goes_by_the_optimizer(case: str) -> None:
 
 # The optimizer, other arguments, and among what training chooses.
 CANDIDATES: dict[str, tuple[Make, dict[str, Any], tuple[str, ...]]] = {
-    "SGD": (sgd, {}, ("none", "int8", "eden-4", "eden-2")),
+    "SGD": (sgd, {}, ("none", "int8", "eden-4")),
     "another step": (lambda model: Own(model.parameters()), {}, ("none", "int8", "eden-4")),
     "a mixing one": (lambda model: Shampoo(model.parameters(), lr=0.1), {}, ("none", "int8")),
-    "between nodes": (sgd, {"exchange": "two-level"}, ("int8", "eden-4", "eden-2")),
+    "between nodes": (sgd, {"exchange": "two-level"}, ("int8", "eden-4")),
     "a list": (sgd, {"compression": ["eden", "none", "8bit"]}, ("none", "int8", "eden-2")),
 }
 
@@ -175,7 +175,7 @@ def test_auto_is_the_default_and_is_resolved_once() -> None:
         optimizer.set_compressor("auto")  # nobody has named a density now
         return [*found, optimizer.stats()["compressor"]]
 
-    assert agreed(on_ranks(2, MODEL, body)) == ["topk", "dgc", "eden-2"]
+    assert agreed(on_ranks(2, MODEL, body)) == ["topk", "dgc", "eden-4"]
 
 
 def test_ranks_for_which_auto_stands_for_different_things_are_told() -> None:

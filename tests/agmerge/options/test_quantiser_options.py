@@ -147,7 +147,7 @@ def test_optimizers_that_nobody_has_measured_have_4_bits_at_the_least(name: str)
     assert candidates_for(optimizer_named(name)) == TO_4_BITS == ("none", "int8", "eden-4")
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RAdam])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RAdam])
 def test_optimizers_that_were_measured_have_2_bits(kind: Any) -> None:
     assert candidates_for(kind([nn.Parameter(torch.ones(2))], lr=0.1))[-1] == "eden-2"
 

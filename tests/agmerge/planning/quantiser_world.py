@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 from support import agreed, mlp, on_ranks, seeded, train, wrap
 from torch import nn
 
@@ -89,7 +90,9 @@ class World:
 
 
 def wrapped(model: nn.Module, inner: Any = None, **options: Any) -> Any:
+    """An optimizer with all four candidates."""
     planner = merging.get("agmerge", check_every=LOOK)
+    inner = inner or torch.optim.AdamW(model.parameters(), lr=1e-3)
     return wrap(model, inner, **{"compression": "auto", "exchange": "auto", "merging": planner, **options})
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from frameworks import Scenarios, bits
 from fsdp2_models import REPLICA, SHARD, locals_of, sharded, step_of
-from support import loss_of, mlp, seeded, sgd, train
+from support import loss_of, mlp, seeded, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +23,10 @@ from agmerge.integrations import ddp
 
 scenario = Scenarios()
 STEPS = 2
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def told(compressed: Any, parameters: Any, **more: Any) -> dict[str, Any]:
@@ -41,9 +45,9 @@ def told(compressed: Any, parameters: Any, **more: Any) -> dict[str, Any]:
 
 @scenario
 def wrapper(folder: Path) -> Any:
-    """A DistributedOptimizer around SGD with momentum."""
+    """A DistributedOptimizer around AdamW."""
     model = seeded(mlp)
-    optimizer = agmerge.DistributedOptimizer(sgd(model), model.named_parameters())
+    optimizer = agmerge.DistributedOptimizer(adamw(model), model.named_parameters())
     train(model, optimizer, agmerge.rank(), range(STEPS))
     found = told(optimizer, model)
     optimizer.close()
@@ -56,7 +60,7 @@ def hook(folder: Path) -> Any:
     seen, said = {}, {}
     for name in ("with", "without"):
         net = seeded(mlp)
-        model, inner = DistributedDataParallel(net), sgd(net)
+        model, inner = DistributedDataParallel(net), adamw(net)
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             compressed = ddp.compress(model, **({"optimizer": inner} if name == "with" else {}))
