@@ -229,7 +229,7 @@ def test_a_probe_takes_the_last_line_and_is_nobodys_worker(monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.usefixtures("real_python")
 def test_torch_works_here() -> None:
-    row = doctor.backend_row("torch", doctor.probe(torch_backend.PROBE), "")
+    row = doctor.backend_row("torch", doctor.probe(torch_backend.PROBE, 110.0), "")  # a machine may be busy
     assert row.works and "Gloo" in row.detail
 
 

@@ -209,6 +209,7 @@ def test_the_strictest_one_decides_what_a_script_gets_that_names_no_compressor()
         for name, inner, options in (
             ("muon", pair(model), {}),
             ("sgd", [sgd_of, adamw], {}),
+            ("adams", [torch.optim.RAdam(matrices), adamw], {}),
             ("unknown", [sgd_of, torch.optim.RMSprop(others)], {}),
             ("sgds", sgds(model), {"density": 0.05}),
             ("selected", pair(model), {"density": 0.05}),
@@ -218,7 +219,8 @@ def test_the_strictest_one_decides_what_a_script_gets_that_names_no_compressor()
             optimizer.close()
         if MUON is not torch.optim.RMSprop:
             assert found["muon"].candidates == ("none", "int8")
-        assert found["unknown"].candidates == ("none", "int8", "eden-4") and len(found["sgd"].candidates) == 4
+        assert found["unknown"].candidates == found["sgd"].candidates == ("none", "int8", "eden-4")
+        assert len(found["adams"].candidates) == 4
         assert (found["sgds"], found["selected"]) == ("dgc", "topk")
 
     with warnings.catch_warnings():

@@ -96,12 +96,12 @@ def twice(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list
 def test_bits_are_those_of_a_search(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(topology.VARIABLE, "2")  # ranks of a node
     spared: list[bool] = []
-    gather: Callable[..., int | None] = Candidates._gather
+    gather: Callable[..., tuple[Any, int | None]] = Candidates._gather
 
-    def gathered(self: Candidates, bits: Any, mask: int, k: int) -> int | None:
-        held = gather(self, bits, mask, k)
+    def gathered(self: Candidates, bits: Any, mask: int, k: int) -> tuple[Any, int | None]:
+        lists, held = gather(self, bits, mask, k)
         spared.append(held is not None and held >= k)
-        return held
+        return lists, held
 
     monkeypatch.setattr(Candidates, "_gather", gathered)
     noted = runs(name)
