@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import threading
 import time
 from collections import deque
@@ -63,7 +64,7 @@ class Progress:
         return call
 
     def end(self) -> None:
-        """Stop the thread; calls that are under way stay unfinished."""
+        """Stop the thread; calls that are under way stay unfinished, and their buffers are never freed."""
         self._end = True
         self._wake.set()
         self._thread.join()
@@ -81,3 +82,6 @@ class Progress:
             while self._calls:
                 under_way.append(self._calls.popleft())
             under_way = [call for call in under_way if call.running()]
+        for call in under_way:
+            # The library may write to their buffers until it is finalised, which is after all objects have been freed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(call))

@@ -39,7 +39,8 @@ def environment(**more: str) -> dict[str, str]:
     """
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "HOROVOD", "AGMERGE", "TORCHELASTIC")
     ours = ("AGMERGE_KERNEL", "AGMERGE_CACHE")
-    kept = {key: one for key, one in os.environ.items() if not key.startswith(dropped) or key in ours}
+    there = {key: os.environ.get(key, "") for key in list(os.environ)}  # pytest changes one while threads launch
+    kept = {key: one for key, one in there.items() if not key.startswith(dropped) or key in ours}
     return {**kept, "OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "1", **more}
 
 
