@@ -14,6 +14,8 @@ from test_workers import need
 
 SCRIPT = HERE / "dying_quantised.py"
 PHASES = ("first", "second")
+# Of the two others one may still wait in the phase before, and is told of, too.
+AMONG_THREE = re.compile(MISSING.pattern.replace("Missing: rank 1", r"Missing: (?:.*; )?rank 1"))
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -29,7 +31,7 @@ def test_both_survivors_name_the_rank_that_was_killed(phase: str) -> None:
     assert workers[FAILS].returncode == -signal.SIGKILL
     for rank in (0, 2):
         assert workers[rank].returncode not in (0, None), outputs[rank]
-        error = MISSING.search(outputs[rank])
+        error = AMONG_THREE.search(outputs[rank])
         assert error is not None, outputs[rank]
         assert "(in step 1, after " in error[0] and re.search(r": buffer 0(/sum)?: ", error[0]), error[0]
 
