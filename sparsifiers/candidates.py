@@ -101,10 +101,11 @@ class Candidates:
         With them the elements of `bits` there, if they are known. bits: the vector as it was written, int32[length];
         afterwards it may change. search: finds the positions by reading the vector.
         """
-        (lists, held), has_tried, self._has_tried = self._gather(bits, mask, k), self._has_tried, False
+        lists, has_tried, self._has_tried = self._gather(bits, mask, k), self._has_tried, False
         self._stretches = {}
+        held = 0 if lists is None else lists.shape[1]
         values = None
-        if held is None or held < k:
+        if lists is None or held < k:
             found = search()
             smallest = int((bits[found] & mask).min())
         else:
@@ -113,15 +114,15 @@ class Candidates:
             values = positions[:k] & ~mask | keys[:k]
             found = positions[:k] & mask
         if has_tried:
-            too_few = held is not None and held < k
+            too_few = lists is not None and held < k
             self._part = max(LEAST, self._part - DROP) if too_few else min(MOST, self._part + RISE)
         self._learn(smallest, k)
         return found, values
 
-    def _gather(self, bits: NDArray[np.int32], mask: int, k: int) -> tuple[NDArray[np.int32], int | None]:
-        """Return positions and keys of all that exceed the floor, in order, with scratch behind them, and their number.
+    def _gather(self, bits: NDArray[np.int32], mask: int, k: int) -> NDArray[np.int32] | None:
+        """Return positions and keys of all that exceed the floor, in order, and as much scratch: int32[3, held].
 
-        int32[3, n]: as in `workspace`, which is of this thread or, where it is large, of this call alone.
+        They lie in a `workspace`, which is of this thread or, where it is large, of this call alone.
 
         Elements between the stretches are read: small tensors, and those that another loop has written. None, if these
         are many, or there is no room.
@@ -129,7 +130,7 @@ class Candidates:
         stretches = sorted(self._stretches.values())
         unknown = self.length - sum([stop - start for start, stop, _, _ in stretches])
         if unknown > self.length // MUCH:
-            return workspace(0), None
+            return None
         spare = min(unknown, k + kernel.BLOCK)  # slots for elements that are read
         lists = workspace(sum([end - first for _, _, first, end in stretches]) + spare)
         positions, keys, _ = lists
@@ -139,12 +140,12 @@ class Candidates:
                 room, before = held + spare, held
                 done, held = kernel.scan(bits[:start], done, mask, self._floor, positions[:room], keys[:room], held)
                 if done < start:
-                    return lists, None
+                    return None
                 positions[before:held] |= bits[positions[before:held]] & ~mask
                 spare -= held - before
             positions[held : held + end - first], keys[held : held + end - first] = self._list[:, first:end]
             done, held = stop, held + end - first
-        return lists, held
+        return lists[:, :held]
 
     def _learn(self, smallest: int, k: int) -> None:
         """Take a floor for the next step from the smallest of the k keys selected in this one."""

@@ -127,7 +127,7 @@ def _plain(scaler: torch.amp.GradScaler) -> Any:
 def refuse_unknown(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Raise :class:`agmerge.AGMergeError` in the first step of ``optimizer``, if a GradScaler makes it.
 
-    For whoever was given no scaler. Returns a function that ends it.
+    For reducers that were given no scaler. Returns a function that ends it.
     """
     known = False  # that there is none
 

@@ -143,21 +143,13 @@ class Config:
         Dense tensors beside compressed ones have no residual but a quantisation error, and on a device not even that;
         where they have an older residual, a memory keeps it until it is sent.
         """
+        memory, has_rest = self.compression.memory, self.compression.has_rest
         if kind in self.compression.compressor.kinds:
             whole = kind in (Kind.DENSE, Kind.QUANTISED)
-            holds_rest = (
-                self.compression.has_rest
-                and whole
-                and not self.compression.memory.has_residual
-                and not self.compression.memory.hands_back
-            )
-            return sparsifiers.memory("residual") if holds_rest else self.compression.memory
+            holds_rest = has_rest and whole and not memory.has_residual and not memory.hands_back
+            return sparsifiers.memory("residual") if holds_rest else memory
         rounds = self.rounds_whole and not on_device
-        return (
-            self.compression.memory.for_rounded_lane()
-            if rounds or self.compression.has_rest
-            else self.compression.memory.for_dense_lane()
-        )
+        return memory.for_rounded_lane() if rounds or has_rest else memory.for_dense_lane()
 
     @property
     def rounds_whole(self) -> bool:

@@ -113,17 +113,14 @@ def cheaper(cost: Cost, optimizer: torch.optim.Optimizer) -> str:
 
 def _named(config: Any) -> Iterator[tuple[str, float | None]]:
     """Yield the compressors of a config by name, with the smallest density or rank that they are given."""
-    sparse, low_rank = (
-        config.compression.compressor.part(Kind.SPARSE),
-        config.compression.compressor.part(Kind.LOW_RANK),
-    )
+    compressor = config.compression.compressor
+    sparse, low_rank, quantised = map(compressor.part, (Kind.SPARSE, Kind.LOW_RANK, Kind.QUANTISED))
     if sparse is not None and config.compression.memory.has_residual:
         # Without the memory of its paper dgc selects what topk does, and with it topk what dgc does.
         same = "dgc" if config.compression.memory.has_momentum else "topk"
         yield (same if sparse.name in ("topk", "dgc") else sparse.name), config.compression.density.least
     if isinstance(low_rank, LowRank):
         yield low_rank.name, low_rank.least_rank
-    quantised = config.compression.compressor.part(Kind.QUANTISED)
     if quantised is not None:
         yield quantised.name, None
 

@@ -8,10 +8,11 @@ import torch
 from torch.nn.functional import pad
 
 from agmerge.tensors.dtensors import local_of
+from sparsifiers import kernel
 from sparsifiers.kernel_message import checksum
 
 WORD = 8  # bytes
-CHUNK = 1 << 19  # words that are read at a time on a device, where each takes three times its own memory
+CHUNK = 1 << 19  # words that are read at a time without compiled loops: each takes three times its own memory
 
 
 def fingerprints(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -22,16 +23,8 @@ def fingerprints(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     addition and on every device. Of a DTensor the local shard counts. Copies only tensors that are not contiguous.
     """
     octets = [_octets(local_of(tensor).detach()) for tensor in tensors]
-    found = torch.empty(len(octets), 2, dtype=torch.int64)
-    on_devices = [index for index, one in enumerate(octets) if one.device.type != "cpu"]
-    for index, one in enumerate(octets):
-        for column, part in enumerate((one, one[WORD // 2 :])) if one.device.type == "cpu" else ():
-            total = checksum(part)
-            found[index, column] = total - (total >> 63 << 64)
-    if on_devices:  # read together: every reading waits for the device
-        pairs = [torch.stack([_checksum(octets[index]), _checksum(octets[index][WORD // 2 :])]) for index in on_devices]
-        found[on_devices] = torch.stack(pairs).cpu()
-    return found
+    pairs = [torch.stack([_checksum(one), _checksum(one[WORD // 2 :])]) for one in octets]  # devices are not waited for
+    return torch.stack([pair.cpu() for pair in pairs]) if pairs else torch.empty(0, 2, dtype=torch.int64)
 
 
 def _octets(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,7 +34,15 @@ def _octets(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _checksum(octets: torch.Tensor) -> torch.Tensor:
-    """Return :func:`sparsifiers.kernel_message.checksum` of ``octets``, uint8[n], with torch's operations: int64[]."""
+    """Return :func:`sparsifiers.kernel_message.checksum` of ``octets``, uint8[n], on their device: int64[]."""
+    if kernel.plain(octets, dtype=torch.uint8):
+        found = checksum(octets)
+        return torch.tensor(found - (found >> 63 << 64))
+    return _checksum_by_torch(octets)
+
+
+def _checksum_by_torch(octets: torch.Tensor) -> torch.Tensor:
+    """Return the same with torch's operations, chunk by chunk, so that little memory is needed: int64[]."""
     total = torch.zeros((), dtype=torch.int64, device=octets.device)
     for first in range(0, len(octets), CHUNK * WORD):
         part = octets[first : first + CHUNK * WORD]

@@ -32,7 +32,7 @@ def test_devices_compute_what_the_host_does(length: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(fingerprint, "CHUNK", 8)  # words: most lengths take several
     octets = torch.randint(0, 256, (length + 3,), dtype=torch.uint8)
     for part in (octets[:length], octets[3:]):
-        assert int(fingerprint._checksum(part)) % 2**64 == kernel_message.checksum(part)
+        assert int(fingerprint._checksum_by_torch(part)) % 2**64 == kernel_message.checksum(part)
 
 
 def test_a_bit_that_differs_and_any_two_that_do_are_seen() -> None:
