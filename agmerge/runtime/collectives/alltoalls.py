@@ -10,8 +10,7 @@ import torch
 from agmerge.backends import Handle
 from agmerge.backends.handshake import Fact
 from agmerge.runtime.call_agreement import share_numbers
-from agmerge.runtime.collectives import arguments
-from agmerge.runtime.collectives.operation import Operation, Pending, run, start
+from agmerge.runtime.collectives.operation import Operation, Pending, run_all, start
 from agmerge.runtime.collectives.raw import byte_view, described, plain, row_kind
 
 
@@ -20,8 +19,8 @@ class Alltoall(Operation):
 
     kind = "alltoall"
 
-    def __init__(self, tensor: torch.Tensor, splits: Any, *given: Any, **more: Any) -> None:
-        super().__init__([tensor], *given, **more)
+    def __init__(self, call: str, tensor: torch.Tensor, splits: Any, *given: Any, **more: Any) -> None:
+        super().__init__(call, tensor, *given, **more)
         if tensor.dim() == 0:
             raise ValueError(f"{self.label}: a tensor of no dimensions has no rows to send")
         self._like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
@@ -51,8 +50,8 @@ class Alltoall(Operation):
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Collective. Send every gradient back to where its row came from."""
-        back = Alltoall(gradients[0], self._received, f"gradient of {self.label}", where=self.group)
-        return [run(back)[0]]
+        named = f"gradient of {self.label}"
+        return run_all(Alltoall("alltoall", gradients[0], self._received, named, where=self.group))[:1]
 
     def shaped(self, results: list[torch.Tensor]) -> Any:
         """Return both results."""
@@ -68,8 +67,7 @@ def alltoall(
     from each are then returned too. None: equal shares. ``process_set``: as in :func:`allreduce`. Differentiable:
     gradients go back where the rows came from.
     """
-    arguments.check_tensor(tensor, arguments.label(name, "alltoall"))
-    rows, received = run(Alltoall(tensor, splits, name, process_set))
+    rows, received = run_all(Alltoall("alltoall", tensor, splits, name, process_set))
     return rows if splits is None else (rows, received)
 
 
@@ -80,8 +78,7 @@ def alltoall_async(
 
     It always gives both, as in Horovod. Leave ``tensor`` alone until then.
     """
-    arguments.check_tensor(tensor, arguments.label(name, "alltoall_async"))
-    return start(Alltoall(tensor, splits, name, process_set))
+    return start(Alltoall("alltoall_async", tensor, splits, name, process_set))
 
 
 def _checked(splits: Any, rows: int, size: int, label: str) -> list[int]:

@@ -10,20 +10,19 @@ import torch
 from agmerge.backends import Backend, Handle
 from agmerge.backends.handshake import Fact
 from agmerge.ops import Average
-from agmerge.runtime.collectives import arguments
 from agmerge.runtime.collectives.operation import Operation, Pending, run, start
 from agmerge.runtime.collectives.raw import byte_view, copied, described
-from agmerge.runtime.collectives.reduce import Allreduce
+from agmerge.runtime.collectives.reduce import reduced_gradients
 
 
 class Broadcast(Operation):
-    """Operation of :func:`broadcast`. ``in_place``: the result is written over the tensor."""
+    """Operation of :func:`broadcast`."""
 
     kind = "broadcast"
 
-    def __init__(self, tensor: torch.Tensor, root_rank: int, *given: Any, in_place: bool = False) -> None:
-        super().__init__([tensor], *given)
-        self.root, self.in_place = root_rank, in_place
+    def __init__(self, call: str, tensor: torch.Tensor, root_rank: int, name: Any, process_set: Any) -> None:
+        super().__init__(call, tensor, name, process_set)
+        self.root = root_rank
         self._index = root_of(self.comm, self.group.ranks, root_rank)
 
     def facts(self) -> list[Fact]:
@@ -50,8 +49,7 @@ class Broadcast(Operation):
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Collective. Return the average of all gradients on the root, zeros on the others, as in Horovod."""
-        back = Allreduce(gradients, f"gradient of {self.label}", Average, 1.0, 1.0, where=self.group)
-        mean: torch.Tensor = run(back)
+        (mean,) = reduced_gradients(self, gradients, Average)
         return [mean if self.comm.rank == self._index else mean * 0]
 
 
@@ -62,18 +60,17 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, pro
     ``process_set`` (as in :func:`allreduce`). Differentiable: the root gets the average of all ranks' gradients, the
     others zeros, as in Horovod.
     """
-    return run(_operation(tensor, "broadcast", root_rank, name, process_set))  # type: ignore[no-any-return]
+    return run(Broadcast("broadcast", tensor, root_rank, name, process_set))
 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> torch.Tensor:
     """Collective. Overwrite ``tensor`` with rank ``root_rank``'s, and return it. Without a gradient."""
-    made = _operation(tensor, "broadcast_", root_rank, name, process_set, in_place=True)
-    return run(made)  # type: ignore[no-any-return]
+    return run(Broadcast("broadcast_", tensor, root_rank, name, process_set))
 
 
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Pending:
     """Collective. Start :func:`broadcast`; return a handle for :func:`synchronize`. ``tensor`` is copied first."""
-    return start(_operation(tensor, "broadcast_async", root_rank, name, process_set))
+    return start(Broadcast("broadcast_async", tensor, root_rank, name, process_set))
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Pending:
@@ -81,15 +78,7 @@ def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = No
 
     Leave ``tensor`` alone until then.
     """
-    return start(_operation(tensor, "broadcast_async_", root_rank, name, process_set, in_place=True))
-
-
-def _operation(tensor: Any, call: str, root: int, name: Any, process_set: Any, in_place: bool = False) -> Broadcast:
-    """Return a broadcast of checked arguments. ``call``: its name where the script gives none."""
-    arguments.check_tensor(tensor, arguments.label(name, call))
-    if in_place:
-        arguments.check_overwritten(tensor, call)
-    return Broadcast(tensor, root, name, process_set, in_place=in_place)
+    return start(Broadcast("broadcast_async_", tensor, root_rank, name, process_set))
 
 
 def root_of(comm: Backend, ranks: Sequence[int], root_rank: Any) -> int:

@@ -11,10 +11,9 @@ from agmerge.backends import Handle
 from agmerge.backends.handshake import Fact
 from agmerge.ops import Average
 from agmerge.runtime.call_agreement import share_numbers
-from agmerge.runtime.collectives import arguments
 from agmerge.runtime.collectives.operation import Operation, Pending, run, run_all, start
 from agmerge.runtime.collectives.raw import byte_view, plain, row_kind
-from agmerge.runtime.collectives.reduce import Allreduce
+from agmerge.runtime.collectives.reduce import reduced_gradients
 
 
 class Allgather(Operation):
@@ -66,9 +65,7 @@ class Allgather(Operation):
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Collective. Return the average over the ranks of the gradients of this rank's rows, as in Horovod."""
-        given = (gradients, f"gradient of {self.label}", Average, 1.0, 1.0)
-        back = Allreduce(*given, where=self.group)
-        rank, wholes = self.comm.rank, run_all(back)
+        rank, wholes = self.comm.rank, reduced_gradients(self, gradients, Average)
         return [whole.narrow(0, sum(rows[:rank]), rows[rank]) for whole, rows in zip(wholes, self.rows, strict=True)]
 
 
@@ -79,8 +76,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = 
     gradient is the *average* over the ranks of the gradients of this rank's rows, as in Horovod (docs/migrate.md says
     when that is right).
     """
-    arguments.check_tensor(tensor, arguments.label(name, "allgather"))
-    return run(Allgather([tensor], name, process_set))  # type: ignore[no-any-return]
+    return run(Allgather("allgather", tensor, name, process_set))
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> Pending:
@@ -88,15 +84,14 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 
     Leave ``tensor`` alone until then.
     """
-    arguments.check_tensor(tensor, arguments.label(name, "allgather_async"))
-    return start(Allgather([tensor], name, process_set))
+    return start(Allgather("allgather_async", tensor, name, process_set))
 
 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = None
 ) -> list[torch.Tensor]:
     """Collective. Gather each of ``tensors`` as :func:`allgather`, all of them agreed on at once; return a list."""
-    return list(run(_grouped(tensors, "grouped_allgather", name, process_set)))
+    return run_all(Allgather("grouped_allgather", tensors, name, process_set))
 
 
 def grouped_allgather_async(
@@ -106,11 +101,4 @@ def grouped_allgather_async(
 
     Leave the tensors alone until then.
     """
-    return start(_grouped(tensors, "grouped_allgather_async", name, process_set))
-
-
-def _grouped(tensors: Any, call: str, name: Any, process_set: Any) -> Allgather:
-    """Return an all-gather of several tensors. ``call``: its name where the script gives none."""
-    made = Allgather(arguments.check_list(tensors, arguments.label(name, call)), name, process_set)
-    made.single = False
-    return made
+    return start(Allgather("grouped_allgather_async", tensors, name, process_set))

@@ -44,7 +44,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None)
     label = arguments.label(name, "allgather_object")
     data, problem = _pickled(obj)
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    gathering = Allgather([own], label, process_set)
+    gathering = Allgather("allgather", own, label, process_set)
     parts = torch.split(run(gathering), gathering.rows[0])
     failed = [rank for rank, part in zip(gathering.group.ranks, parts, strict=True) if not len(part)]
     if failed:

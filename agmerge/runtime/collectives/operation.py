@@ -22,21 +22,26 @@ from agmerge.runtime.process_sets import Group, group
 
 
 class Operation(ABC):
-    """Collective over ``tensors``, dense ones.
+    """Collective over dense tensors, of one function of the module.
 
-    ``name``: the script's, or None. ``process_set``: as the script gave it. ``where``: the group of the operation
-    that this one is the gradient of, in place of a process set.
+    ``call``: the function's name, of which the variant follows: ``grouped_`` takes and returns a list, a ``_`` at the
+    end overwrites its tensors. ``given``: the script's tensor or list. ``name``: the script's, or None.
+    ``process_set``: as the script gave it. ``where``: the group of the operation that this one is the gradient of, in
+    place of a process set. Raises ``TypeError`` or ``ValueError`` for arguments without meaning.
     """
 
     kind: str  # the call that ranks agree on: "allreduce", ...
-    in_place = False  # the results are the given tensors, so they have no gradient
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], name: Any, process_set: Any = None, *, where: Group | None = None
+        self, call: str, given: Any, name: Any, process_set: Any = None, *, where: Group | None = None
     ) -> None:
+        self.single = not call.startswith("grouped_")  # the script gave one tensor, and gets one
+        self.in_place = call.endswith("_")  # the results are the given tensors, so they have no gradient
+        self.tensors = arguments.check_list([given] if self.single else given, arguments.label(name, call))
+        if self.in_place:
+            for tensor in self.tensors:
+                arguments.check_overwritten(tensor, call)
         self.label, self.named = arguments.label(name, self.kind), name is not None
-        self.single = True  # the script gave one tensor, and gets one
-        self.tensors = list(tensors)
         self.group = where or group(process_set, self.label)
         self.message = ""  # the name of its messages, from start() on
 
@@ -175,15 +180,15 @@ def count(comm: Backend) -> None:
     _lines.setdefault(comm, _Line()).agreed += 1
 
 
-def run(operation: Operation) -> Any:
-    """Collective. Return the result of ``operation``."""
-    return start(operation, waits=True).result()
+def run(operation: Operation) -> torch.Tensor:
+    """Collective. Return the result of ``operation``, which has one."""
+    result: torch.Tensor = start(operation, waits=True).result()
+    return result
 
 
 def run_all(operation: Operation) -> list[torch.Tensor]:
-    """Collective. Return the results of ``operation``, however many there are."""
-    operation.single = False
-    return list(run(operation))
+    """Collective. Return the results of ``operation``, a grouped one or another that has several."""
+    return list(start(operation, waits=True).result())
 
 
 def _sweep(line: _Line) -> None:

@@ -9,23 +9,18 @@ import torch
 
 from agmerge.backends import Handle
 from agmerge.errors import AGMergeError
-from agmerge.ops import Average, Compression, Sum
-from agmerge.runtime.collectives import arguments
+from agmerge.ops import Average, Compression, ReduceOp, Sum
 from agmerge.runtime.collectives.arguments import Compressor
-from agmerge.runtime.collectives.operation import Pending, run, run_all, start
+from agmerge.runtime.collectives.operation import Operation, Pending, run, run_all, start
 from agmerge.runtime.collectives.reduction import TRAVELS, Reduction, flat, times
 
 NONE = Compression.none
 
 
 class Allreduce(Reduction):
-    """Operation of :func:`allreduce`. ``in_place``: results are written over the tensors."""
+    """Operation of :func:`allreduce`."""
 
     kind = "allreduce"
-
-    def __init__(self, *given: Any, in_place: bool = False, **more: Any) -> None:
-        super().__init__(*given, **more)
-        self.in_place = in_place
 
     def begin(self) -> list[Handle]:
         """Collective. Start one message a tensor."""
@@ -63,9 +58,16 @@ class Allreduce(Reduction):
         """Collective. Return the same reduction of the gradients: of an average the average, of a sum the sum."""
         if self.op not in (Average, Sum):
             raise AGMergeError(f"{self.label}: op={self.op.value} has no gradient; give it tensor.detach()")
-        given = (gradients, f"gradient of {self.label}", self.op, self.prescale, self.postscale)
-        back = Allreduce(*given, where=self.group)
-        return run_all(back)
+        return reduced_gradients(self, gradients, self.op, self.prescale, self.postscale)
+
+
+def reduced_gradients(
+    operation: Operation, gradients: Sequence[torch.Tensor], op: ReduceOp, *factors: float
+) -> list[torch.Tensor]:
+    """Collective. Return the all-reduced ``gradients`` of the results of ``operation``. ``factors``: before, after."""
+    before, after = factors or (1.0, 1.0)
+    named, where = f"gradient of {operation.label}", operation.group
+    return run_all(Allreduce("grouped_allreduce", gradients, None, named, op, before, after, where=where))
 
 
 def allreduce(
@@ -89,12 +91,8 @@ def allreduce(
     their own. Ranks with different calls get the same :class:`agmerge.RankMismatchError`; tensors
     that cannot be combined raise ``TypeError`` or ``ValueError``.
     """
-    label = arguments.label(name, "allreduce")
-    arguments.check_tensor(tensor, label)
-    cast = arguments.compressor(compression, label)
-    sent, context = cast.compress(tensor)
-    made = _operation([sent], "allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return cast.decompress(run(made), context)
+    factors = prescale_factor, postscale_factor
+    return run(Allreduce("allreduce", tensor, average, name, op, *factors, process_set, compression))
 
 
 def allreduce_(
@@ -107,8 +105,7 @@ def allreduce_(
     process_set: Any = None,
 ) -> torch.Tensor:
     """Collective. Combine as :func:`allreduce`, over ``tensor`` itself, which is returned. Without a gradient."""
-    scales = (prescale_factor, postscale_factor)
-    return run(_in_place([tensor], "allreduce_", average, name, op, *scales, process_set))  # type: ignore[no-any-return]
+    return run(Allreduce("allreduce_", tensor, average, name, op, prescale_factor, postscale_factor, process_set))
 
 
 def allreduce_async(
@@ -121,8 +118,8 @@ def allreduce_async(
     process_set: Any = None,
 ) -> Pending:
     """Collective. Start :func:`allreduce`; return a handle for :func:`synchronize`. ``tensor`` is copied first."""
-    call = "allreduce_async"
-    return start(_operation([tensor], call, average, name, op, prescale_factor, postscale_factor, process_set))
+    factors = prescale_factor, postscale_factor
+    return start(Allreduce("allreduce_async", tensor, average, name, op, *factors, process_set))
 
 
 def allreduce_async_(
@@ -138,8 +135,8 @@ def allreduce_async_(
 
     Leave ``tensor`` alone until then.
     """
-    call = "allreduce_async_"
-    return start(_in_place([tensor], call, average, name, op, prescale_factor, postscale_factor, process_set))
+    factors = prescale_factor, postscale_factor
+    return start(Allreduce("allreduce_async_", tensor, average, name, op, *factors, process_set))
 
 
 def grouped_allreduce(
@@ -153,12 +150,8 @@ def grouped_allreduce(
     process_set: Any = None,
 ) -> list[torch.Tensor]:
     """Collective. Combine each of ``tensors`` as :func:`allreduce`, all of them agreed on at once; return a list."""
-    label = arguments.label(name, "grouped_allreduce")
-    cast = arguments.compressor(compression, label)
-    packed = [cast.compress(tensor) for tensor in arguments.check_list(tensors, label)]
-    sent, scales = [tensor for tensor, _ in packed], (prescale_factor, postscale_factor)
-    totals = run(_operation(sent, "grouped_allreduce", average, name, op, *scales, process_set, single=False))
-    return [cast.decompress(tensor, context) for tensor, (_, context) in zip(totals, packed, strict=True)]
+    factors = prescale_factor, postscale_factor
+    return run_all(Allreduce("grouped_allreduce", tensors, average, name, op, *factors, process_set, compression))
 
 
 def grouped_allreduce_(
@@ -171,8 +164,8 @@ def grouped_allreduce_(
     process_set: Any = None,
 ) -> list[torch.Tensor]:
     """Collective. Combine as :func:`grouped_allreduce`, over the tensors themselves. Without a gradient."""
-    given = (average, name, op, prescale_factor, postscale_factor, process_set)
-    return list(run(_in_place(tensors, "grouped_allreduce_", *given, single=False)))
+    factors = prescale_factor, postscale_factor
+    return run_all(Allreduce("grouped_allreduce_", tensors, average, name, op, *factors, process_set))
 
 
 def grouped_allreduce_async(
@@ -185,8 +178,8 @@ def grouped_allreduce_async(
     process_set: Any = None,
 ) -> Pending:
     """Collective. Start :func:`grouped_allreduce` of copies; return a handle for :func:`synchronize`."""
-    given = (average, name, op, prescale_factor, postscale_factor, process_set)
-    return start(_operation(tensors, "grouped_allreduce_async", *given, single=False))
+    factors = prescale_factor, postscale_factor
+    return start(Allreduce("grouped_allreduce_async", tensors, average, name, op, *factors, process_set))
 
 
 def grouped_allreduce_async_(
@@ -202,38 +195,5 @@ def grouped_allreduce_async_(
 
     Leave the tensors alone until then.
     """
-    given = (average, name, op, prescale_factor, postscale_factor, process_set)
-    return start(_in_place(tensors, "grouped_allreduce_async_", *given, single=False))
-
-
-def _operation(
-    tensors: Any,
-    call: str,
-    average: Any,
-    name: Any,
-    op: Any,
-    prescale: Any,
-    postscale: Any,
-    process_set: Any,
-    *,
-    single: bool = True,
-    in_place: bool = False,
-) -> Allreduce:
-    """Return an all-reduce of checked arguments, which are those of :func:`allreduce`.
-
-    ``call``: its name where the script gives none. ``single``: the script gave one tensor, and gets one.
-    """
-    label = arguments.label(name, call)
-    checked = arguments.check_list(tensors, label)
-    reduced = arguments.reduction(op, average, label)
-    made = Allreduce(checked, name, reduced, prescale, postscale, process_set, in_place=in_place)
-    made.single = single
-    return made
-
-
-def _in_place(tensors: Any, call: str, *given: Any, single: bool = True) -> Allreduce:
-    """Return an all-reduce over the tensors themselves, or raise where that would make a gradient wrong."""
-    made = _operation(tensors, call, *given, single=single, in_place=True)
-    for tensor in made.tensors:
-        arguments.check_overwritten(tensor, call)
-    return made
+    factors = prescale_factor, postscale_factor
+    return start(Allreduce("grouped_allreduce_async_", tensors, average, name, op, *factors, process_set))

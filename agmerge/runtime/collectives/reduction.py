@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from agmerge.backends.handshake import Fact
-from agmerge.ops import Average, ReduceOp, Sum
+from agmerge.ops import Average, Compression, Sum
 from agmerge.runtime.collectives import arguments
 from agmerge.runtime.collectives.operation import Operation
 from agmerge.runtime.collectives.raw import copied, described
@@ -20,28 +19,34 @@ _COMPLEX = (torch.complex64, torch.complex128)
 
 
 class Reduction(Operation):
-    """Reduction of all ranks' numbers by ``op``.
+    """Reduction of all ranks' numbers by ``op``, or ``average``.
 
-    ``prescale``, ``postscale``: factors that the numbers get before, and the result after. Other arguments: as those of
-    :class:`Operation`. Raises ``ValueError`` for dtypes that cannot be combined so.
+    ``prescale``, ``postscale``: factors that the numbers get before, and the result after. ``compression``: the cast of
+    messages. Other arguments: as those of :class:`Operation`. Raises ``ValueError`` for dtypes that cannot be combined.
     """
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
+        call: str,
+        given: Any,
+        average: Any,
         name: Any,
-        op: ReduceOp,
+        op: Any,
         prescale: Any,
         postscale: Any,
         process_set: Any = None,
+        compression: Any = Compression.none,
         *,
         where: Group | None = None,
     ) -> None:
-        super().__init__(tensors, name, process_set, where=where)
-        self.op = op
+        super().__init__(call, given, name, process_set, where=where)
+        label = arguments.label(name, call)
+        self._cast = arguments.compressor(compression, label)
+        self.tensors, self._contexts = map(list, zip(*map(self._cast.compress, self.tensors), strict=True))
+        self.op = arguments.reduction(op, average, label)
         self.prescale = arguments.factor(prescale, "prescale_factor", self.label)
         self.postscale = arguments.factor(postscale, "postscale_factor", self.label)
-        for tensor in tensors:
+        for tensor in self.tensors:
             self._check(tensor)
 
     def _check(self, tensor: torch.Tensor) -> None:
@@ -72,6 +77,11 @@ class Reduction(Operation):
         if not (total.is_floating_point() or total.is_complex()) and self.postscale == 1.0:
             return torch.div(total, size, rounding_mode="trunc").to(dtype)  # exact, as no detour would be
         return times(total, self.postscale * self.op.scale(size)).to(dtype)
+
+    def shaped(self, results: list[torch.Tensor]) -> Any:
+        """Return ``results`` as the script gets them, in the dtypes that it gave."""
+        pairs = zip(results, self._contexts, strict=True)
+        return super().shaped([self._cast.decompress(result, context) for result, context in pairs])
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ import torch
 
 from agmerge.backends import Handle
 from agmerge.ops import Average, Compression, Sum
-from agmerge.runtime.collectives import arguments
 from agmerge.runtime.collectives.arguments import Compressor
 from agmerge.runtime.collectives.gather import Allgather
 from agmerge.runtime.collectives.operation import Pending, run, run_all, start
@@ -68,8 +67,8 @@ class ReduceScatter(Reduction):
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Collective. Return the gradients of all rows, gathered; of a sum, times their number, as in Horovod."""
         factor = self.prescale * self.postscale * (self.comm.size if self.op is Sum else 1)
-        back = Allgather([gradient * factor for gradient in gradients], f"gradient of {self.label}", where=self.group)
-        return run_all(back)
+        scaled = [gradient * factor for gradient in gradients]
+        return run_all(Allgather("grouped_allgather", scaled, f"gradient of {self.label}", where=self.group))
 
 
 def reducescatter(
@@ -87,12 +86,8 @@ def reducescatter(
     other arguments are those of :func:`allreduce`. Differentiable: gradients are gathered, and of a sum multiplied by
     the number of ranks, as in Horovod.
     """
-    label = arguments.label(name, "reducescatter")
-    arguments.check_tensor(tensor, label)
-    cast = arguments.compressor(compression, label)
-    sent, context = cast.compress(tensor)
-    made = _operation([sent], "reducescatter", name, op, prescale_factor, postscale_factor, process_set)
-    return cast.decompress(run(made), context)
+    factors = prescale_factor, postscale_factor
+    return run(ReduceScatter("reducescatter", tensor, None, name, op, *factors, process_set, compression))
 
 
 def reducescatter_async(
@@ -104,8 +99,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Pending:
     """Collective. Start :func:`reducescatter` of a copy; return a handle for :func:`synchronize`."""
-    call = "reducescatter_async"
-    return start(_operation([tensor], call, name, op, prescale_factor, postscale_factor, process_set))
+    factors = prescale_factor, postscale_factor
+    return start(ReduceScatter("reducescatter_async", tensor, None, name, op, *factors, process_set))
 
 
 def grouped_reducescatter(
@@ -118,12 +113,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Collective. Combine each of ``tensors`` as :func:`reducescatter`, agreed on at once; return a list."""
-    label = arguments.label(name, "grouped_reducescatter")
-    cast = arguments.compressor(compression, label)
-    packed = [cast.compress(tensor) for tensor in arguments.check_list(tensors, label)]
-    given = (name, op, prescale_factor, postscale_factor, process_set)
-    pieces = run(_operation([sent for sent, _ in packed], "grouped_reducescatter", *given, single=False))
-    return [cast.decompress(piece, context) for piece, (_, context) in zip(pieces, packed, strict=True)]
+    factors = prescale_factor, postscale_factor
+    return run_all(ReduceScatter("grouped_reducescatter", tensors, None, name, op, *factors, process_set, compression))
 
 
 def grouped_reducescatter_async(
@@ -135,19 +126,5 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Pending:
     """Collective. Start :func:`grouped_reducescatter` on copies; return a handle for :func:`synchronize`."""
-    given = (name, op, prescale_factor, postscale_factor, process_set)
-    return start(_operation(tensors, "grouped_reducescatter_async", *given, single=False))
-
-
-def _operation(
-    tensors: Any, call: str, name: Any, op: Any, prescale: Any, postscale: Any, process_set: Any, single: bool = True
-) -> ReduceScatter:
-    """Return a reduce-scatter of checked arguments, which are those of :func:`reducescatter`.
-
-    ``call``: its name where the script gives none. ``single``: the script gave one tensor, and gets one.
-    """
-    label = arguments.label(name, call)
-    checked = arguments.check_list(tensors, label)
-    made = ReduceScatter(checked, name, arguments.reduction(op, None, label), prescale, postscale, process_set)
-    made.single = single
-    return made
+    factors = prescale_factor, postscale_factor
+    return start(ReduceScatter("grouped_reducescatter_async", tensors, None, name, op, *factors, process_set))

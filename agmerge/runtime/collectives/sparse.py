@@ -29,9 +29,8 @@ def sparse_allreduce_async(
     if combine not in (Average, Sum):
         raise ValueError(f"{label}: op must be agmerge.Average or agmerge.Sum, not {combine.value}")
     bare = tensor.detach()
-    gathering = Allgather([bare._indices().t(), bare._values()], label, process_set)
-    gathering.single, size = False, gathering.comm.size
-    pending = start(gathering)
+    gathering = Allgather("grouped_allgather", [bare._indices().t(), bare._values()], label, process_set)
+    pending, size = start(gathering), gathering.comm.size
 
     def result() -> torch.Tensor:
         indices, values = pending.result()
