@@ -18,10 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 
-from told import tell, told
+# isort: split
+
+from lab.worker_results import received_results, send_result
 
 BEFORE, AFTER, FRESH, BLOCK = 60, 100, 12, 8  # steps
 
@@ -125,7 +126,7 @@ def worker(args: argparse.Namespace) -> None:
     if agmerge.rank() == 0:
         counts = {name: plan.counts for name, plan in plans.items()}
         modes = {name: plan.labels[0] or "behind" for name, plan in plans.items()}
-        tell({"changed": changed, "plans": counts, "modes": modes, "took": took})
+        send_result({"changed": changed, "plans": counts, "modes": modes, "took": took})
     agmerge.shutdown()
 
 
@@ -135,7 +136,7 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    from network import Network
+    from lab.network import Network
 
     signal = Path(f"/tmp/agmerge-adaptation-{time.time_ns()}")
     with Network(2, args.fast) as network:
@@ -147,7 +148,7 @@ def main() -> None:
         network.shape(args.slow)
         signal.unlink(missing_ok=True)
         output = network.wait(started, timeout=1200)[0]
-    found = told(output)[0]
+    found = received_results(output)[0]
     print(f"{args.model}, density {args.density}, {args.fast} to {args.slow}: changed after {found['changed']} steps")
     for name, counts in found["plans"].items():
         median = 1e3 * statistics.median(found["took"][name])

@@ -26,13 +26,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
+
+# isort: split
 
 import step_time
-from contenders import ADAPTIVE, KNOWN, OPTIMIZERS, PLANNED, SELECTED, optimizer_of, powered
-from network import LINKS, named
-from told import tell, told
+from lab.network import LINKS, named
+from lab.worker_results import received_results, send_result
+from speed.contenders import ADAPTIVE, KNOWN, OPTIMIZERS, PLANNED, SELECTED, optimizer_of, powered
 
 LENGTH, VOCABULARY = 64, 8192
 BATCH = {"gpt2": 4, "lm": 8}  # sequences a step, of all workers together
@@ -78,7 +79,7 @@ def tokens(folder: Path) -> Any:
     """The corpus in byte pairs that were learned from its first nine tenths; kept in ``folder``."""
     import numpy as np
     import torch
-    from parity_tasks import corpus
+    from accuracy.parity_tasks import corpus
     from tokenizers import ByteLevelBPETokenizer
 
     file = folder / f"tokens{VOCABULARY}.npy"
@@ -95,7 +96,7 @@ def data_and_model(args: argparse.Namespace) -> tuple[Any, Any]:
     """Return the corpus as numbers, and a model that is the same on all ranks, without dropout."""
     import models
     import torch
-    from parity_tasks import corpus, lm
+    from accuracy.parity_tasks import corpus, lm
 
     torch.manual_seed(args.seed)
     if args.model == "lm":
@@ -166,13 +167,13 @@ def worker(args: argparse.Namespace) -> None:
     if agmerge.rank() == 0:
         stats = optimizer.stats() if hasattr(optimizer, "stats") else {"bytes_sent": 0, "steps": 1}
         sent = stats["bytes_sent"] / stats["steps"]
-        tell({"curve": curve, "bytes": sent, "workers": agmerge.size()})
+        send_result({"curve": curve, "bytes": sent, "workers": agmerge.size()})
     agmerge.shutdown()
 
 
 def curves(args: argparse.Namespace) -> dict[str, Any]:
     """The curves that are missing are measured; all that there are."""
-    from network import Loopback
+    from lab.network import Loopback
 
     args.out.mkdir(parents=True, exist_ok=True)
     if args.model == "gpt2" and not args.report:
@@ -191,7 +192,7 @@ def curves(args: argparse.Namespace) -> dict[str, Any]:
                 if dense:
                     command += ["--target", str(NEAR * dense["curve"][-1][1])]
                 output = network.run(command, timeout=7200)[0]
-            known[key] = told(output)[0]
+            known[key] = received_results(output)[0]
             file.write_text(json.dumps(known), encoding="utf-8")
             print(f"{key}: {known[key]['curve'][-1][1]:.3f} after {time.time() - start:.0f} s", flush=True)
     return {key.split(",")[0]: value for key, value in known.items() if key.endswith(f" {args.steps} steps")}
@@ -199,7 +200,7 @@ def curves(args: argparse.Namespace) -> dict[str, Any]:
 
 def timed(args: argparse.Namespace) -> dict[str, Any]:
     """The step times that are missing are measured; all that there are, by link (in words) and contender."""
-    from turns import Stage
+    from lab.interleaved import Stage
 
     file = args.out / "times.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# isort: split
 
-from agmerge.exchanges.low_rank import factors  # noqa: E402  (found only through the line above)
-from agmerge.exchanges.low_rank.factors import LEFT, RIGHT  # noqa: E402
+from agmerge.exchanges.low_rank import factors
+from agmerge.exchanges.low_rank.factors import LEFT, RIGHT
 
 FLOOR = "add"
 PARTS = ("add, right", "add, right, take off", "add, left", "left", "take off", "product")

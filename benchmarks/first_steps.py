@@ -27,11 +27,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 
-from network import LINKS, Machine, named, usable
-from told import tell, told
+# isort: split
+
+from lab.network import LINKS, Machine, named, usable
+from lab.worker_results import received_results, send_result
 
 FIRST = 36  # steps that are looked at
 LATER = 60  # steps that are not yet "later": trials and rechecks of all contenders are over
@@ -61,8 +62,8 @@ def worker(variant: str, model: str, steps: int, tree: str) -> None:
 
     ``tree``: the checkout whose library it is; empty: this one.
     """
-    import contenders
     import torch
+    from speed import contenders
 
     if tree:
         sys.path.insert(0, tree)
@@ -94,7 +95,7 @@ def worker(variant: str, model: str, steps: int, tree: str) -> None:
     if ours:
         found["plan"] = optimizer.plan.dumps()
     numel = sum(parameter.numel() for parameter in work.model.parameters())
-    tell({**found, "gradient": 4 * numel})
+    send_result({**found, "gradient": 4 * numel})
 
 
 def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def measure(args: argparse.Namespace, model: str, rate: str) -> None:
                 for _ in range(2 if name == "known" else 1):
                     outputs = net.run(line, timeout=600, AGMERGE_CACHE=cache)
             run = {"model": model, "rate": rate, "link": args.link, "name": name, "turn": turn}
-            run |= figures([told(output)[0] for output in outputs])
+            run |= figures([received_results(output)[0] for output in outputs])
             args.out.parent.mkdir(parents=True, exist_ok=True)
             with args.out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(run) + "\n")

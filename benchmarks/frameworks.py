@@ -7,7 +7,7 @@ A GPT-2 from its config learns the source of Python's standard library, a byte a
 it. Contenders differ by one line, the call of ``compress``.
 
 Times: every contender is started once, and takes blocks of steps in turn, every round in another order, while the
-others are frozen (turns.py). A step is everything from the end of one to the end of the next. Bytes are what left the
+others are frozen. A step is everything from the end of one to the end of the next. Bytes are what left the
 network interfaces, per step and worker. Losses: afterwards each trains ``--steps`` steps from the same start, without a
 limit to the rate, since that changes no bit where the exchange is named; the loss is of the held-out text, with the
 parameters that all ranks have in common. Needs root (network namespaces).
@@ -27,13 +27,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+from checkout import ROOT  # first: it says where this checkout's packages are
 
-from intervals import interval  # noqa: E402
-from network import LINKS, named  # noqa: E402
-from told import tell, told  # noqa: E402
-from turns import Stage, serve  # noqa: E402
+# isort: split
+
+from lab.interleaved import Stage, serve
+from lab.intervals import interval
+from lab.network import LINKS, named
+from lab.worker_results import received_results, send_result
 
 CONTENDERS: dict[str, dict[str, Any] | None] = {
     "its own DDP": None,
@@ -145,7 +146,7 @@ def learn(args: argparse.Namespace, name: str) -> None:
     named_exchange = {} if CONTENDERS[name] is None else {"exchange": "sparse"}
     trainer = trained(args, name, args.steps, **named_exchange)
     trainer.train()
-    tell({"loss": trainer.evaluate()["eval_loss"]})
+    send_result({"loss": trainer.evaluate()["eval_loss"]})
 
 
 # -- what starts them -------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ def losses(args: argparse.Namespace) -> dict[str, float]:
     for name in CONTENDERS:
         start = time.perf_counter()
         with LINKS[args.link](args.workers, None) as network:
-            found[name] = told(network.run(command(args, name, "loss"), timeout=3600)[0])[0]["loss"]
+            found[name] = received_results(network.run(command(args, name, "loss"), timeout=3600)[0])[0]["loss"]
         print(f"  {name}: {found[name]:.4f} after {args.steps} steps, {time.perf_counter() - start:.0f} s", flush=True)
     return found
 

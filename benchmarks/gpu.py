@@ -19,17 +19,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+# isort: split
 
-import gpu_kernels  # noqa: E402
-import gpu_rules  # noqa: E402
-import gpu_training  # noqa: E402
-import gpu_world  # noqa: E402
-from gpu_bench import Bench  # noqa: E402
-from gpu_figures import Figure, as_json, broke, exit_code  # noqa: E402
+import gpu_world
+from device import gpu_kernels, gpu_rules, gpu_training
+from device.gpu_bench import Bench
+from device.gpu_figures import Figure, as_json, broke, exit_code
 
 Check = Callable[[Bench], Iterator[Figure]]
 CHECKS: dict[int, Check] = {

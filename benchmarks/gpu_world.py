@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from gpu_bench import Bench, Job, resnet, wrapped
-from gpu_figures import Figure, must, of_world
+from device.gpu_bench import Bench, Job, resnet, wrapped
+from device.gpu_figures import Figure, must, of_world
 from torch import nn
 
 import agmerge

@@ -16,27 +16,27 @@ import json
 import math
 import platform
 import statistics
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# isort: split
 
-import sparsifiers  # noqa: E402  (found only through the line above)
-from agmerge.exchanges.message import bits  # noqa: E402
-from agmerge.exchanges.message.indices import smallest  # noqa: E402
-from agmerge.exchanges.message.values import SCALED  # noqa: E402
-from agmerge.tensors.arena import commit  # noqa: E402
-from sparsifiers import Momentum, Rate, kernel, kernel_updates  # noqa: E402
-from sparsifiers.candidates import Candidates, TensorNotes  # noqa: E402
-from sparsifiers.magnitude import magnitude_mask  # noqa: E402
+import sparsifiers
+from agmerge.exchanges.message import bits
+from agmerge.exchanges.message.indices import smallest
+from agmerge.exchanges.message.values import SCALED
+from agmerge.tensors.arena import commit
+from sparsifiers import Momentum, Rate, kernel, kernel_updates
+from sparsifiers.candidates import Candidates, TensorNotes
+from sparsifiers.magnitude import magnitude_mask
 
 UNIT = 12  # bytes an element of `torch.add(residual, gradient, out=work)`
 LINE = 64  # bytes that an element at a random place takes

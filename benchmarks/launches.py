@@ -11,27 +11,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+# isort: split
 
-from pretend import fused  # noqa: E402
-from pretend.books import COLLECTIVE, ELSEWHERE, HOOK, SYNCHRONIZE, Books  # noqa: E402
-from pretend.clocks import Race  # noqa: E402
-from pretend.device import Device  # noqa: E402
-from pretend.training import on_devices  # noqa: E402
+from pretend import fused
+from pretend.books import COLLECTIVE, ELSEWHERE, HOOK, SYNCHRONIZE, Books
+from pretend.clocks import Race
+from pretend.device import Device
+from pretend.training import on_devices
 
-import agmerge  # noqa: E402
-import merging  # noqa: E402
+import agmerge
+import merging
 
 WIDTH = 64  # of every layer: its matrix is selected from, and its two vectors are sent whole
 WARM = 2  # steps that are not counted, at least: ranks agree, compare replicas and allocate

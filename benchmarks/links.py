@@ -17,8 +17,8 @@ import threading
 import time
 from pathlib import Path
 
-from network import LINKS, UNITS, named
-from told import tell, told
+from lab.network import LINKS, UNITS, named
+from lab.worker_results import received_results, send_result
 
 SECONDS, PIECE = 2.0, 1 << 16
 
@@ -71,7 +71,7 @@ def worker() -> None:
                 sender.join()
             if not receives:
                 line.recv(1)  # the other has everything once it hangs up
-    tell(found)
+    send_result(found)
 
 
 def connected(at: tuple[str, int]) -> socket.socket:
@@ -95,7 +95,7 @@ def main() -> None:
         for link in args.link:
             with LINKS[link](2, rate) as network:
                 outputs = network.run([sys.executable, str(Path(__file__).resolve())], timeout=60)
-            ends = [told(output)[0] for output in outputs]
+            ends = [received_results(output)[0] for output in outputs]
             both = " and ".join(f"{end['both ways'] / UNITS['mbit']:.0f}" for end in ends)
             print(f"| {named(rate, link)} | {ends[1]['one way'] / UNITS['mbit']:.0f} | {both} |", flush=True)
 

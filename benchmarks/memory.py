@@ -25,12 +25,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 
-import contenders
-from contenders import MOMENTUM, Contender
-from told import tell, told
+# isort: split
+
+from lab.worker_results import received_results, send_result
+from speed import contenders
+from speed.contenders import MOMENTUM, Contender
 
 SIDE, BATCH = 1000, 4  # of a matrix; a batch so small that activations do not count
 PLAIN, MOVING = "plain loop", f"plain loop, momentum {MOMENTUM}"
@@ -101,7 +102,7 @@ def worker(args: argparse.Namespace) -> None:
     if rank == 0:
         count = args.matrices * SIDE**2
         steady, peak = resident()
-        tell({"steady": steady / count, "peak": peak / count})
+        send_result({"steady": steady / count, "peak": peak / count})
     if one.kind == "agmerge":
         import agmerge
 
@@ -129,7 +130,7 @@ def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
     if ended.returncode:
         raise RuntimeError(f"{name} ended with {ended.returncode}:\n{ended.stdout[-3000:]}")
     # horovodrun puts "[1,0]<stdout>:" before what a worker prints.
-    return told(re.sub(r"^\[\d+[,\]].*?>:", "", ended.stdout, flags=re.MULTILINE))[0]
+    return received_results(re.sub(r"^\[\d+[,\]].*?>:", "", ended.stdout, flags=re.MULTILINE))[0]
 
 
 def table(found: dict[str, dict[str, float]]) -> str:

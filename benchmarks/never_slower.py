@@ -23,11 +23,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 
-from intervals import interval
-from told import tell, told
+# isort: split
+
+from lab.intervals import interval
+from lab.worker_results import received_results, send_result
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "dense": {"compression": "none"},
@@ -124,7 +125,7 @@ def worker(args: argparse.Namespace) -> None:
         block += 1
     if agmerge.rank() == 0:
         plan = steppers["auto"][1].plan
-        tell({"took": took, "dense": sum(plan.dense), "buffers": len(plan.counts)})
+        send_result({"took": took, "dense": sum(plan.dense), "buffers": len(plan.counts)})
     agmerge.shutdown()
 
 
@@ -167,7 +168,7 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    from network import Network
+    from lab.network import Network
 
     cells = []
     if args.out.exists():
@@ -181,7 +182,7 @@ def main() -> None:
             command = [sys.executable, "-W", "ignore", __file__, "--worker", model]
             command += ["--blocks", str(args.blocks), "--width", str(args.width), "--seconds", str(args.seconds)]
             output = network.run(command, timeout=1800)[0]
-        found = told(output)[0]
+        found = received_results(output)[0]
         cells.append({"workers": workers, "rate": rate, "link": "duplex", "model": model, **found})
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with args.out.open("a", encoding="utf-8") as out:

@@ -23,19 +23,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# isort: split
 
-import parity_defaults  # noqa: E402
-import parity_low_rank  # noqa: E402
-import parity_report  # noqa: E402
-import parity_tasks  # noqa: E402
-import parity_updates  # noqa: E402
-import parity_wires  # noqa: E402
-from parity_tasks import FOLDS, Case  # noqa: E402
+from accuracy import parity_defaults, parity_low_rank, parity_report, parity_tasks, parity_updates, parity_wires
+from accuracy.parity_tasks import FOLDS, Case
 
-import sparsifiers  # noqa: E402
+import sparsifiers
 
 CORE = ("topk", "dgc", "adtopk", "sidco-gp")
 SECONDS = {"digits": 2.6, "lm": 29.0}  # of one core, for a worker; until there are results to estimate from

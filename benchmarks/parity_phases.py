@@ -14,23 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# isort: split
 
-import parity_optimizers  # noqa: E402
-import parity_tasks  # noqa: E402
+from accuracy import parity_optimizers, parity_tasks
 
-import sparsifiers  # noqa: E402
-from agmerge.options.config import is_small  # noqa: E402
-from sparsifiers.quantising.blocks import block_size, blocks_in  # noqa: E402
-from sparsifiers.quantising.draws import Draws, key_of  # noqa: E402
+import sparsifiers
+from agmerge.options.config import is_small
+from sparsifiers.quantising.blocks import block_size, blocks_in
+from sparsifiers.quantising.draws import Draws, key_of
 
 BITS = ("none", "1+1", "1+2", "2+2", "2+4", "4+4", "1", "2")
 SCALE_BITS = 16 / 256  # of a block's scale, a coordinate

@@ -14,12 +14,13 @@ import argparse
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 
-from told import tell, told
+# isort: split
+
+from lab.worker_results import received_results, send_result
 
 PARTS, BLOCK, WIDTH, BATCH = (1, 2, 4), 6, 256, 32
 
@@ -87,7 +88,7 @@ def worker(args: argparse.Namespace) -> None:
         for parts, run in runs.items():
             took[parts].append(steps(*run))
     if agmerge.rank() == 0:
-        tell(took)
+        send_result(took)
     agmerge.shutdown()
 
 
@@ -97,13 +98,13 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    from network import Network, named
+    from lab.network import Network, named
 
     with Network(2, args.rate) as network:
         command = [sys.executable, "-W", "ignore", __file__, "--worker", "--rows", str(args.rows)]
         command += ["--density", str(args.density), "--blocks", str(args.blocks)]
         output = network.run(command, timeout=600)[0]
-    found = told(output)[0]
+    found = received_results(output)[0]
     print(f"{args.rows * WIDTH / 1e6:.1f} million elements, density {args.density}, {named(args.rate, 'duplex')}")
     for parts, took in found.items():
         ratios = sorted(a / b for a, b in zip(took, found["1"], strict=True))

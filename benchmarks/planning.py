@@ -15,24 +15,23 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# isort: split
 
-import shapes  # noqa: E402
+from speed import shapes
 
-import merging  # noqa: E402
-from merging.dense_choice import choose_dense  # noqa: E402
-from merging.measured import sent_whole  # noqa: E402
-from merging.planners.agmerge import BUDGET  # noqa: E402
+import merging
+from merging.dense_choice import choose_dense
+from merging.measured import sent_whole
+from merging.planners.agmerge import BUDGET
 
 DENSITIES = (1.0, 0.1, 0.01, 0.001)
 WORKERS = (8, 16, 32, 64, 128, 256, 512, 1024)

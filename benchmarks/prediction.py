@@ -17,10 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 
-from told import tell, told
+# isort: split
+
+from lab.worker_results import received_results, send_result
 
 PLANNERS = ("layerwise", "single", "count", "threshold", "mgwfbp", "agmerge")
 SETTINGS = (("none", "auto"), ("topk", "behind"), ("topk", "ahead"))
@@ -90,7 +91,7 @@ def worker(args: argparse.Namespace) -> None:
                 "measured": mean,
             }
             if agmerge.rank() == 0:
-                tell(found)
+                send_result(found)
     agmerge.shutdown()
 
 
@@ -100,7 +101,7 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    from network import Network
+    from lab.network import Network
 
     args.out.parent.mkdir(parents=True, exist_ok=True)
     errors = []
@@ -109,7 +110,7 @@ def main() -> None:
             with Network(2, rate) as network:
                 command = [sys.executable, "-W", "ignore", __file__, "--worker", model, "--steps", str(args.steps)]
                 output = network.run([*command, "--density", str(args.density)], timeout=1800)[0]
-            for found in told(output):
+            for found in received_results(output):
                 with args.out.open("a", encoding="utf-8") as out:
                     out.write(json.dumps({"model": model, "rate": rate, **found}) + "\n")
                 error = found["predicted"] / found["measured"] - 1

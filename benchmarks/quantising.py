@@ -20,22 +20,22 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# isort: split
 
-import sparsifiers  # noqa: E402  (found only through the line above)
-from sparsifiers import kernel  # noqa: E402
-from sparsifiers.quantising.base import Quantiser  # noqa: E402
-from sparsifiers.quantising.blocks import blocks_in  # noqa: E402
-from sparsifiers.quantising.draws import Draws  # noqa: E402
+import sparsifiers
+from sparsifiers import kernel
+from sparsifiers.quantising.base import Quantiser
+from sparsifiers.quantising.blocks import blocks_in
+from sparsifiers.quantising.draws import Draws
 
 NAMES = ("eden-1", "eden-2", "eden-3", "eden-4", "int8", "int4")
 COLUMNS = ("encode", "decode", "W = 2", "W = 4")

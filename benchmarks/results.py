@@ -13,18 +13,19 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
+
+# isort: split
 
 import converge
 import never_slower
 import scale
 import step_time
-from turns import KEEP
+from lab.interleaved import KEEP
 
 from agmerge.backends.horovod_mpi import cores
 

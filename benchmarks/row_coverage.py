@@ -24,17 +24,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 import torch
 from tqdm import tqdm
 
 import agmerge.testing
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+# isort: split
 
-import jobs  # noqa: E402  (found only through the line above)
-import optimizers  # noqa: E402
-from jobs.base import Settings  # noqa: E402
-from training.loop import Loop, Way  # noqa: E402
+import jobs
+from jobs.base import Settings
+from training import optimizers
+from training.loop import Loop, Way
 
 JOB = jobs.get("digits")
 NAMES = ("topk", "adtopk", "adtopk-row", "adtopk-fill", "dgc", "randomk")

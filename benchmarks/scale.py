@@ -25,20 +25,20 @@ import argparse
 import json
 import math
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# isort: split
 
-import shapes
 import step_time
-from network import named
+from lab.network import named
+from speed import shapes
 
 import merging
 from agmerge.exchanges.low_rank.factors import matrix_shape, rank_of, saves
@@ -67,7 +67,7 @@ READY = {
 }
 """Shares of the elements that are ready, and of backward that have passed then: one core. The first product of backward
 in a language model is that with its embedding, whose gradient is the last to be ready."""
-LAST = 0.2  # of the library's work: reading messages and writing the update (where.py), when the last one is there
+LAST = 0.2  # of the library's work: reading messages and writing the update (step_profile.py), after the last one
 WORKERS = tuple(2**power for power in range(1, 13))
 POSITIONS = {
     "resnet152": 32 * 192,

@@ -26,15 +26,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# isort: split
 
-import sparsifiers  # noqa: E402  (found only through the line above)
-from agmerge.tensors.arena import commit  # noqa: E402
-from sparsifiers import kernel  # noqa: E402
+import sparsifiers
+from agmerge.tensors.arena import commit
+from sparsifiers import kernel
 
 WIDTH = 1024  # of the matrices that the vector is made of
 GRADIENTS = 3

@@ -4,7 +4,7 @@
     python benchmarks/step_time.py --models gpt2 --rates 200mbit --workers 2
     python benchmarks/step_time.py --link shared                 # both directions of all workers share the rate
     python benchmarks/step_time.py --contenders DDP "DDP PowerSGD" "agmerge acpsgd" --against "DDP PowerSGD"
-    python benchmarks/step_time.py --peer grace=grace_peer.py    # a library that is brought along, see contenders.py
+    python benchmarks/step_time.py --peer grace=grace_peer.py    # a library that is brought along: speed/contenders.py
     python benchmarks/step_time.py --report                      # only read what has been measured
 
 A cell is a model, a rate, a link and a number of workers on this machine. Its contenders are started once, each a job
@@ -32,13 +32,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 
-import rendezvous
-from contenders import CONTENDERS, KNOWN, Contender
-from intervals import interval
-from network import LINKS, Machine, named, usable
-from turns import Job, Stage
+# isort: split
+
+from lab import rendezvous
+from lab.interleaved import Job, Stage
+from lab.intervals import interval
+from lab.network import LINKS, Machine, named, usable
+from speed.contenders import CONTENDERS, KNOWN, Contender
 
 FLOOR = "floor"
 CELLS = [
@@ -63,7 +65,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+")
     parser.add_argument("--link", choices=LINKS, default="duplex", help="what has the rate, see network.py")
     parser.add_argument("--contenders", nargs="+", help=f"of {', '.join(CONTENDERS)}; the default is all")
-    parser.add_argument("--peer", nargs="+", default=[], metavar="NAME=FILE", help="see contenders.py")
+    parser.add_argument("--peer", nargs="+", default=[], metavar="NAME=FILE", help="see speed/contenders.py")
     parser.add_argument("--blocks", type=int, default=40)
     parser.add_argument("--steps", type=int, default=3, help="of a block")
     parser.add_argument("--seconds", type=float, default=10.0, help="for the blocks of one that is slow")
@@ -78,14 +80,14 @@ def arguments() -> argparse.Namespace:
 def command(stage: Stage, name: str, model: str, peers: dict[str, str]) -> Job:
     """Start a contender."""
     one = KNOWN.get(name.removesuffix(" again")) or Contender("peer", horovod=True)
-    script = str(Path(__file__).with_name("contenders.py"))
-    line = [sys.executable, "-W", "ignore", script, peers.get(name, name.removesuffix(" again")), model]
+    trained = peers.get(name, name.removesuffix(" again"))
+    line = [sys.executable, "-W", "ignore", "-m", "speed.contenders", trained, model]
     if not one.horovod:
         return stage.start(name, line)
     network = stage.network
     if one.horovod == "mpi":
         return stage.start(name, line, launcher=rendezvous.mpirun(network), **rendezvous.PATIENT)
-    server = network.launch([sys.executable, rendezvous.__file__, str(network.workers)], {})
+    server = network.launch([sys.executable, "-m", "lab.rendezvous", str(network.workers)], {})
     assert server.stdout is not None
     port = server.stdout.readline()
     if not port.strip().isdigit():

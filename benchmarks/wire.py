@@ -15,23 +15,23 @@ import math
 import os
 import platform
 import statistics
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# isort: split
 
-from agmerge.exchanges.message import ValueCodec, candidates, smallest  # noqa: E402  (found only through the line above)
-from agmerge.exchanges.message.format import Format, RoundHeader  # noqa: E402
-from agmerge.exchanges.message.offers import without_zeros  # noqa: E402
-from agmerge.tensors.layout import Lane, Layout, Segment  # noqa: E402
-from sparsifiers import Kind, Selection  # noqa: E402
+from agmerge.exchanges.message import ValueCodec, candidates, smallest
+from agmerge.exchanges.message.format import Format, RoundHeader
+from agmerge.exchanges.message.offers import without_zeros
+from agmerge.tensors.layout import Lane, Layout, Segment
+from sparsifiers import Kind, Selection
 
 WIRES = {
     "fp32": 4,

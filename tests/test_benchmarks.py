@@ -11,13 +11,13 @@ import converge
 import parity_phases
 import pytest
 import quantising
-import rendezvous
 import scale
-import shapes
 import step_time
 import torch
-from contenders import ADAPTIVE, KNOWN
-from network import LINKS, Loopback, Network, named
+from lab import rendezvous
+from lab.network import LINKS, Loopback, Network, named
+from speed import shapes
+from speed.contenders import ADAPTIVE, KNOWN
 
 import merging
 from sparsifiers import kernel

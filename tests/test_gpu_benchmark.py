@@ -10,8 +10,8 @@ from pathlib import Path
 import gpu
 import pytest
 import torch
-from gpu_bench import Bench
-from gpu_figures import (
+from device.gpu_bench import Bench
+from device.gpu_figures import (
     LARGE,
     SMALL,
     Figure,

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import parity
-import parity_low_rank
-import parity_tasks
-import parity_updates
 import pytest
-from parity_low_rank import density, elements, low_rank, of_equal_bytes
-from parity_tasks import Case
+from accuracy import parity_low_rank, parity_tasks, parity_updates
+from accuracy.parity_low_rank import density, elements, low_rank, of_equal_bytes
+from accuracy.parity_tasks import Case
 
 DIGITS = Case(task="digits", optimizer="adamw")
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import parity
-import parity_tasks
-import parity_updates
 import pytest
-from parity_tasks import Case
+from accuracy import parity_tasks, parity_updates
+from accuracy.parity_tasks import Case
 from torch import nn
 
 import agmerge

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import network
+from lab import network
 from two_hosts import Hosts
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import planning
 import pytest
-import shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from merging_harness import instance
+from speed import shapes
 
 import merging
 from merging import MODES, Costs, Plan, Profile, predict

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import parity_optimizers
 import torch
-from parity_optimizers import ON_LM
+from digits import DigitsCNN, load
+from replicas import replicas_equal
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler, OneCycleLR
@@ -27,12 +26,9 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler, OneCycleLR
 import agmerge
 import agmerge.testing
 import sparsifiers
+from accuracy import parity_optimizers
+from accuracy.parity_optimizers import ON_LM
 from agmerge.options.config import is_small
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
-from digits import DigitsCNN, load  # noqa: E402  (found only through the line above)
-from replicas import replicas_equal  # noqa: E402
 
 FOLDS = 5
 BETAS, EPS = (0.9, 0.999), 1e-8

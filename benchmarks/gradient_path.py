@@ -1,6 +1,6 @@
 """Count the library's calls on a gradient's way: from the hook to its message, and in ``step()``.
 
-    torchrun --nproc_per_node=2 benchmarks/gradients_way.py [--list]
+    torchrun --nproc_per_node=2 benchmarks/gradient_path.py [--list]
 
 Two tensors in two merge buffers, top-k, the sparse exchange, the third step. Prints, on rank 0, how many functions of
 agmerge, sparsifiers and merging are called, in how many files, and how often a call is in another file than the call

@@ -1,6 +1,6 @@
 """Say how each library trains one step, for ``step_time.py`` and ``converge.py``. A process is a worker.
 
-    python benchmarks/contenders.py CONTENDER MODEL      # started by them, once per worker
+    python -m speed.contenders CONTENDER MODEL      # started by them, once per worker
 
 A peer that is not installed from a package index is a Python file of the user's with a function
 ``prepare(model, optimizer) -> step``, where ``step(loss)`` trains one step and ``loss()`` computes the loss of a batch.
@@ -16,11 +16,11 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
+
+# isort: split
 
 MOMENTUM = 0.9
 RANK = 4  # of all that send factors
@@ -125,7 +125,7 @@ def workload(model: str) -> Any:
 
     torch.manual_seed(0)
     if model == "lm":
-        from parity_tasks import lm
+        from accuracy.parity_tasks import lm
 
         x, y = (torch.randint(128, (4, 64)) for _ in range(2))
         return models.Workload(models.NextToken(lm(0, 0, 8).model), x, y, "sequences")
@@ -304,9 +304,8 @@ def main(name: str, model: str) -> None:
     """Warm up, then step when told to."""
     import warnings
 
-    import rendezvous
     import torch
-    import turns
+    from lab import interleaved, rendezvous
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -324,7 +323,7 @@ def main(name: str, model: str) -> None:
     for _ in range(chosen.warm):
         step()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        turns.serve(step, figures, rank)
+        interleaved.serve(step, figures, rank)
     os._exit(0)  # the others of this job may be frozen
 
 

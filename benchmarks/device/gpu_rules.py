@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from gpu_bench import HOST, Bench, resnet, wrapped
-from gpu_figures import Figure, must
-from gpu_kernels import kernel_calls, selection
 
 import agmerge
 import sparsifiers
+from device.gpu_bench import HOST, Bench, resnet, wrapped
+from device.gpu_figures import Figure, must
+from device.gpu_kernels import kernel_calls, selection
 
 EXACT = ("topk", "dgc")  # what they select is a function of the vector: the k largest
 STEPS = 4
@@ -126,11 +126,11 @@ def waits(bench: Bench) -> Figure:
 
 def sanitized() -> Figure:
     """Check that torch's sanitizer of streams has nothing to say about a training of some steps."""
-    code = "import gpu_rules; gpu_rules.some_steps()"
+    code = "from device import gpu_rules; gpu_rules.some_steps()"
     ended = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
         timeout=600,

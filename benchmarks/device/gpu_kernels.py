@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gpu_bench import Bench
-from gpu_figures import LARGE, Figure, of_bandwidth, of_compressor, of_kernels
 from torch import Tensor
 
 import sparsifiers
+from device.gpu_bench import Bench
+from device.gpu_figures import LARGE, Figure, of_bandwidth, of_compressor, of_kernels
 
 DENSITIES = (0.1, 0.01, 0.001)
 RANKS = 8  # whose messages K4 adds

@@ -15,10 +15,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import parity_report
-from parity_report import Records
-from parity_tasks import Case
-from parity_updates import updates
+from accuracy import parity_report
+from accuracy.parity_report import Records
+from accuracy.parity_tasks import Case
+from accuracy.parity_updates import updates
 
 OPTIMIZERS = ("adamw", "sgd-decay", "lion", "muon", "adafactor")
 OTHERS = ("nadam", "radam", "rmsprop", "adagrad", "adamax", "sgd")

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from gpu_bench import Bench, Job, alone, resnet, transformer, wrapped
-from gpu_figures import Figure, finish_of, must, of_hooks, of_memory, of_overlap
-from gpu_link import Link
 from torch import Tensor
 
 from agmerge.runtime import workers
+from device.gpu_bench import Bench, Job, alone, resnet, transformer, wrapped
+from device.gpu_figures import Figure, finish_of, must, of_hooks, of_memory, of_overlap
+from device.gpu_link import Link
 
 WARM, STEPS = 5, 30
 BANDWIDTH = 1.25e9  # bytes a second of the pretended link: 10 Gbit/s

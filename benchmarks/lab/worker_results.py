@@ -8,12 +8,12 @@ from typing import Any
 MARK = "FOUND "
 
 
-def tell(found: dict[str, Any]) -> None:
+def send_result(found: dict[str, Any]) -> None:
     """Called by one worker."""
     print(MARK + json.dumps(found), flush=True)
 
 
-def told(output: str) -> list[dict[str, Any]]:
+def received_results(output: str) -> list[dict[str, Any]]:
     """All that a worker with this output has told. ``RuntimeError`` where that is nothing."""
     found = [json.loads(line[len(MARK) :]) for line in output.splitlines() if line.startswith(MARK)]
     if not found:

@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import parity_report
-from intervals import interval
-from parity_report import Records
-from parity_tasks import HIGHER_IS_BETTER, Case
+from lab.intervals import interval
+
+from accuracy import parity_report
+from accuracy.parity_report import Records
+from accuracy.parity_tasks import HIGHER_IS_BETTER, Case
 
 LISTED = 10  # pairs; of more only the mean and the intervals are printed
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-from parity_tasks import TASKS, Case
-from parity_updates import updates
 
+from accuracy.parity_tasks import TASKS, Case
+from accuracy.parity_updates import updates
 from agmerge.exchanges.low_rank.factors import matrix_shape, rank_of, saves
 from agmerge.exchanges.message.format import slot_bytes
 from agmerge.options.config import is_small

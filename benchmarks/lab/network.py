@@ -119,8 +119,9 @@ class Spaces(ABC):
         kept |= {"OMP_NUM_THREADS": "1", "AGMERGE_CACHE": "off", "GLOO_SOCKET_IFNAME": self.interface, **environment}
         pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         inside = [*_within(self.space(worker)), *command]
-        here = Path(__file__).resolve().parents[1]
-        self._running.append(subprocess.Popen(inside, env=kept, cwd=here, start_new_session=True, **pipe))
+        benchmarks = Path(__file__).resolve().parents[1]
+        kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(benchmarks), kept.get("PYTHONPATH")]))  # for -m
+        self._running.append(subprocess.Popen(inside, env=kept, cwd=benchmarks.parent, start_new_session=True, **pipe))
         return self._running[-1]
 
     def wait(self, started: Sequence[subprocess.Popen[str]], timeout: float) -> list[str]:

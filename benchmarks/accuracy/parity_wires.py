@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import parity_report
-from parity_report import Records
-from parity_tasks import HIGHER_IS_BETTER, Case
-from parity_updates import settings, updates
+from accuracy import parity_report
+from accuracy.parity_report import Records
+from accuracy.parity_tasks import HIGHER_IS_BETTER, Case
+from accuracy.parity_updates import settings, updates
 
 WIRES = ("int8", "int4", "2bit", "sign")
 

@@ -1,7 +1,7 @@
 """Where a step's time goes, over one that exchanges eight bytes: the work of this library, function by function.
 
-    python benchmarks/where.py                       # GPT-2, topk at 1 %, 200 Mbit/s, two workers
-    python benchmarks/where.py --rate 1gbit --options "compression='dgc', wire='fp16'"
+    python benchmarks/step_profile.py                       # GPT-2, topk at 1 %, 200 Mbit/s, two workers
+    python benchmarks/step_profile.py --rate 1gbit --options "compression='dgc', wire='fp16'"
 
 One process a worker trains two copies of the model in turn, one alone with an eight-byte all-gather a step, one with
 this library. Clocks around functions count what is spent in each but not in those inside it: means of both ranks'
@@ -23,10 +23,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 
-from network import LINKS, named
-from turns import KEEP
+# isort: split
+
+from lab.interleaved import KEEP
+from lab.network import LINKS, named
 
 STEPS, BLOCK, WARM = 120, 4, 60
 
@@ -96,9 +98,9 @@ def watched() -> Clocks:
 
 def worker(args: argparse.Namespace) -> None:
     """One rank: both in turn; rank 0 prints the table of both."""
-    import contenders
     import torch
     import torch.distributed as dist
+    from speed import contenders
 
     torch.set_num_threads(1)
     clocks, options = watched(), eval(f"dict({args.options})")  # what the user has typed, for this process

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parity_tasks import HIGHER_IS_BETTER, Case
 from scipy.stats import t as student
+
+from accuracy.parity_tasks import HIGHER_IS_BETTER, Case
 
 Records = dict[Case, dict[str, Any]]
 

@@ -4,7 +4,7 @@ A benchmark starts every job once, lets it warm up, and then gives each a block 
 same machine and none shares it with another's threads. Workers connect to a socket in the file system, which network
 namespaces do not separate, and wait there for their turn:
 
-    turns.serve(step, figures)     # in a worker, once it has warmed up
+    interleaved.serve(step, figures)     # in a worker, once it has warmed up
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from network import Spaces
+from lab.network import Spaces
 
 SOCKET = "AGM_BENCH_SOCKET"  # not a name that workers' launchers drop
 # For all jobs alike: glibc is to keep freed memory. Whether it gives that back to the kernel after a step, and takes

@@ -1,7 +1,7 @@
 """What does an agreed mask leave behind, beside own choices? The energy of residuals after some steps, in memory.
 
-    python benchmarks/masks.py
-    python benchmarks/masks.py --wires    # the same of exchanges and value codecs
+    python benchmarks/mask_residuals.py
+    python benchmarks/mask_residuals.py --wires    # the same of exchanges and value codecs
 
 Gradients are normal, times a log-normal scale of each element, with a given correlation between ranks; ranks are
 threads of one in-memory group that take real steps. Energies are in units of one gradient's, means over ranks. Two
@@ -12,13 +12,13 @@ With ``--wires`` the energy of the mean of all ranks' residuals is in brackets: 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - first: it says where this checkout's packages are
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# isort: split
 
 import agmerge
 import agmerge.testing

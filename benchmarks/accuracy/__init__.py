@@ -1,0 +1,1 @@
+"""Paired trainings of ``parity.py``: its tasks and optimizers, its groups of cases, its report."""

@@ -1,0 +1,1 @@
+"""Laboratory of the benchmarks: networks with a rate, jobs that run by turns, and what their workers have measured."""

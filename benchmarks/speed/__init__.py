@@ -1,0 +1,1 @@
+"""What benchmarks of speed have in common: the libraries that are compared, and shapes of well-known models."""
