@@ -53,8 +53,8 @@ HOROVOD = ["cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4"]
 FLAGS = "-O3 -std=c11 -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden"
 KERNEL = Extension(
     "sparsifiers._kernel",
-    [f"sparsifiers/{path.name}" for path in sorted((ROOT / "sparsifiers").glob("kernel*.c"))],
-    depends=[f"sparsifiers/{path.name}" for path in sorted((ROOT / "sparsifiers").glob("kernel*.h"))],
+    [f"sparsifiers/native/{path.name}" for path in sorted((ROOT / "sparsifiers" / "native").glob("*.c"))],
+    depends=[f"sparsifiers/native/{path.name}" for path in sorted((ROOT / "sparsifiers" / "native").glob("*.h"))],
     extra_compile_args=[] if sys.platform == "win32" else FLAGS.split(),
     optional=True,
 )

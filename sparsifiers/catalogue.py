@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sparsifiers.adtopk import AdTopK, AdTopKFill, AdTopKRow
 from sparsifiers.base import Sparsifier
 from sparsifiers.dgc import DGC
 from sparsifiers.dgc_memory import DGCMemory
-from sparsifiers.gaussiank import GaussianK
 from sparsifiers.low_rank import ACPSGD, RANK, LowRank, PowerSGD, Ranks
 from sparsifiers.memories import Memory, NoMemory, Residual, ResidualGTopK
+from sparsifiers.papers.adtopk import AdTopK, AdTopKFill, AdTopKRow
+from sparsifiers.papers.gaussiank import GaussianK
+from sparsifiers.papers.redsync import RedSync, RedSyncTrim
+from sparsifiers.papers.sidco import SIDCoE, SIDCoGamma, SIDCoGP
+from sparsifiers.papers.threshold import Threshold
 from sparsifiers.published import (
     LOW_RANK,
     NEAREST_LOW_RANK,
@@ -27,10 +30,7 @@ from sparsifiers.quantising.linear import Int4, Int8
 from sparsifiers.quantising.onebit import OneBit
 from sparsifiers.quantising.stochastic import QSGD, TernGrad
 from sparsifiers.randomk import RandomK
-from sparsifiers.redsync import RedSync, RedSyncTrim
 from sparsifiers.registry import Registry
-from sparsifiers.sidco import SIDCoE, SIDCoGamma, SIDCoGP
-from sparsifiers.threshold import Threshold
 from sparsifiers.topk import TopK
 
 _sparsifiers: Registry[Sparsifier] = Registry("sparsifier", Sparsifier, SPARSIFIERS, NEAREST_SPARSIFIER)

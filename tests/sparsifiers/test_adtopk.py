@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers import Sparsifier, adtopk
+from sparsifiers import Sparsifier
+from sparsifiers.papers import adtopk
 from sparsifiers.rows_device import largest_in_rows_on_device
 
 SHAPES = [(64, 3, 3, 3), (16,), (200, 30), (24,), (10, 40), (10,)]

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers import estimated, exact_topk, sidco
+from sparsifiers import estimated, exact_topk
 from sparsifiers.arguments import Request
 from sparsifiers.estimated import Estimated, key_floor
 from sparsifiers.estimator_sample import normalised, stride_for, strided
 from sparsifiers.magnitude import bit_view, magnitude_mask
-from sparsifiers.sidco import PERIOD, SIDCo
+from sparsifiers.papers import sidco
+from sparsifiers.papers.sidco import PERIOD, SIDCo
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

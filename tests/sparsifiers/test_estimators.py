@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsifiers import sidco_laws, threshold_correction
+from sparsifiers import threshold_correction
 from sparsifiers.estimator_sample import Sample, normalised
-from sparsifiers.gaussiank import EVALUATIONS, normal_quantile
-from sparsifiers.redsync import bisected, trimmed
-from sparsifiers.sidco import Law, staged, tail_slope
+from sparsifiers.papers import sidco_laws
+from sparsifiers.papers.gaussiank import EVALUATIONS, normal_quantile
+from sparsifiers.papers.redsync import bisected, trimmed
+from sparsifiers.papers.sidco import Law, staged, tail_slope
 from sparsifiers.threshold_correction import corrected, near, reaching
 
 pytestmark = pytest.mark.usefixtures("one_thread")

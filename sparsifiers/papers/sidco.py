@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsifiers.arguments import Request
 from sparsifiers.estimated import Estimated
 from sparsifiers.estimator_sample import Sample
-from sparsifiers.sidco_laws import exponential, gamma, moments, pareto
+from sparsifiers.papers.sidco_laws import exponential, gamma, moments, pareto
 from sparsifiers.threshold_correction import corrected, off
 
 Law = Literal["e", "gp", "gamma"]
