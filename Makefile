@@ -75,10 +75,10 @@ check: $(TEST)
 
 # Every part runs, whatever the others' end; the last line sums them up. ARGS goes to pytest, in each of them.
 test: $(TEST) $(HOROVOD)
-	$(RUN) tests/together.py $(ARGS)
+	$(RUN) tests/run_tests.py $(ARGS)
 
 test-all: $(TEST) $(HOROVOD) $(TRITON)
-	$(RUN) tests/together.py --all $(ARGS)
+	$(RUN) tests/run_tests.py --all $(ARGS)
 
 bench: $(TEST) $(HOROVOD)
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/step_time.py $(ARGS)

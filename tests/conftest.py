@@ -2,10 +2,10 @@
 ``from support import ...``.
 
 Tests outside of ``distributed`` are marked ``training`` where they make an optimizer of workers, and ``unit`` where
-they neither do nor start a process (see kinds.py): ``make unit`` runs these alone, in less than a minute.
+they neither do nor start a process (see support/kind_of_test.py): ``make unit`` runs these alone, within a minute.
 
 ``make test`` leaves out what is marked ``long``, and of a grid of parameters that is marked ``thin`` all but a cover
-(see covering.py). ``--once`` runs the first case of every test that starts no processes. Examples that are drawn are
+(see support/grid_cover.py). ``--once`` runs the first case of every test that starts no processes. Drawn examples are
 the same in every run; ``--hypothesis-profile=long`` draws more, and others each time.
 """
 
@@ -18,10 +18,10 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from covering import cover
 from hypothesis import settings
-from kinds import TESTS, kind_of
-from together import ONE_CORE
+from run_tests import ONE_CORE
+from support.grid_cover import cover
+from support.kind_of_test import TESTS, kind_of
 
 settings.register_profile("short", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("once", deadline=None, derandomize=True, max_examples=10)
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Keep to one core if ``together.py`` says so. Ranks are threads of which one has Python's lock at a time: where
+    """Keep to one core if ``run_tests.py`` says so. Ranks are threads of which one has Python's lock at a time: where
     that wanders between cores with every message, a quarter of the time is lost."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")  # gw0, gw1, ...
     if worker and os.environ.get(ONE_CORE) and hasattr(os, "sched_setaffinity"):

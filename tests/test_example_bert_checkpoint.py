@@ -12,8 +12,8 @@ from data import small_text, windows
 from jobs.squad import JOBS
 from networks import bert_checkpoint
 from networks.bert import bert
+from support.example_trainings import locked, results  # noqa: F401
 from torch import Tensor
-from trainings import locked, results  # noqa: F401
 
 pytest.importorskip("transformers")
 

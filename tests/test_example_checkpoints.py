@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import train
+from support.example_trainings import locked, log, outcome, results  # noqa: F401
 from training import options as train_options
 from training.checkpoints import Checkpoints
 from training.stopping import Stopping
-from trainings import locked, log, outcome, results  # noqa: F401
 
 from agmerge.testing import run
 

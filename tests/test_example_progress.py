@@ -10,7 +10,7 @@ from pathlib import Path
 import mnist
 import pytest
 import torch
-from curves import scalars
+from support.tensorboard_curves import scalars
 from training import options as train_options
 from training import published
 from training.progress import Curves, bar, say

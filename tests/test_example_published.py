@@ -37,7 +37,7 @@ def read(line: str) -> Namespace:
 
 
 LINES: list[tuple[str, dict[str, Any]]] = [
-    (  # OMGS-SGD: dnn=resnet20 nworkers=4 ./horovod_mpi.sh; tests/published_lines.py has them all, in full
+    (  # OMGS-SGD: dnn=resnet20 nworkers=4 ./horovod_mpi.sh; tests/support/published_lines.py has them all, in full
         "--dnn resnet20 --dataset cifar10 --max-epochs 141 --batch-size 32 --data-dir ./data --lr 0.1 "
         "--nsteps-update 1 --density 0.001 --compressor topk --threshold 8192 --nworkers 4 --nwpernode 2",
         {

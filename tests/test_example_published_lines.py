@@ -15,7 +15,7 @@ import pytest
 import synthetic_benchmark
 import torch
 import train
-from published_lines import ELSEWHERE, LINES, MODELS, Line, acpsgd
+from support.published_lines import ELSEWHERE, LINES, MODELS, Line, acpsgd
 from training import options as train_options
 from training import show
 

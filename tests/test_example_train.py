@@ -10,10 +10,10 @@ import pytest
 import train
 from report import read_all
 from reporting import comparison
+from support.example_trainings import locked, log, outcome, results  # noqa: F401
 from training import assemble, show
 from training import options as train_options
 from training.stopping import Stopping
-from trainings import locked, log, outcome, results  # noqa: F401
 
 import merging
 from agmerge.testing import run

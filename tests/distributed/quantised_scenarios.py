@@ -17,9 +17,9 @@ import agmerge
 import merging
 from agmerge import testing
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "agmerge")]
+sys.path[:0] = [str(Path(__file__).parents[1])]
 from exchange_scenarios import workers_a_node  # noqa: E402
-from quantised_harness import Net  # noqa: E402
+from support.quantised import Net  # noqa: E402
 
 STEPS = 2
 PLANS = ("threshold", "layerwise", "single")

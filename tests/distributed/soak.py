@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent.parent)]  # tests/ has folders of these names
-from program import LOW_RANK, Player, Train, drawn  # noqa: E402
 from support import Parts, digest, seeded, sgd  # noqa: E402
+from support.random_program import LOW_RANK, Player, Train, drawn  # noqa: E402
 
 import agmerge  # noqa: E402
 

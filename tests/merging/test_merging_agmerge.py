@@ -12,8 +12,8 @@ import planning
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from merging_harness import instance
 from speed import shapes
+from support.planning_problems import instance
 
 import merging
 from merging import MODES, Costs, Plan, Profile, predict

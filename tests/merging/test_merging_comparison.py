@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from typing import Any
 
 import pytest
-from merging_harness import measured
+from support.planning_problems import measured
 
 import merging
 from merging import Curve, Measurements, Plan, Profile, predict

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from merging_harness import measured
+from support.planning_problems import measured
 
 import merging
 from merging import Curve, Measurements, Plan, Profile, best, predict

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from merging_harness import plans_and_profiles
+from support.planning_problems import plans_and_profiles
 
 import merging
 from merging import Costs, Plan, Profile, divide, predict

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from merging_harness import plans_and_profiles
+from support.planning_problems import plans_and_profiles
 
 from merging import MODES, Costs, Plan, Profile, predict
 

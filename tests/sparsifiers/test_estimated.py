@@ -12,10 +12,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from allocation_harness import QUARTER, numpy_peak, torch_largest
-from allocation_harness import N as LONG
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.allocation import QUARTER, numpy_peak, torch_largest
+from support.allocation import N as LONG
 from torch import Tensor
 
 import sparsifiers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from allocation_harness import QUARTER, N, numpy_peak, torch_largest
+from support.allocation import QUARTER, N, numpy_peak, torch_largest
 from torch import Tensor
 
 import sparsifiers

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.triton_inputs import assert_same, bits, for_interpreter, vector
 from torch import Tensor
-from triton_harness import assert_same, bits, for_interpreter, vector
 
 from sparsifiers.gpu import add_ranks
 from sparsifiers.gpu.kernels import add

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.triton_inputs import CPU, assert_same, both
 from torch import Tensor
-from triton_harness import CPU, assert_same, both
 
 from agmerge.exchanges.message.indices import Bitmap, Blocks, IndexCodec, Int32, smallest
 from sparsifiers.gpu import IndexLayout, IndexSection, Slots, decode_indices, encode_indices

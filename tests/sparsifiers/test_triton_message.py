@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.triton_inputs import CPU, MODULES, bits, vector
 from torch import Tensor
-from triton_harness import CPU, MODULES, bits, vector
 
 import sparsifiers
 from agmerge.exchanges.message.indices import Blocks, smallest

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.triton_inputs import CPU, KINDS, assert_same, bits, vector
 from torch import Tensor
-from triton_harness import CPU, KINDS, assert_same, bits, vector
 
 import sparsifiers
 from sparsifiers.gpu import RowTable, Scratch, Slots, select_rows

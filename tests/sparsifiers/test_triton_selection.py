@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.triton_inputs import CPU, KINDS, assert_same, bits, both, for_interpreter, vector
 from torch import Tensor
-from triton_harness import CPU, KINDS, assert_same, bits, both, for_interpreter, vector
 
 import sparsifiers
 from agmerge.exchanges.message.indices import Blocks, smallest

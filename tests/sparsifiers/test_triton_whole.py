@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from triton_harness import assert_same, for_interpreter, vector
+from support.triton_inputs import assert_same, for_interpreter, vector
 
 from sparsifiers.gpu import add_whole
 

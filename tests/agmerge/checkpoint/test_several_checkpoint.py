@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from several_harness import MODEL, MUON, both, halves, moments, pair
 from support import agreed, digest, on_ranks, residuals, seeded, sgd, through_a_file, train, wrap
+from support.several_optimizers import MODEL, MUON, both, halves, moments, pair
 from torch import nn
 
 import agmerge

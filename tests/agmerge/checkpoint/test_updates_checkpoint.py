@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from carrying import CELLS, HALF, MODEL, STEPS, base, carried, mean, near, saved, started, told
 from support import agreed, digest, mlp, on_ranks, seeded, through_a_file, train
+from support.updates_checkpoint import CELLS, HALF, MODEL, STEPS, base, carried, mean, near, saved, started, told
 from torch import nn
 
 import agmerge

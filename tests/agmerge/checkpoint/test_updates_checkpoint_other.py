@@ -8,8 +8,22 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from carrying import CELLS, HALF, MODEL, SMALL, STEPS, adamw, base, carried, mean, near, saved, started, told
 from support import agreed, digest, mlp, on_ranks, seeded, through_a_file, train, wrap
+from support.updates_checkpoint import (
+    CELLS,
+    HALF,
+    MODEL,
+    SMALL,
+    STEPS,
+    adamw,
+    base,
+    carried,
+    mean,
+    near,
+    saved,
+    started,
+    told,
+)
 from torch import nn
 
 import agmerge

@@ -7,10 +7,10 @@ import warnings
 from typing import Any
 
 import torch
-from device_harness import Given, wrapped
 from pretend.device import Device
 from pretend.tensors import PLACE
 from pretend.training import on_devices
+from support.device_training import Given, wrapped
 
 BOUND = 1.0
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from device_harness import Given, train
 from pretend import tensors
 from pretend.books import HOOK
+from support.device_training import Given, train
 
 from agmerge.engine.reducer import Reducer
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from device_harness import PLAN, Given, Trained, host, plain_step, train
 from pretend import fused
 from pretend.books import HOOK, SYNCHRONIZE, Books
 from pretend.device import Device
 from pretend.training import on_devices
+from support.device_training import PLAN, Given, Trained, host, plain_step, train
 from torch import nn
 
 import agmerge

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from device_harness import SHAPES, Trained, gradient, train
 from pretend.books import ELSEWHERE, HOOK, SYNCHRONIZE, Books
+from support.device_training import SHAPES, Trained, gradient, train
 
 from agmerge.backends import topology
 

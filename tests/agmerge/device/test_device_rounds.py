@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from device_harness import Given, host, plain_step, train, wrapped
 from pretend.device import Device
 from pretend.tensors import PLACE
 from pretend.training import on_devices
+from support.device_training import Given, host, plain_step, train, wrapped
 
 import agmerge
 from agmerge import testing

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from device_harness import host
 from pretend.device import Device
 from pretend.training import on_devices
+from support.device_training import host
 from torch import nn
 
 import agmerge

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from device_harness import Each, Given, loss, plain_step, train
 from pretend.device import current
+from support.device_training import Each, Given, loss, plain_step, train
 from torch import Tensor
 
 from agmerge.errors import AGMergeError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from device_harness import Given, plain_step, train
+from support.device_training import Given, plain_step, train
 
 
 def test_hooks_come_on_a_thread_of_autograds_own() -> None:

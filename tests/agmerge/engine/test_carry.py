@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_exchange_harness import Table, config_of, connected
 from support import agreed, digest
+from support.gradient_exchange import Table, config_of, connected
 from torch import Tensor, nn
 
 import agmerge

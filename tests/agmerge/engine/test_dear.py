@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from dear_harness import MODEL, PARTS, Build, adamw, dear, plain, same
 from support import (
     AwkwardModel,
     Parts,
@@ -26,6 +25,7 @@ from support import (
     seeded,
     sgd,
 )
+from support.dear import MODEL, PARTS, Build, adamw, dear, plain, same
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from dear_harness import MODEL, adamw, dear, same, train
 from support import WIDTH, batch, digest, loss_of, on_ranks, seeded
+from support.dear import MODEL, adamw, dear, same, train
 from torch import nn
 from torch.nn import functional as F
 

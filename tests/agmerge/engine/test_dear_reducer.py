@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from dear_harness import MODEL, PARTS, SMALL, adamw, dear, plain, same, train
 from support import WIDTH, Blocks, agreed, batch, digest, loss_of, on_ranks, same_bits, seeded, sgd
+from support.dear import MODEL, PARTS, SMALL, adamw, dear, plain, same, train
 from torch import nn
 from torch.nn import functional as F
 

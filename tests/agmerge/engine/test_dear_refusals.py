@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from dear_harness import MODEL, dear
 from support import digest, loss_of, mlp, on_ranks, seeded, sgd
+from support.dear import MODEL, dear
 from torch import nn
 
 import agmerge

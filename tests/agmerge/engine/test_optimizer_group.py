@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from several_harness import MODEL, MUON, moments, pair
 from support import backward, digest
+from support.several_optimizers import MODEL, MUON, moments, pair
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from several_harness import MODEL, SMALL, alone, both, halves, moments, pair
 from support import agreed, backward, digest, loss_of, on_ranks, train, wrap
+from support.several_optimizers import MODEL, SMALL, alone, both, halves, moments, pair
 from torch import nn
 
 import agmerge

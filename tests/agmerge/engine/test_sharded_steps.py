@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import Parts, agreed, backward, digest, loss_of, mlp, on_ranks, seeded, sgd, train, wrap
+from support.updates import updating
 from torch import nn
-from updates_harness import updating
 
 import agmerge
 from agmerge import testing

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support import agreed, backward, digest, mlp, on_ranks, seeded
+from support.updates import assert_common, base_of, updating
 from torch import nn
-from updates_harness import assert_common, base_of, updating
 
 WITHOUT = {"Optimizer", "LBFGS", "SparseAdam", "Muon"}  # Muon: below, it takes matrices alone
 CLASSES = [

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support import agreed, backward, digest, mlp, on_ranks, seeded, train
+from support.updates import base_of, reducer_of, updating
 from torch import nn
-from updates_harness import base_of, reducer_of, updating
 
 MODEL = seeded(mlp)
 SIDE = 1 << 9

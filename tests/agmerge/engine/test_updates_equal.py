@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from support import agreed, backward, digest, mlp, on_ranks, seeded, sgd, train, wrap
+from support.updates import base_of, exact, reducer_of, updating
 from torch import nn
-from updates_harness import base_of, exact, reducer_of, updating
 
 import agmerge
 from agmerge import testing

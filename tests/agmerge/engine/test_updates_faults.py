@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support import agreed, backward, batch, digest, loss_of, mlp, on_ranks, seeded, sgd
+from support.updates import assert_common, assert_kept, base_of, reducer_of, updating, watched
 from torch import nn
-from updates_harness import assert_common, assert_kept, base_of, reducer_of, updating, watched
 
 import agmerge
 

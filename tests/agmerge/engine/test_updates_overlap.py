@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support import Parts, agreed, digest, mlp, on_ranks, seeded, sgd, train
+from support.updates import assert_common, assert_kept, base_of, exact, reducer_of, updating, watched
 from torch import nn
-from updates_harness import assert_common, assert_kept, base_of, exact, reducer_of, updating, watched
 
 import agmerge
 from agmerge import testing

@@ -19,8 +19,8 @@ from support import (
     seeded,
     sgd,
 )
+from support.updates import assert_common, assert_kept, base_of, reducer_of, updating, watched
 from torch import Tensor, nn
-from updates_harness import assert_common, assert_kept, base_of, reducer_of, updating, watched
 
 import agmerge
 from agmerge.engine.carry import Applied, Kept

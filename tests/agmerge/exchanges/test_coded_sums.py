@@ -7,7 +7,9 @@ from itertools import accumulate
 
 import pytest
 import torch
-from exchange_harness import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.exchanges import (
     CPU,
     DTYPES,
     SUM_INPUTS,
@@ -25,8 +27,6 @@ from exchange_harness import (
     same,
     segments_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agmerge import testing
 from agmerge.backends.local import Call

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exchange_harness import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.exchanges import (
     CPU,
     Make,
     context,
@@ -21,8 +23,6 @@ from exchange_harness import (
     segments_of,
     sparse,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agmerge import testing
 from agmerge.backends.local import Call

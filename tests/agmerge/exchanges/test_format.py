@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exchange_harness import get, put
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.exchanges import get, put
 
 from agmerge.errors import MessageError
 from agmerge.exchanges.message import VALUES, Everything

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from low_rank_harness import (
+from support import digest
+from support.low_rank_steps import (
     MATRICES,
     NAMES,
     RIGHT,
@@ -18,7 +19,6 @@ from low_rank_harness import (
     overlap,
     steps_of,
 )
-from support import digest
 from torch import Tensor
 
 pytestmark = pytest.mark.thin  # `make test-all` runs all of each grid

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from low_rank_harness import (
+from support import digest
+from support.low_rank_steps import (
     LEFT,
     MATRICES,
     NAMES,
@@ -24,7 +25,6 @@ from low_rank_harness import (
     overlap,
     steps_of,
 )
-from support import digest
 from torch import Tensor
 
 import agmerge

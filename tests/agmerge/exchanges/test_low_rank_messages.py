@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from low_rank_harness import (
+from support import digest, random_plan
+from support.low_rank_steps import (
     CONTROL,
     LEFT,
     MATRICES,
@@ -21,7 +22,6 @@ from low_rank_harness import (
     opened,
     steps_of,
 )
-from support import digest, random_plan
 from torch import Tensor
 
 import merging

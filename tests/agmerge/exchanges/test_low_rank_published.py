@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from low_rank_harness import (
+from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, through_a_file, wrap
+from support.low_rank_steps import (
     NAMES,
     distance,
     kept,
@@ -20,7 +21,6 @@ from low_rank_harness import (
     overlap,
     steps_of,
 )
-from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, through_a_file, wrap
 from torch import Tensor, nn
 
 import agmerge

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from low_rank_harness import NAMES, accumulated, distance, made, matrix, mean, opened, steps_of
 from support import agreed, digest, loss_of, mlp, on_ranks, seeded, sgd, train, wrap
+from support.low_rank_steps import NAMES, accumulated, distance, made, matrix, mean, opened, steps_of
 from torch import Tensor, nn
 
 import agmerge

@@ -5,7 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from low_rank_harness import LEFT, MATRICES, NAMES, RIGHT, SHAPES, Reference, Step, drawn, first_basis, matrix, steps_of
+from support.low_rank_steps import (
+    LEFT,
+    MATRICES,
+    NAMES,
+    RIGHT,
+    SHAPES,
+    Reference,
+    Step,
+    drawn,
+    first_basis,
+    matrix,
+    steps_of,
+)
 from torch import Tensor
 
 import sparsifiers

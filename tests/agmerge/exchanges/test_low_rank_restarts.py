@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from low_rank_harness import (
+from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, through_a_file, wrap
+from support.low_rank_steps import (
     LEFT,
     MATRICES,
     NAMES,
@@ -19,7 +20,6 @@ from low_rank_harness import (
     mean,
     opened,
 )
-from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, through_a_file, wrap
 from torch import Tensor, nn
 
 from agmerge import testing

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_exchange_harness import Table, connected, stepped
-from low_rank_harness import (
+from support import Parts, agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, wrap
+from support.gradient_exchange import Table, connected, stepped
+from support.low_rank_steps import (
     MATRICES,
     NAMES,
     SHAPES,
@@ -20,7 +21,6 @@ from low_rank_harness import (
     opened,
     steps_of,
 )
-from support import Parts, agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, wrap
 from torch import Tensor, nn
 
 import agmerge

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from exchange_harness import CPU, control_of, draw_offer, masked, same, segments_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.exchanges import CPU, control_of, draw_offer, masked, same, segments_of
 
 from agmerge import testing
 from agmerge.backends.local import Call

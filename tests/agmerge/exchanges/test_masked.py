@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exchange_harness import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.exchanges import (
     CPU,
     control_of,
     dense,
@@ -18,8 +20,6 @@ from exchange_harness import (
     same,
     segments_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import sparsifiers
 from agmerge import testing

@@ -7,9 +7,9 @@ import functools
 
 import pytest
 import torch
-from awkward_harness import backward, wrapped_awkward
 from support import AwkwardModel, Sent, agreed, assert_conserved, mlp, on_ranks, residuals, seeded, trained, wrap
 from support import train as plain
+from support.awkward_training import backward, wrapped_awkward
 from torch import Tensor
 
 import agmerge

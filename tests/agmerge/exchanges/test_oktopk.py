@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from exchange_harness import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.exchanges import (
     CPU,
     SUM_INPUTS,
     Offers,
@@ -24,8 +26,6 @@ from exchange_harness import (
     segments_of,
     sparse,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agmerge import testing
 from agmerge.exchanges import SegmentBuffers

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exchange_harness import CPU, apart, control_of, draw_offer, draw_work, draws, exchange, oktopk, same, segments_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.exchanges import CPU, apart, control_of, draw_offer, draw_work, draws, exchange, oktopk, same, segments_of
 
 from agmerge import testing
 from agmerge.backends.local import Call

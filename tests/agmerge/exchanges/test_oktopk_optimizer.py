@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from awkward_harness import backward, wrapped_awkward
 from support import (
     AwkwardModel,
     Parts,
@@ -27,6 +26,7 @@ from support import (
     trained,
     wrap,
 )
+from support.awkward_training import backward, wrapped_awkward
 from torch import Tensor
 
 from agmerge import testing

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_exchange_harness import Table, connected, copied, stepped, updates_of
-from quantised_harness import by_hand, plain
+from support.gradient_exchange import Table, connected, copied, stepped, updates_of
+from support.quantised import by_hand, plain
 from torch import Tensor
 
 import agmerge

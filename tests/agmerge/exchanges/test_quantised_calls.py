@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_exchange_harness import Table, connected, stepped
+from support.gradient_exchange import Table, connected, stepped
 from torch import Tensor
 
 import agmerge

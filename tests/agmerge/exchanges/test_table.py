@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exchange_harness import context
 from support import agreed, mlp, on_ranks, seeded, train, wrap
+from support.exchanges import context
 
 import sparsifiers
 from agmerge import testing

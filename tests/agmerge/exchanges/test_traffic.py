@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from exchange_harness import CPU, Make, Quiet, control_of, draw_work, masked, oktopk, segments_of
 from hypothesis import given
 from hypothesis import strategies as st
+from support.exchanges import CPU, Make, Quiet, control_of, draw_work, masked, oktopk, segments_of
 
 from agmerge import testing
 from agmerge.exchanges import ExchangeContext, SegmentBuffers, SparseExchange

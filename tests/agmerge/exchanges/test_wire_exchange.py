@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from exchange_harness import CPU, Make, context, draw_offer, draw_work, exchange, same, segments_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.exchanges import CPU, Make, context, draw_offer, draw_work, exchange, same, segments_of
 
 from agmerge import testing
 from agmerge.exchanges import SegmentBuffers, SparseExchange

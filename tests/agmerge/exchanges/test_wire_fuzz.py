@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from exchange_harness import CPU, context, control_of, draw_offer, draw_work, get, put, segments_of
+from support.exchanges import CPU, context, control_of, draw_offer, draw_work, get, put, segments_of
 
 from agmerge import testing
 from agmerge.backends.local import Call

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from awkward_harness import backward, wrapped_awkward
 from support import AwkwardModel, Sent, agreed, digest, mlp, on_ranks, residuals, same_bits, seeded, train, wrap
+from support.awkward_training import backward, wrapped_awkward
 from torch import Tensor, nn
 
 import agmerge

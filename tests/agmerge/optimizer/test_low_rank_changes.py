@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from low_rank_books import LOW_RANK, ROUNDED, Books, assert_bases_are_orthonormal, assert_nothing_is_lost, bases
 from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, train, wrap
+from support.low_rank_conservation import (
+    LOW_RANK,
+    ROUNDED,
+    Books,
+    assert_bases_are_orthonormal,
+    assert_nothing_is_lost,
+    bases,
+)
 from torch import nn
 
 import agmerge

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from awkward_harness import THAW, backward
-from low_rank_books import LOW_RANK, Books, assert_nothing_is_lost, bases, run
 from support import (
     WIDTH,
     AwkwardModel,
@@ -25,6 +23,8 @@ from support import (
     seeded,
     wrap,
 )
+from support.awkward_training import THAW, backward
+from support.low_rank_conservation import LOW_RANK, Books, assert_nothing_is_lost, bases, run
 from torch import nn
 from torch.nn import functional as F
 

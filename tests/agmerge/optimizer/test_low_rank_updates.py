@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from low_rank_books import LOW_RANK, assert_bases_are_orthonormal, bases
 from support import agreed, backward, digest, loss_of, mlp, on_ranks, seeded, train, wrap
+from support.low_rank_conservation import LOW_RANK, assert_bases_are_orthonormal, bases
+from support.updates import assert_common, assert_kept, base_of, updating, watched
 from torch import nn
-from updates_harness import assert_common, assert_kept, base_of, updating, watched
 
 import agmerge
 

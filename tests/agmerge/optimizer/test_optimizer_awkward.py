@@ -8,7 +8,6 @@ import functools
 import pytest
 import support
 import torch
-from awkward_harness import backward, wrapped_awkward
 from support import (
     AwkwardModel,
     Sent,
@@ -20,6 +19,7 @@ from support import (
     residuals,
     seeded,
 )
+from support.awkward_training import backward, wrapped_awkward
 from torch import Tensor
 
 STEPS, THAW = 50, 20

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from program import plan_for
-from quantised_harness import Net, Step, assert_by_hand, exchanged, with_rest
 from support import agreed, digest, on_ranks, residuals, seeded, sgd, through_a_file, wrap
+from support.quantised import Net, Step, assert_by_hand, exchanged, with_rest
+from support.random_program import plan_for
 from torch import Tensor
 
 import agmerge

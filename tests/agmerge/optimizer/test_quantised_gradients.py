@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_harness import Net, Step, assert_by_hand, by_hand, draws, exchanged
 from support import agreed, digest, on_ranks, residuals, seeded, sgd, wrap
+from support.quantised import Net, Step, assert_by_hand, by_hand, draws, exchanged
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 

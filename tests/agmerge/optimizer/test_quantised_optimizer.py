@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from quantised_harness import Net, Step, assert_by_hand, exchanged
 from support import agreed, digest, on_ranks, residuals, seeded, wrap
+from support.quantised import Net, Step, assert_by_hand, exchanged
 
 import agmerge
 import merging

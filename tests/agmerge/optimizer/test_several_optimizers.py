@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from several_harness import MODEL, MUON, SPARSE, WHOLE, alone, both, halves, moments, pair, sgds
 from support import agreed, digest, on_ranks, residuals, same_bits, sgd, train, wrap
+from support.several_optimizers import MODEL, MUON, SPARSE, WHOLE, alone, both, halves, moments, pair, sgds
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 

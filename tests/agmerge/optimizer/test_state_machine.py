@@ -16,7 +16,8 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from program import (
+from support import agreed, digest, on_ranks
+from support.random_program import (
     BREAK,
     DISCARD,
     DROP,
@@ -36,7 +37,6 @@ from program import (
     Toggle,
     Train,
 )
-from support import agreed, digest, on_ranks
 from torch import Tensor, nn
 
 import agmerge

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from low_rank_books import LOW_RANK, Books, assert_nothing_is_lost, bases, run
 from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, train, wrap
+from support.low_rank_conservation import LOW_RANK, Books, assert_nothing_is_lost, bases, run
 from torch import nn
 
 import agmerge

@@ -10,8 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from partial_harness import BUILDERS, DENSITY, MODEL, SIZES, backward, choosing, costing, cut, sparse, train, wrapped
 from support import agreed, mlp, on_ranks, residuals, same_bits, seeded
+from support.partial_models import (
+    BUILDERS,
+    DENSITY,
+    MODEL,
+    SIZES,
+    backward,
+    choosing,
+    costing,
+    cut,
+    sparse,
+    train,
+    wrapped,
+)
 from torch import Tensor, nn
 
 import agmerge

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from quantiser_world import LOOK, MODEL, TRIAL, World, chosen, name_of, trained, wrapped
 from support import agreed, on_ranks, through_a_file, train
+from support.quantiser_world import LOOK, MODEL, TRIAL, World, chosen, name_of, trained, wrapped
 from torch import nn
 
 import merging

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_exchange_harness import SHAPES, SPARSE, Table, connected, copied, drawn, stepped, table
 from support import agreed, digest, same_bits
+from support.gradient_exchange import SHAPES, SPARSE, Table, connected, copied, drawn, stepped, table
 from torch import Tensor
 
 import agmerge

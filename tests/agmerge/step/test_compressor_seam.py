@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 import torch
-from gradient_exchange_harness import Table, config_of, connected, drawn, stepped, with_compressor
 from support import agreed, backward, digest, mlp, on_ranks, seeded, sgd, through_a_file, train, wrap
+from support.gradient_exchange import Table, config_of, connected, drawn, stepped, with_compressor
 from torch import nn
 
 import agmerge

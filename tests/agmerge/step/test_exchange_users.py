@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from gradient_exchange_harness import Table, connected, drawn, stepped
 from support import agreed, backward, digest, mlp, on_ranks, seeded, sgd, wrap
+from support.gradient_exchange import Table, connected, drawn, stepped
 from torch import Tensor, nn
 
 from agmerge import testing

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gradient_exchange_harness import (
+from support import agreed, digest, same_bits
+from support.gradient_exchange import (
     SHAPES,
     SPARSE,
     BruteForce,
@@ -23,7 +24,6 @@ from gradient_exchange_harness import (
     table,
     updates_of,
 )
-from support import agreed, digest, same_bits
 from torch import Tensor
 
 import agmerge

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_exchange_harness import SHAPES, SPARSE, connected, copied, drawn, stepped, table, updates_of
 from support import agreed, digest, same_bits
+from support.gradient_exchange import SHAPES, SPARSE, connected, copied, drawn, stepped, table, updates_of
 from torch import Tensor
 
 from agmerge import testing

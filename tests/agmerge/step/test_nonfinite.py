@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from dear_harness import dear
 from support import WIDTH, Parts, agreed, digest, loss_of, mlp, on_ranks, residuals, same_bits, seeded, sgd, wrap
+from support.dear import dear
 from torch import nn
 
 import agmerge

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_exchange_harness import SHAPES, SPARSE, connected, drawn, table
 from support import agreed, digest
+from support.gradient_exchange import SHAPES, SPARSE, connected, drawn, table
 from torch import Tensor
 
 from agmerge import testing

@@ -7,7 +7,6 @@ import functools
 
 import pytest
 import torch
-from awkward_harness import backward, wrapped_awkward
 from support import (
     AwkwardModel,
     Sent,
@@ -21,6 +20,7 @@ from support import (
     wrap,
 )
 from support import train as plain
+from support.awkward_training import backward, wrapped_awkward
 from torch import Tensor
 
 import agmerge

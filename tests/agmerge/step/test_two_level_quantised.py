@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import quantised_harness
 import torch
-from quantised_harness import Net, by_hand, exchanged
-from support import agreed, digest, on_ranks, seeded, wrap
+from support import agreed, digest, on_ranks, quantised, seeded, wrap
+from support.quantised import Net, by_hand, exchanged
 from torch import Tensor
 
 import sparsifiers
@@ -69,7 +68,7 @@ def test_updates_are_those_made_by_hand_of_what_nodes_add_up(compression: str, m
             nodes = [shards(whole[first] + whole[first + 1], places) for first in (0, 2)]
             rows = []
             for place in range(places):
-                monkeypatch.setattr(quantised_harness, "draws", draws_at(place))
+                monkeypatch.setattr(quantised, "draws", draws_at(place))
                 parts = [node[place] for node in nodes]
                 rows.append(by_hand(name, parts, steps[0].number, quantiser, summed=True).reshape(-1) / 4)
             wanted = torch.empty(update.shape)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from curves import scalars
 from launching import ROOT, torchrun
+from support.tensorboard_curves import scalars
 
 pytestmark = pytest.mark.timeout(250)
 

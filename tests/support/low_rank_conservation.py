@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from support import agreed, digest, loss_of, on_ranks, residuals, sgd, wrap
 from torch import Tensor, nn
 
 import agmerge
+from support import agreed, digest, loss_of, on_ranks, residuals, sgd, wrap
 
 LOW_RANK = ["powersgd", "acpsgd"]
 # Relative to the norm of all gradients: some hundred roundings of float32. A factor that is lost is 1e-2 or more.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support import digest, loss_of, mlp, seeded, wrap
 from torch import nn
 
 import agmerge
 import merging
+from support import digest, loss_of, mlp, seeded, wrap
 
 MODEL = seeded(mlp)
 SMALL = merging.get("threshold", bytes=4096)

@@ -1,6 +1,6 @@
 """What ``make test`` runs: pytest several times, every part whatever the others' end, and one line that sums them up.
 
-    python tests/together.py [--all] [pytest's arguments]
+    python tests/run_tests.py [--all] [pytest's arguments]
 
 Without ``--all``: the unit tests, some of them once more as on a plain processor, and real workers, all but the tests
 that take minutes. With it: everything, and the unit tests once more for each level of arithmetic that is here.

@@ -1,14 +1,14 @@
-"""How the awkward model of support.py is trained: in several merge buffers, and with a layer that thaws on the way."""
+"""How the awkward model of support is trained: in several merge buffers, and with a layer that thaws on the way."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from support import AwkwardModel, awkward_batch, awkward_groups
 
 import agmerge
 import merging
+from support import AwkwardModel, awkward_batch, awkward_groups
 
 THAW = 6  # the step from which on the frozen layer learns
 

@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 OPTIMIZERS = frozenset({"DistributedOptimizer"})
 PROCESSES = frozenset({"subprocess", "multiprocessing", "Popen", "fork"})
 
@@ -64,7 +64,9 @@ def _names_of(path: Path) -> Names:
 @functools.cache
 def _helpers() -> dict[str, Path]:
     """Files that are no tests, by the name of the module."""
-    return {path.stem: path for path in TESTS.rglob("*.py") if not path.name.startswith("test_")}
+    files = {path.stem: path for path in TESTS.rglob("*.py") if not path.name.startswith("test_")}
+    shared = {f"support.{path.stem}": path for path in (TESTS / "support").glob("*.py")}
+    return {**files, **shared, "support": TESTS / "support" / "__init__.py"}
 
 
 def _targets(node: ast.stmt) -> list[str]:

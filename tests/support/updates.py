@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support import agreed, backward, digest, wrap
 from torch import Tensor, nn
 
 from agmerge.engine.update_reducer import UpdateReducer
+from support import agreed, backward, digest, wrap
 
 Tensors = dict[str, Tensor]
 

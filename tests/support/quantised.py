@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from support import digest, gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,6 +15,7 @@ from agmerge.exchanges.quantised.exchange import SEED, number_of
 from agmerge.options.config import is_small
 from sparsifiers.quantising.blocks import block_size, blocks_in
 from sparsifiers.quantising.draws import Draws, key_of, mixed
+from support import digest, gradients
 
 ROW, WORDS, CLASSES = 64, 40, 10
 

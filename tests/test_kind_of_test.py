@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kinds import kind_of
+from support.kind_of_test import kind_of
 
 SOURCE = """
 import subprocess

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import agreed, mlp, on_ranks, seeded, train, wrap
 from torch import nn
 
 import merging
@@ -21,6 +20,7 @@ from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
+from support import agreed, mlp, on_ranks, seeded, train, wrap
 
 MODEL = seeded(mlp)
 SIZES = {"int8": 1.0, "eden-4": 0.5, "eden-2": 0.25, "eden-1": 0.125}  # bytes of an element

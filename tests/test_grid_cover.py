@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from covering import cover
+from support.grid_cover import cover
 
 HERE = Path(__file__).parent
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import together
-from together import BITS, NOTHING_TO_RUN, WORKERS, Count, Part, choice, parts
+import run_tests
+from run_tests import BITS, NOTHING_TO_RUN, WORKERS, Count, Part, choice, parts
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,7 +31,7 @@ def test_what_pytest_counts_is_counted(
     options = ("-q", "-p", "no:cacheprovider", "-c", str(tmp_path / "pytest.ini"))
     (tmp_path / "pytest.ini").write_text("[pytest]")
     bare = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins take longer to import than these tests
-    assert together.run(Part("these", options, (), bare), [str(file)]) == expected
+    assert run_tests.run(Part("these", options, (), bare), [str(file)]) == expected
     capfd.readouterr()
 
 
@@ -43,8 +43,8 @@ def test_all_parts_run_and_one_line_sums_them_up(
         assert list(arguments) == ["-k", "this", *part.chosen]
         return (1, Count(2, 1)) if part.name == failing else (0, Count(3, 0, 1))
 
-    monkeypatch.setattr(together, "run", run)
-    assert together.main(["-k", "this"]) == (failing is not None)
+    monkeypatch.setattr(run_tests, "run", run)
+    assert run_tests.main(["-k", "this"]) == (failing is not None)
     *_, by_part, total = capsys.readouterr().out.splitlines()
     bad, good = "2 passed, 1 failed", "3 passed, 0 failed, 1 skipped"
     names = [part.name for part in parts(everything=False)]
@@ -56,7 +56,7 @@ def test_all_parts_run_and_one_line_sums_them_up(
 def test_a_part_has_its_environment_and_keeps_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("KEPT", "2")
-    given = together.environment(Part("these", (), (), {"OWN": "3"}))
+    given = run_tests.environment(Part("these", (), (), {"OWN": "3"}))
     assert "PYTHONDONTWRITEBYTECODE" not in given and (given["KEPT"], given["OWN"]) == ("2", "3")
 
 
@@ -75,7 +75,7 @@ def test_what_is_named_is_there() -> None:
 
 @pytest.mark.parametrize(("capability", "levels"), [("AVX512", 3), ("AVX2", 2), ("DEFAULT", 2)])
 def test_all_of_it_has_every_level_of_arithmetic(capability: str, levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "capability", lambda: capability)
+    monkeypatch.setattr(run_tests, "capability", lambda: capability)
     first, *between, last = parts(everything=True)
     assert (first.name, last.name, len(between)) == ("unit tests", "real workers", levels)
     assert not first.environment and len({str(part.environment) for part in between}) == levels

@@ -6,6 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+
+import agmerge
+import merging
 from support import (
     Parts,
     agreed,
@@ -15,10 +19,6 @@ from support import (
     seeded,
     sgd,
 )
-from torch import nn
-
-import agmerge
-import merging
 
 MODEL, PARTS = seeded(mlp), seeded(Parts)
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from gradient_exchange_harness import Table, connected, updates_of
 from torch import Tensor
 
 from agmerge import testing
 from agmerge.exchanges.low_rank.factors import initial_basis
 from agmerge.step.gradient_exchange import GradientExchange
+from support.gradient_exchange import Table, connected, updates_of
 
 NAMES = ("powersgd", "acpsgd")
 SHAPES: Mapping[str, tuple[int, ...]] = {

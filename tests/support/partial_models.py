@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import support
 import torch
-from support import seeded, wrap
 from torch import nn
 
 import agmerge
+import support
 from agmerge.planning.cost_probe import MeasuredCosts
 from merging import Curve, dense_cutoff
+from support import seeded, wrap
 
 SIZES = [(32, 32), (32, 48), (48, 64), (64, 256), (256, 256), (256, 10)]  # 1024 and 1536 elements may go dense
 DENSITY = 0.1

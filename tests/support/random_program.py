@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from support import through_a_file
 from torch import Tensor, nn
 
 import agmerge
@@ -21,6 +20,7 @@ import merging
 from agmerge.exchanges.way import AHEAD
 from agmerge.planning.replanner import Decision
 from agmerge.step.merge_buffers import MergeBuffers
+from support import through_a_file
 
 LAYERS = ("a", "b")  # that a rank may leave out, and that may be frozen
 STEP, CLIP, DISCARD, BREAK = ENDINGS = ("step", "clip", "discard", "break")

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from support import mlp, on_ranks, seeded, train, wrap
 from torch import Tensor, nn
 
 import agmerge
 import merging
 from agmerge import testing
+from support import mlp, on_ranks, seeded, train, wrap
 
 MODEL = seeded(mlp)
 SMALL = merging.get("threshold", bytes=4096)  # a merge buffer a layer: fragments have something to take turns with
