@@ -5,21 +5,17 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from exchange_scenarios import workers_a_node
 from support import digest, seeded, sgd
+from support.quantised import Net
 
 import agmerge
 import merging
 from agmerge import testing
-
-sys.path[:0] = [str(Path(__file__).parents[1])]
-from exchange_scenarios import workers_a_node  # noqa: E402
-from support.quantised import Net  # noqa: E402
 
 STEPS = 2
 PLANS = ("threshold", "layerwise", "single")
