@@ -67,7 +67,7 @@ def _properties(made: Quantiser) -> None:
     require(isinstance(made.unbiased, bool), f"unbiased is {made.unbiased!r}, neither True nor False", where)
     require(made.bits > 0 and made.noise >= 0.0, f"bits are {made.bits!r}, noise is {made.noise!r}", where)
     try:
-        keeps = memory(made.memory).keeps
+        keeps = memory(made.memory).has_residual
     except (TypeError, ValueError) as error:
         raise AssertionError(f"no memory can be made by the name in `memory`: {error}: {where}") from error
     needs = made.needs_feedback

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsifiers import kernel, kernel_message
-from sparsifiers.memories import Memory, Momentum, NoMemory, Rate, Rounding
+from sparsifiers.memories import Memory, Momentum, Rate, Residual
 
 MOMENTUM = 0.9  # where neither the memory nor the optimizer has one
 
@@ -103,13 +103,10 @@ class DGCMemory(Memory):
             momentum.scatter_reduce_(0, indices.long(), (sent == 0).to(momentum.dtype), "prod")
 
     def for_dense_lane(self) -> Memory:
-        return _MomentumOfWhole(self)
-
-    def for_rounded_lane(self) -> Memory:
-        return _MomentumOfRounded(self)
+        return _MomentumOfAverage(self)
 
 
-class _MomentumOfAverage(Memory):
+class _MomentumOfAverage(Residual):
     """Memory that applies the same momentum to dense tensors, once, on the average of all workers."""
 
     has_momentum = True
@@ -126,11 +123,3 @@ class _MomentumOfAverage(Memory):
             update.add_(momentum.after)
         else:
             update.copy_(momentum.after)
-
-
-class _MomentumOfWhole(_MomentumOfAverage, NoMemory):
-    """Memory of dense tensors, with a momentum and no residual."""
-
-
-class _MomentumOfRounded(_MomentumOfAverage, Rounding):
-    """Memory of rounded dense tensors, with a momentum and their quantisation error."""

@@ -32,19 +32,6 @@ class Momentum(NamedTuple):
     rate: Rate | None = None  # of the optimizer in this step, for a memory that follows it; None: the memory's own
 
 
-class _Renamed:
-    """Descriptor that gives an attribute of a memory its name of version 0.1."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, memory: Memory | None, owner: type[Memory]) -> bool:
-        return bool(getattr(owner if memory is None else memory, self._name))
-
-    def __set__(self, memory: Memory, value: bool) -> None:
-        setattr(memory, self._name, value)
-
-
 class Memory(ABC):
     """Rule that makes the vector for selection out of a residual and a gradient.
 
@@ -58,26 +45,12 @@ class Memory(ABC):
     has_momentum: bool = False  # it applies a momentum, in the place of the optimizer
     follows: bool = False  # it takes the momentum of an optimizer that has one, from `Momentum.rate`
     hands_back: bool = False  # the owner of the tensor keeps the residual, and is told what was sent
-    kept: str = "residual"  # name of the residual in checkpoints, where there is one
     _moves: ClassVar[bool] = False  # `_compensate` has the arguments `home` and `notes`
 
-    # The names of version 0.1: memories of scripts may use them for one version more.
-    keeps = _Renamed("has_residual")
-    corrects = _Renamed("has_momentum")
-
     def __init_subclass__(cls, **options: object) -> None:
-        """Rename a subclass's attributes of version 0.1, and find out which arguments its `_compensate` takes."""
+        """Find out which arguments a subclass's `_compensate` takes."""
         super().__init_subclass__(**options)
         cls._moves = {"home", "notes"} <= inspect.signature(cls._compensate).parameters.keys()
-        for old, new in (("keeps", "has_residual"), ("corrects", "has_momentum")):
-            if old in vars(cls):
-                setattr(cls, new, vars(cls)[old])
-                delattr(cls, old)  # so that the old name reads the new one again
-        # Both names in each class, so that super() of either finds the right method.
-        for name, other in (("of_dense", "for_dense_lane"), ("for_dense_lane", "of_dense")):
-            if name in vars(cls):
-                setattr(cls, other, vars(cls)[name])
-                break
 
     def compensate(
         self,
@@ -133,14 +106,8 @@ class Memory(ABC):
         return  # no momentum
 
     def for_dense_lane(self) -> Memory:
-        """Return the memory of dense tensors beside those of this one, which have no residual."""
-        return NoMemory()
-
-    of_dense = for_dense_lane  # its name in version 0.1
-
-    def for_rounded_lane(self) -> Memory:
-        """Return the memory of rounded dense tensors beside those of this one: it keeps the quantisation error."""
-        return Rounding() if self.has_residual else self.for_dense_lane()
+        """Return the memory of dense tensors beside those of this one: it has a residual if this one has."""
+        return Residual() if self.has_residual else NoMemory()
 
     @property
     def averages(self) -> bool:
@@ -273,16 +240,6 @@ class Decaying(Residual):
         if gradient is not None:
             work.add_(gradient)
         return None
-
-
-class Rounding(Residual):
-    """Memory of the quantisation error of dense tensors: the rule of `residual`.
-
-    It is no residual of a selection, so checkpoints and reports tell the two apart.
-    """
-
-    name = "rounding"
-    kept = "rounding"
 
 
 class ResidualGTopK(Residual):

@@ -98,9 +98,9 @@ class ResidualState:
             rank_state.load(self._optimizer._reducer, None)
             return
         for section in sections.values():
-            if section.get("updates") is not None:
+            if section["updates"] is not None:
                 section["updates"]["base"] = sections[0]["updates"]["base"]
-        unread = {**sections[0], "residuals": {}, rank_state.ROUNDINGS: {}, "momenta": {}, "window": {}}
+        unread = {**sections[0], "residuals": {}, "momenta": {}, "window": {}}
         whole = [sections.get(rank, unread) for rank in range(size)]
         together = {"version": sections[0]["version"], rank_state.RANKS: whole}
         inner = rank_state.load(self._optimizer._reducer, together)
@@ -120,7 +120,7 @@ class ResidualState:
             if bool(ranks) is not bool(own_set) or (own_set and own_set[0] not in ranks):
                 continue
             inner = what == _REST and rank == comm.rank % size
-            alike = rank == 0 and not what.startswith(("residuals/", f"{rank_state.ROUNDINGS}/"))
+            alike = rank == 0 and not what.startswith(("residuals/", "momenta/"))
             if rank % comm.size == comm.rank or inner or alike:
                 wanted[key[at:]] = torch.empty(shape, dtype=dtype)
         return wanted

@@ -21,19 +21,17 @@ from agmerge.runtime import workers
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import State
 from agmerge.tensors import nonfinite
-from agmerge.tensors.arena import ROUNDING
 from agmerge.tensors.dtensors import is_dtensor, like, local_of, set_gradient, shard_of
 
 SECTION = "agmerge"
-VERSION, READABLE = 3, (1, 2, 3)  # 2 has "updates", 3 "roundings": older libraries would drop them
+VERSION = 4  # the only one that can be loaded
 RANKS = "ranks"  # of a consolidated checkpoint: every rank's section, rank by rank
 INNER = "inner"  # in each of these, where they differ: the state of the rank's own optimizer
 LEFT_BASIS, RIGHT_BASIS = BASES = tuple(bases.KINDS.values())
-ROUNDINGS = "roundings"
 KINDS = {
     "residual": "residuals",
-    ROUNDING: ROUNDINGS,
     "momentum": "momenta",
+    "averaged_momentum": "averaged_momenta",
     LEFT_BASIS: "left_bases",
     RIGHT_BASIS: "right_bases",
 }
@@ -43,7 +41,7 @@ OTHER_PARTS = (
     "the checkpoint's residuals are of another part of parameter {name!r} ({saved}) than this rank holds ({own}): they "
     "are dropped and start from zero. Load what a rank has saved that held the same shards"
 )
-LOST = ("residuals", ROUNDINGS, "momenta")  # entries of a section that start from zero where they are not loaded
+LOST = ("residuals", "momenta", "averaged_momenta")  # entries that start from zero where they are not loaded
 UNREAD = (
     "the optimizer was loaded from a checkpoint of agmerge before it was wrapped. What ranks have not sent yet, and "
     "with sync='updates' their own optimizer states, is in the 'agmerge' section, which was not loaded: it starts from "
@@ -161,7 +159,7 @@ def load(reducer: Synchronizer, section: Mapping[str, Any] | None, *, own: bool 
     """
     exchange = reducer.exchange
     if section is not None:
-        check_section(section, RANKS)
+        check_section(section, RANKS, VERSION)
     reducer.check_idle("load_state_dict()")
     reducer.discard()  # left by a synchronize() without step()
     if section is not None and RANKS in section:
@@ -169,8 +167,6 @@ def load(reducer: Synchronizer, section: Mapping[str, Any] | None, *, own: bool 
     if section is None:
         warnings.warn("the checkpoint has no residuals (it is a plain optimizer's): they start from zero", stacklevel=3)
         restored = Restored(shard=exchange.shard)
-    elif section["version"] not in READABLE:
-        raise ValueError(f"the checkpoint's agmerge section has version {section['version']}, this library {VERSION}")
     else:
         restored = _read(reducer, section, own)
     nonfinite.refuse(restored.state)
@@ -193,8 +189,8 @@ def _read(reducer: Synchronizer, section: Mapping[str, Any], own: bool) -> Resto
 
     Restores the compressor's state, too. Warns where residuals or the like are dropped.
     """
-    exchange, updates = reducer.exchange, section.get("updates")
-    saved, shard = (section["rank"], section["size"]), section.get("shard")
+    exchange, updates = reducer.exchange, section["updates"]
+    saved, shard = (section["rank"], section["size"]), section["shard"]
     place = saved if own else _rank_and_size(exchange) or saved
     restored = Restored(shard=exchange.shard, steps=section["steps"], plan=_saved_plan(exchange, section))
     restored.updates, restored.inner = updates, _at_home(reducer, section.get(INNER))
@@ -208,12 +204,12 @@ def _read(reducer: Synchronizer, section: Mapping[str, Any], own: bool) -> Resto
         warnings.warn(other_part, stacklevel=4)
     elif saved == place and shard == restored.shard:
         for kind, plural in KINDS.items():
-            restored.state |= {(kind, name): tensor.clone() for name, tensor in section.get(plural, {}).items()}
+            restored.state |= {(kind, name): tensor.clone() for name, tensor in section[plural].items()}
         if _restore_compressor(exchange, section):
-            restored.budgets = section.get("shares")
-        restored.window = section.get("window", {})
-    elif updates is not None or any(section.get(plural) for plural in (*KINDS.values(), "window")):
-        what = "residuals and momenta" if section.get("momenta") else "residuals"
+            restored.budgets = section["shares"]
+        restored.window = section["window"]
+    elif updates is not None or any(section[plural] for plural in (*KINDS.values(), "window")):
+        what = "residuals and momenta" if section["momenta"] else "residuals"
         if updates is not None:
             what, restored.updates = "carried updates", _nobodys(updates)
         warnings.warn(
@@ -261,9 +257,9 @@ def _dtensors(reducer: Synchronizer) -> dict[str, str]:
 
 def _other_part(reducer: Synchronizer, section: Mapping[str, Any]) -> str:
     """Return a warning for a section's first parameter of another shard than this rank's; "" if there is none."""
-    saved, own = section.get("dtensors", {}), _dtensors(reducer)
-    kept = {name for plural in KINDS.values() for name in section.get(plural, ())}
-    kept.update((section.get("updates") or {}).get("base", ()))
+    saved, own = section["dtensors"], _dtensors(reducer)
+    kept = {name for plural in KINDS.values() for name in section[plural]}
+    kept.update((section["updates"] or {}).get("base", ()))
     for name in sorted(kept):
         if name in own and saved.get(name) != own[name]:
             return OTHER_PARTS.format(name=name, saved=saved.get(name, "all of it"), own=own[name])
@@ -279,7 +275,7 @@ def _saved_plan(exchange: GradientExchange, section: Mapping[str, Any]) -> mergi
 
 def _restore_compressor(exchange: GradientExchange, section: Mapping[str, Any]) -> bool:
     """Restore the compressor's state, if it is the compressor that was saved; return whether it is."""
-    compressor, saved = exchange.config.compression.compressor, section.get("compressor")
+    compressor, saved = exchange.config.compression.compressor, section["compressor"]
     if saved is None or saved[0] != repr(compressor):
         return False
     compressor.load_state_dict(saved[1])
@@ -327,15 +323,10 @@ def _put_into_parameters(restored: Restored) -> None:
 
 
 def _own_part(exchange: GradientExchange, section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return this rank's section of a consolidated one, redistributed if another number of ranks has saved it.
-
-    A section of another version is returned as it is.
-    """
-    if section["version"] not in READABLE:
-        return section
+    """Return this rank's section of a consolidated one, redistributed if another number of ranks has saved it."""
     ranks: list[dict[str, Any]] = section[RANKS]
     comm = exchange.comm or workers.world()
-    in_shards = exchange.shard is not None or any(part.get("shard") is not None for part in ranks)
+    in_shards = exchange.shard is not None or any(part["shard"] is not None for part in ranks)
     if len(ranks) == comm.size or in_shards:  # shards are not redistributed
         return ranks[min(comm.rank, len(ranks) - 1)]
     return redistribute(ranks, comm.rank, comm.size, exchange.config.sync.op)

@@ -31,18 +31,14 @@ def redistribute(sections: Sequence[Section], rank: int, size: int, op: ReduceOp
     before, factor = len(sections), weight_factor(op, len(sections), size)
     dealt = [section for r, section in enumerate(sections) if r % size == rank]
     part: Section = {**sections[0], "rank": rank, "size": size, "compressor": None, "window": {}}
-    own = set(sections[0].get("own") or sections[0]["residuals"])
-    for kind in ("residuals", "momenta"):
-        alike = {name: tensor for name, tensor in sections[0][kind].items() if name not in own}
-        part[kind] = alike | _sums([section[kind] for section in dealt], own, factor)
-    rounded = [section.get("roundings", {}) for section in dealt]  # each rank's own
-    part["roundings"] = _sums(rounded, {name for names in rounded for name in names}, factor)
-    if sections[0].get("updates"):
+    for kind in ("residuals", "momenta"):  # each rank's own
+        part[kind] = _sums([section[kind] for section in dealt], factor)
+    if sections[0]["updates"]:
         part["updates"] = dict(sections[0]["updates"])
         moved = [displacements(section["updates"], section["residuals"]) for section in dealt]
-        part["updates"] |= {"own": {}, "displacements": _sums(moved, set(part["updates"]["base"]), factor)}
+        part["updates"] |= {"own": {}, "displacements": _sums(moved, factor)}
         part["inner"] = sections[rank % before].get("inner")
-    if any(section.get("window") for section in sections):
+    if any(section["window"] for section in sections):
         warnings.warn(
             f"the checkpoint was saved by {before} ranks between two backward passes of one step: the gradients of "
             f"that step are dropped among {size} ranks. Save after step()",
@@ -63,11 +59,10 @@ def displacements(updates: Mapping[str, Any], residuals: Mapping[str, torch.Tens
     return {**updates["displacements"], **moved}
 
 
-def _sums(parts: Sequence[Mapping[str, torch.Tensor]], own: set[str], factor: float) -> dict[str, torch.Tensor]:
-    """Return, by name, the sums over sections times ``factor``, of those tensors that are the ranks' ``own``."""
+def _sums(parts: Sequence[Mapping[str, torch.Tensor]], factor: float) -> dict[str, torch.Tensor]:
+    """Return, by name, the sums over sections times ``factor``."""
     sums: dict[str, torch.Tensor] = {}
     for part in parts:
         for name, tensor in part.items():
-            if name in own:
-                sums[name] = sums[name] + tensor if name in sums else tensor
+            sums[name] = sums[name] + tensor if name in sums else tensor
     return {name: tensor * factor for name, tensor in sums.items()}

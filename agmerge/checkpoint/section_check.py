@@ -13,6 +13,10 @@ import torch
 
 Test = Callable[[Any], bool]
 DAMAGED = "the checkpoint's agmerge section is damaged, or none of ours: {where} {problem}. Load another checkpoint"
+OTHER_VERSION = (
+    "the checkpoint's agmerge section has version {saved}, and this agmerge reads version {own} alone: load it with "
+    "the agmerge that saved it, or without the 'agmerge' section, and what was not sent starts from zero"
+)
 
 
 def whole(value: Any) -> bool:
@@ -25,6 +29,11 @@ def tensors(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
     )
+
+
+def flag(value: Any) -> bool:
+    """Return whether a value is a truth value."""
+    return isinstance(value, bool)
 
 
 def text(value: Any) -> bool:
@@ -61,17 +70,16 @@ REQUIRED: dict[str, Test] = {
     "steps": whole,
     "merging": text,
     "plan": or_none(text),
-}
-OPTIONAL: dict[str, Test] = {  # older versions had not all of them
-    **dict.fromkeys(("residuals", "roundings", "momenta", "left_bases", "right_bases"), tensors),
+    **dict.fromkeys(("residuals", "momenta", "averaged_momenta", "left_bases", "right_bases"), tensors),
     "shard": or_none(pair_of(whole, whole)),
     "dtensors": mapping,
+    "partial": or_none(pair_of(whole, flag)),
     "shares": or_none(mapping),
     "compressor": or_none(pair_of(text, mapping)),
     "window": counted,
     "updates": or_none(mapping),
-    "inner": or_none(mapping),
 }
+OPTIONAL: dict[str, Test] = {"inner": or_none(mapping)}  # where ranks' own optimizers differ
 OF_UPDATES: dict[str, Test] = {
     "carry": text,
     "steps": whole,
@@ -82,12 +90,14 @@ OF_UPDATES: dict[str, Test] = {
 }
 
 
-def check_section(section: Any, ranks: str) -> None:
-    """Raise ``ValueError`` for the first key of a section that is missing, or has a value of a wrong type.
+def check_section(section: Any, ranks: str, version: int) -> None:
+    """Raise ``ValueError`` for a section of another version, or its first key that is missing or has a wrong type.
 
-    ``section``: of one rank, or of all of them, under the key ``ranks``. Its version is not compared.
+    ``section``: of one rank, or of all of them, under the key ``ranks``.
     """
     _check(section, "it", {"version": whole}, {})
+    if section["version"] != version:
+        raise ValueError(OTHER_VERSION.format(saved=section["version"], own=version))
     if ranks not in section:
         _check_rank(section, "")
         return
@@ -104,7 +114,7 @@ def _check_rank(section: Any, where: str) -> None:
     if section["rank"] >= section["size"]:
         problem = f"is rank {section['rank']}'s of {section['size']}"
         raise ValueError(DAMAGED.format(where=f"{where}it", problem=problem))
-    if section.get("updates") is not None:
+    if section["updates"] is not None:
         _check(section["updates"], f"{where}'updates'", OF_UPDATES, {})
 
 

@@ -67,8 +67,7 @@ class ExchangeContext:
     predivide: float = 1.0  # f: dense sums are of `work / f`, and multiplied by f afterwards
     cast: torch.dtype | None = None  # dtype of dense segments on the wire; None: the gradient's own
     rounds_whole: bool = False  # dense segments on the host may be rounded: their `work` keeps the error
-    has_rest: bool = False  # `work` of dense segments has a residual, and keeps what is not sent of it
-    keeps: bool = False  # `work` of dense segments has a residual, so that sent values have to be committed
+    has_residual: bool = False  # some `work` has a residual, so that sent values are committed
     receive: Receive = lambda segment, parts, scale: False  # asked where ranks' selections are at hand, one by one
     take: Take = lambda segment, write: False  # asked where a message has the values themselves
     retain: Retain = _nobody_retains  # takes the quantisation error of sums of all ranks

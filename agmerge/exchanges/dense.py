@@ -34,15 +34,15 @@ class DenseExchange(Exchange):
        depend on its place in the buffer then (a native all-reduce's does, from three ranks on).
     3. The update is the sum times ``scale``.
 
-    With ``context.keeps``, ``work`` has a residual, so that sent values have to be committed; without a cast there is
-    one only after a change of compressor.
+    Where ``work`` has a residual, or is handed back, sent values are committed.
     """
 
     sparse = False
 
     def __init__(self, context: ExchangeContext) -> None:
         super().__init__(context)
-        self.keeps, self.cast, self.predivide = context.keeps, context.cast, context.predivide
+        self.cast, self.predivide = context.cast, context.predivide
+        self.keeps = context.has_residual or context.feedback
         self.ordered = context.ordered
 
     def start(

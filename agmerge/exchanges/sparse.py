@@ -83,7 +83,7 @@ class SparseExchange(Exchange):
             self.commit(load.segment, None, section.value.encode(load.work, where))
             return load.segment.length
         sent = where.view(load.segment.lane.dtype)
-        if not (self.context.has_rest or self._keeps_rounding(load.work.device)):
+        if not self.context.has_residual:
             sent.copy_(load.work)
             return 0
         # With the residual, a gradient of 16 bits may be beyond its dtype.

@@ -10,7 +10,8 @@ from agmerge.exchanges.dense import DenseExchange
 from agmerge.exchanges.low_rank.exchange import LowRankExchange
 from agmerge.exchanges.masked import MaskedExchange
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
-from agmerge.exchanges.quantised.exchange import QuantisedExchange
+from agmerge.exchanges.quantised.gathered import AloneExchange, GatheredExchange
+from agmerge.exchanges.quantised.two_phase import TwoPhaseExchange
 from agmerge.exchanges.sparse import SparseExchange
 from sparsifiers import Kind
 
@@ -27,10 +28,20 @@ EXCHANGES: dict[str, type[Exchange]] = {
 }
 
 
-def exchange_of(kind: Kind, name: str) -> type[Exchange]:
-    """Return the exchange of tensors of a kind. ``name``: the option ``exchange=``, which is about selections."""
+def exchange_of(kind: Kind, name: str, context: ExchangeContext) -> Exchange:
+    """Return a new exchange of tensors of a kind. ``name``: the option ``exchange=``, which is about selections."""
     if kind is Kind.LOW_RANK:
-        return LowRankExchange
+        return LowRankExchange(context)
     if kind is Kind.QUANTISED:
-        return QuantisedExchange
-    return EXCHANGES[name] if kind is Kind.SPARSE else DENSE
+        return _quantised(context)
+    return (EXCHANGES[name] if kind is Kind.SPARSE else DENSE)(context)
+
+
+def _quantised(context: ExchangeContext) -> Exchange:
+    """Return the exchange of quantised tensors: between two ranks both phases send as many bytes as one, which is one
+    hop; with error feedback a rank knows the error of its own message alone."""
+    if context.comm.size == 1:
+        return AloneExchange(context)
+    if context.comm.size == 2 or context.feedback or context.second is None:
+        return GatheredExchange(context)
+    return TwoPhaseExchange(context)

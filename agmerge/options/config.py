@@ -137,19 +137,17 @@ class Config:
             if not any(pattern.fullmatch(name) for name in known):
                 raise ValueError(f"{what}: {pattern.pattern!r} matches no whole name; parameters: {', '.join(known)}")
 
-    def memory_of(self, kind: Kind, *, on_device: bool = False) -> sparsifiers.Memory:
-        """Return the memory of the tensors of a kind.
+    def memory_of(self, kind: Kind, *, has_unsent: bool = False) -> sparsifiers.Memory:
+        """Return the memory of the tensors of a kind: one with a residual, if the script's memory has one.
 
-        Dense tensors beside compressed ones have no residual but a quantisation error, and on a device not even that;
-        where they have an older residual, a memory keeps it until it is sent.
+        ``has_unsent``: this rank has a residual of them from an earlier configuration. Where they are sent whole, that
+        is added to their gradients and sent; with ``sync="updates"`` it is in the parameters instead.
         """
-        memory, has_rest = self.compression.memory, self.compression.has_rest
-        if kind in self.compression.compressor.kinds:
-            whole = kind in (Kind.DENSE, Kind.QUANTISED)
-            holds_rest = has_rest and whole and not memory.has_residual and not memory.hands_back
-            return sparsifiers.memory("residual") if holds_rest else memory
-        rounds = self.rounds_whole and not on_device
-        return memory.for_rounded_lane() if rounds or has_rest else memory.for_dense_lane()
+        memory = self.compression.memory
+        memory = memory if kind in self.compression.compressor.kinds else memory.for_dense_lane()
+        keeps = memory.has_residual or memory.has_momentum or memory.hands_back or self.sync.updates is not None
+        sends_all = kind in (Kind.DENSE, Kind.QUANTISED)
+        return sparsifiers.memory("residual") if has_unsent and sends_all and not keeps else memory
 
     @property
     def rounds_whole(self) -> bool:

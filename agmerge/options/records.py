@@ -35,7 +35,6 @@ class Compression:
     partial: dense_cutoff.DenseCutoff | None  # dense="partial": `dense` goes dense whatever the cut
     patterns: tuple[re.Pattern[str], ...]  # those that `dense` was made from, if it was
     rates: momentum.Rates | None = None  # where the memory takes the optimizer's momentum from, if it does
-    has_rest: bool = False  # some rank has a residual of tensors that are dense now
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ from agmerge.options.config import TWO_LEVEL, Config
 from agmerge.options.dense_cutoff import DenseCutoff
 from agmerge.step.agreement import model_facts, open_merge_buffers
 from agmerge.step.merge_buffers import MergeBuffers, State
-from agmerge.tensors.arena import ROUNDING
 from agmerge.tensors.parameters import ParameterInfo, check_spread_alike
 from sparsifiers import ByName, Kind, Sparsifier
 from sparsifiers.observed import Observed
@@ -383,8 +382,4 @@ def rescaled(state: State, factor: float) -> State:
     """
     if factor == 1.0:
         return state
-    own = {name for kind, name in state if kind == "residual"}
-    return {
-        (kind, name): tensor * factor if kind == ROUNDING or (name in own and kind in OF_GRADIENTS) else tensor
-        for (kind, name), tensor in state.items()
-    }
+    return {key: tensor * factor if key[0] in OF_GRADIENTS else tensor for key, tensor in state.items()}

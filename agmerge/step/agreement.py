@@ -9,7 +9,7 @@ from typing import Any
 
 import merging
 from agmerge.backends import Backend
-from agmerge.backends.handshake import Fact, broadcast_bytes, gather_bytes, require_agreement
+from agmerge.backends.handshake import Fact, broadcast_bytes, require_agreement
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.exchanges.way import (
@@ -24,9 +24,8 @@ from agmerge.exchanges.way import (
 )
 from agmerge.options.config import AUTO, FASTEST, Config
 from agmerge.step.counted_links import Count
-from agmerge.step.merge_buffers import RESTS, MergeBuffers, State
+from agmerge.step.merge_buffers import MergeBuffers, State
 from agmerge.tensors.parameters import ParameterInfo
-from sparsifiers import Kind
 
 ADVICE = "Change parameters (add_param_group, requires_grad, dtype, device) on every rank at the same step."
 SHARD = (
@@ -85,7 +84,6 @@ def open_merge_buffers(
     )
     if not members:
         raise ValueError("no parameter needs a gradient, so there is nothing to exchange: unfreeze one, or do not step")
-    config = config.changed(has_rest=_is_rest_left(comm, config, members, carried))
     names = [member.name for member in members]
     decision = decide_on_rank_0(
         comm,
@@ -93,23 +91,10 @@ def open_merge_buffers(
         reject=lambda decision: why_plan_does_not_fit(merging.Plan.loads(decision["plan"]), names),
         timeout=config.guards.timeout,
     )
-    buffers = MergeBuffers(comm, config, members, merging.Plan.loads(decision["plan"]), nodes, second, count)
+    unsent = {name for (kind, name), tensor in carried.items() if kind == "residual" and bool(tensor.any())}
+    buffers = MergeBuffers(comm, config, members, merging.Plan.loads(decision["plan"]), nodes, second, count, unsent)
     buffers.budgets.restore(decision["shares"] or {})
     return buffers, decision["steps"]
-
-
-def _is_rest_left(comm: Backend, config: Config, members: Sequence[ParameterInfo], carried: State) -> bool:
-    """Collective. Return whether a rank carries a residual of dense tensors, for which memories keep none now."""
-    whole = {
-        member.name
-        for member in members
-        if member.kind in (Kind.DENSE, Kind.QUANTISED)
-        and not config.memory_of(member.kind, on_device=member.device.type != "cpu").has_residual
-    }
-    if not whole or config.sync.updates is not None:  # unsent updates are in the parameters
-        return False
-    own = any(name in whole and kind in RESTS and bool(tensor.any()) for (kind, name), tensor in carried.items())
-    return b"1" in gather_bytes(comm, b"1" if own else b"0", "membership/rest", config.guards.timeout)
 
 
 def decide_on_rank_0(

@@ -7,7 +7,7 @@ has changed. Residuals move from one agreement to the next by name.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -32,13 +32,12 @@ from agmerge.step.kernel_buffers import KernelBuffers
 from agmerge.step.messages import messages_of, presparsified
 from agmerge.step.side_streams import SideStreams
 from agmerge.step.update_home import InArenas
-from agmerge.tensors.arena import ROUNDING, Arena, Unwritten, Write, trim
+from agmerge.tensors.arena import MOMENTA, Arena, Unwritten, Write, trim
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind, LowRank, kernel_updates
 
 BATCH_COPY_LIMIT = 1 << 14  # elements up to which a dense tensor waits for its merge buffer
-RESTS = ("residual", ROUNDING)  # kinds of state that will be sent
 State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
 # Of a segment: indices (None: all elements) and values that were sent (None: exactly those of `work`).
 Sent = tuple[Segment, "torch.Tensor | None", "torch.Tensor | None"]
@@ -52,7 +51,8 @@ class MergeBuffers:
     ``members``: the tensors that take part, each with its lane; ``plan``: their order and merge buffers. ``nodes``: for
     ``exchange="two-level"``, where each rank has a shard of every tensor; else None. ``second``: another communicator
     of the ranks that exchange messages, see :class:`agmerge.exchanges.ExchangeContext`. ``count`` is given the bytes
-    that leave this rank in rounds, not those of probes.
+    that leave this rank in rounds, not those of probes. ``unsent``: names of tensors with a residual of this rank's
+    from before, which is sent even where the memory has none.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class MergeBuffers:
         nodes: Nodes | None = None,
         second: Backend | None = None,
         count: Count = nobody_counts,
+        unsent: Collection[str] = (),
     ) -> None:
         self.comm, self.config, self._count = comm, config, count
         by_name = {member.name: member for member in members}
@@ -78,7 +79,7 @@ class MergeBuffers:
         self.second = second
         self._place = 0 if nodes is None else nodes.place  # in the node: the number of this rank's shards
         self.slot_of = dict(zip(plan.names, self.layout.slots, strict=True))
-        self.arenas = {lane: self._arena(lane, length) for lane, length in self.layout.lengths.items()}
+        self.arenas = {lane: self._arena(lane, length, unsent) for lane, length in self.layout.lengths.items()}
         self.arena_of = [self.arenas[slot.lane] for slot in self.layout.slots]
         self.updates: InArenas | NodeShards = InArenas(self.arena_of)  # where updates of whole tensors lie
         if nodes is not None:
@@ -116,12 +117,9 @@ class MergeBuffers:
 
         ``exact``: dense tensors are not cast, whatever the compressor.
         """
-        self.wire = (
-            self.config.compression.wire if self.config.compression.wire != OWN else wire_of(plan)
-        )  # of selected values
-        self.exchange = (
-            self.config.merging.exchange if not self.config.exchanges else exchange_of_plan(plan)
-        )  # likewise
+        wire = self.config.compression.wire
+        self.wire = wire if wire != OWN else wire_of(plan)  # of selected values
+        self.exchange = exchange_of_plan(plan) if self.config.exchanges else self.config.merging.exchange  # likewise
         self.quantiser = self.config.quantiser_of(quantiser_of(plan)[0])  # None: nothing is quantised
         exchanges = self.exchanges(exact=exact, count=self._count)
         if self.config.sync.model is not None:  # merging="dear": each all-reduce in two halves
@@ -174,12 +172,16 @@ class MergeBuffers:
         """Use ``config`` from now on. It may differ only in the figures that a sparsifier records."""
         self.config = config
 
-    def _arena(self, lane: Lane, length: int) -> Arena:
+    def _arena(self, lane: Lane, length: int, unsent: Collection[str]) -> Arena:
         slots = [slot for slot in self.layout.slots if slot.lane == lane]
+        memory = self.config.memory_of(lane.kind, has_unsent=any(slot.name in unsent for slot in slots))
         rate = None if self.config.compression.rates is None else self.config.compression.rates.by_slot(self.parameters)
-        return Arena(
-            lane, length, slots, self.config.memory_of(lane.kind, on_device=lane.on_device), self.comm.size, rate
-        )
+        return Arena(lane, length, slots, memory, self.comm.size, rate)
+
+    def has_unsent(self, slot: Slot) -> bool:
+        """Return whether this rank sends a residual of an earlier configuration, which counts as a gradient."""
+        residual, own = self.arena_of[slot.index].residual_of(slot), self.config.memory_of(slot.lane.kind)
+        return residual is not None and not own.has_residual and bool(residual.any())
 
     def _arena_of(self, segment: Segment) -> Arena:
         return self.arena_of[segment.slots[0].index]  # a :class:`Lane` takes longer to look up
@@ -188,7 +190,7 @@ class MergeBuffers:
         """Return new exchanges, one for each kind of tensor class here. ``exact``: without a cast."""
         context, kinds = self.exchange_context(count), {lane.kind for lane in self.arenas} | {Kind.DENSE}
         context = replace(context, cast=None) if exact else context
-        return {kind: exchange_of(kind, self.exchange)(context) for kind in kinds}
+        return {kind: exchange_of(kind, self.exchange, context) for kind in kinds}
 
     def exchange_context(self, count: Count) -> ExchangeContext:
         """Return the context that these exchanges are made with; ``count``: see the class."""
@@ -204,8 +206,7 @@ class MergeBuffers:
             predivide=config.sync.predivide,
             cast=config.cast,
             rounds_whole=config.rounds_whole,
-            has_rest=config.compression.has_rest,
-            keeps=any(config.memory_of(kind).has_residual or config.memory_of(kind).hands_back for kind in Kind),
+            has_residual=any(arena.memory.has_residual for arena in self.arenas.values()),
             receive=self._receive,
             take=self.take,
             retain=self.retain,
@@ -340,8 +341,9 @@ class MergeBuffers:
         that no rank had count as used: their gradient is zero.
         """
         used = [True] * len(used) if self.config.sync.zero_unused else used
-        for arena in self.arenas.values():
-            arena.settle(used)
+        exempt = Kind.DENSE not in self.config.compression.compressor.kinds  # dense beside compressed tensors
+        for lane, arena in self.arenas.items():
+            arena.settle(used, waits=exempt and lane.kind is Kind.DENSE)
 
     def gather_node_updates(self) -> int:
         """Collective. Gather whole updates from the shards in a node; return the bytes sent.
@@ -382,12 +384,9 @@ class MergeBuffers:
         Rank 0's bases and momentum of averages count, which are equal on all ranks: others may not have loaded them.
         """
         for (kind, name), tensor in self.state().items():
-            if (kind, name) in carried:
-                tensor.copy_(carried.pop((kind, name)))
-            if kind in RESTS:
-                for other in RESTS:  # the tensor's send mode was another before
-                    if (other, name) in carried:
-                        tensor += carried.pop((other, name)).to(tensor.device)
+            for other in MOMENTA if kind in MOMENTA else (kind,):  # the tensor's treatment may have changed
+                if (other, name) in carried:
+                    tensor.copy_(carried.pop((other, name)))
         for number, arena in enumerate(self.arenas.values()):
             if arena.memory.averages:
                 self.across.broadcast(arena.momentum, 0, f"momentum {number}").wait(self.config.guards.timeout)

@@ -127,7 +127,7 @@ class Round:
         self._drain()
 
     def _on_added(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
-        self._added[slot.index] = gradient is not None
+        self._added[slot.index] = gradient is not None or self.buffers.has_unsent(slot)
         self.recorder.ready(slot.index)
         if slot.lane.on_device:
             self.buffers.side.note(slot.lane.device)

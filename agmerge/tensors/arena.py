@@ -20,11 +20,11 @@ from agmerge.tensors.layout import Lane, Segment, Slot
 from sparsifiers import Memory, Momentum, Rate, kernel_message
 from sparsifiers.candidates import TensorNotes
 from sparsifiers.gpu import LargestKey, Momenta, Scratch, TensorTable, compensate, has_kernels
-from sparsifiers.memories import NoMemory, Residual, Rounding
+from sparsifiers.memories import NoMemory, Residual
 from sparsifiers.one_pass import clears_momentum, one_pass
 
 LINE = 64  # bytes
-ROUNDING = Rounding.kept  # a kind of state: each rank's quantisation error of dense tensors
+MOMENTA = ("averaged_momentum", "momentum")  # kinds of state: equal on all ranks, and of this rank's own gradients
 
 
 class Unwritten(Protocol):
@@ -168,12 +168,12 @@ class Arena:
         return self._views[1 - self._turn][slot.index] if self.memory.has_residual else None
 
     def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
-        """Return one tensor's state between steps: views, by kind ("residual", "rounding", "momentum")."""
+        """Return one tensor's state between steps: views, by kind: "residual", and one of ``MOMENTA``."""
         state = {}
         if self.memory.has_residual:
-            state[self.memory.kept] = self._views[1 - self._turn][slot.index]
+            state["residual"] = self._views[1 - self._turn][slot.index]
         if self.memory.has_momentum:
-            state["momentum"] = self._momentum_views[1 - self._turn][slot.index]
+            state[MOMENTA[not self.memory.averages]] = self._momentum_views[1 - self._turn][slot.index]
         return state
 
     def work_of(self, slot: Slot) -> torch.Tensor:
@@ -330,12 +330,11 @@ class Arena:
         momentum = self._momenta[self._turn][segment.start : segment.stop] if clears else None
         return write(commit=self.memory.has_residual, momentum=momentum)
 
-    def settle(self, used: Sequence[bool]) -> None:
+    def settle(self, used: Sequence[bool], *, waits: bool) -> None:
         """Finish dense tensors, once every message has arrived.
 
-        Memories with momentum of averages apply it to the update. Where no rank had a gradient (``used``, by slot), the
-        update is 0, and residual and momentum stay as before: a quantisation error waits for the next gradient. Does
-        nothing for other memories.
+        Memories with momentum of averages apply it to the update. With these, and with ``waits``, a tensor for which
+        no rank had a gradient (``used``, by slot) has an update of 0, and its residual and momentum stay as before.
         """
         if self.memory.averages:
             rates = {self._rate_of(slot) for slot in self._slots}
@@ -345,7 +344,7 @@ class Arena:
             else:
                 for slot in self._slots:
                     self.memory.correct(self.gradients[slot.index], self._momentum_of(slot))
-        if self.memory.averages or self.memory.kept == ROUNDING:
+        if self.memory.averages or waits:
             for slot in self._slots:
                 if not used[slot.index]:
                     self.gradients[slot.index].zero_()

@@ -160,7 +160,7 @@ def context(commit: Commit, op: ReduceOp = Average, **options: Any) -> ExchangeC
 def dense(op: ReduceOp, cast: torch.dtype | None = None, predivide: float = 1.0, ordered: bool = False) -> Make:
     keeps = cast is not None
     return lambda record: DenseExchange(
-        context(record, op, keeps=keeps, cast=cast, predivide=predivide, ordered=ordered)
+        context(record, op, has_residual=keeps, cast=cast, predivide=predivide, ordered=ordered)
     )
 
 

@@ -245,8 +245,8 @@ class Player:
 
     def residuals(self) -> dict[str, Tensor]:
         """Of every parameter that has one, frozen ones too."""
-        section = self.optimizer.state_dict()["agmerge"]
-        return {**section["residuals"], **section["roundings"]}
+        residuals: dict[str, Tensor] = self.optimizer.state_dict()["agmerge"]["residuals"]
+        return residuals
 
 
 def compression_of(name: str) -> Any:

@@ -57,7 +57,7 @@ class LowRankExchange(MultiRoundExchange):
         super().__init__(context)
         assert context.bases is not None
         self.bases: Bases = context.bases
-        self.ordered, self.keeps = context.ordered, context.keeps
+        self.ordered, self.keeps = context.ordered, context.has_residual or context.feedback
         self.wire = WIRES[context.wire]
         self.carries_dense = self.wire is None and context.predivide == 1.0
         self._projected: dict[str, Matrix] = {}  # by name, of tensors in messages that have not started

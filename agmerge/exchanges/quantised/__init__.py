@@ -1,5 +1,5 @@
-"""Quantised all-reduce: every element in few bits, added up by shards.
+"""Quantised all-reduce: every element in few bits.
 
-``shards``: which blocks an owner adds up. ``layout``: the bytes of a message. ``exchange``: the messages of both
-phases.
+``shards``: which blocks an owner adds up. ``layout``: the bytes of a message. ``exchange``: what messages have in
+common; ``gathered``: all ranks read all of them; ``two_phase``: each adds up its shard, and sends the mean.
 """

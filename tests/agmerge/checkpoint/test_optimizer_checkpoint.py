@@ -243,9 +243,11 @@ def test_a_checkpoint_of_another_model_is_refused_by_name() -> None:
         state["agmerge"]["residuals"]["0.weight"] = torch.zeros(3, 3)
         with pytest.raises(ValueError, match=r"'0.weight' has shape \[3, 3\] in the checkpoint"):
             optimizer.load_state_dict(state)
-        state["agmerge"]["version"] = 99
-        with pytest.raises(ValueError, match="version 99"):
-            optimizer.load_state_dict(state)
+        for version in (1, 2, 99):  # by its version first, whatever keys it lacks
+            section = {"version": version, "rank": rank, "size": 2}
+            for other in (section, {"version": version, "ranks": [section, section]}):
+                with pytest.raises(ValueError, match=f"version {version}.* reads version 4 alone"):
+                    optimizer.load_state_dict({**state, "agmerge": other})
 
     on_ranks(2, MODEL, body)
 

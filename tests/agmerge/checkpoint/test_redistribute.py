@@ -29,6 +29,7 @@ import agmerge
 import sparsifiers
 from agmerge import testing
 from agmerge.ops import Average, Sum
+from agmerge.options.config import SMALL
 from agmerge.step.agreed_state import rescaled, weight_factor
 
 MODEL = seeded(mlp)
@@ -86,7 +87,7 @@ def test_what_is_still_to_come_stays_the_same(sizes: tuple[int, int], op: Any) -
     grown = sizes[1] % sizes[0] == 0 and (op is Sum or sizes == (2, 4))  # multiplied by a power of two, or not at all
     magnitudes = waiting(before, op, of=torch.abs)
     for name, expected in waiting(before, op).items():
-        assert expected.abs().sum() > 0
+        assert bool(expected.any()) is (expected.numel() >= SMALL)
         assert_near(waiting(after, op)[name], expected, magnitudes[name], roundings=0 if grown else 4)
 
 
@@ -94,10 +95,10 @@ def test_what_rounding_has_left_of_whole_tensors_likewise() -> None:
     options: dict[str, Any] = {"compression": "topk", "wire": "int8"}
     whole, before = gathered(4, **options)
     after = loaded(whole, 2, **options)
-    magnitudes = waiting(before, Average, "roundings", of=torch.abs)
-    assert magnitudes and not magnitudes.keys() & set(before[0]["residuals"])
-    for name, expected in waiting(before, Average, "roundings").items():
-        assert_near(waiting(after, Average, "roundings")[name], expected, magnitudes[name])
+    magnitudes = waiting(before, Average, of=torch.abs)
+    for name, expected in waiting(before, Average).items():
+        assert expected.any()
+        assert_near(waiting(after, Average)[name], expected, magnitudes[name])
 
 
 def test_it_arrives() -> None:
@@ -123,14 +124,12 @@ def test_momenta_of_a_ranks_own_gradients_likewise_and_of_averages_as_they_are(s
     options: dict[str, Any] = {"compression": "dgc", "memory": DGC}
     whole, before = gathered(sizes[0], **options)
     after = loaded(whole, sizes[1], **options)
-    own = set(before[0]["residuals"])
-    assert own and set(before[0]["momenta"]) > own
-    magnitudes = waiting(before, Average, "momenta", of=torch.abs)
+    magnitudes, averaged = waiting(before, Average, "momenta", of=torch.abs), before[0]["averaged_momenta"]
+    assert magnitudes and averaged and not magnitudes.keys() & averaged.keys()
     for name, expected in waiting(before, Average, "momenta").items():
-        if name in own:
-            assert_near(waiting(after, Average, "momenta")[name], expected, magnitudes[name])
-        else:
-            assert all(torch.equal(one["momenta"][name], before[0]["momenta"][name]) for one in after)
+        assert_near(waiting(after, Average, "momenta")[name], expected, magnitudes[name])
+    for name, tensor in averaged.items():
+        assert all(torch.equal(one["averaged_momenta"][name], tensor) for one in after)
 
 
 def test_as_many_ranks_resume_from_one_file_to_the_bit() -> None:
@@ -297,7 +296,8 @@ def test_survivors_go_on_with_what_they_kept(sizes: tuple[int, int], told: bool,
         mass = sum(one[name].double() for one in kept if one is not None) / before
         magnitude = sum(one[name].double().abs() for one in kept if one is not None) / before
         left = sum(one[name].double() for _, one, *_ in found) / now
-        assert mass.any() and found[0][0][name].any()
+        if mass.numel() >= SMALL or compression != "topk":
+            assert mass.any() and found[0][0][name].any()
         if compression != "topk":  # an element of a product is rounded as the largest ones are
             magnitude = magnitude.clamp_min(magnitude.max())
         assert_near(found[0][0][name] + left, mass, magnitude)
@@ -306,6 +306,7 @@ def test_survivors_go_on_with_what_they_kept(sizes: tuple[int, int], told: bool,
 def test_scaling_is_the_stated_rule() -> None:
     assert weight_factor(Average, 4, 2) == 0.5 and weight_factor(Average, 2, 3) == 1.5
     assert weight_factor(Sum, 4, 2) == 1.0
-    state = {("residual", "a"): torch.ones(2), ("momentum", "a"): torch.ones(2), ("momentum", "b"): torch.ones(2)}
+    kinds = (("residual", "a"), ("momentum", "a"), ("averaged_momentum", "b"))
+    state = {key: torch.ones(2) for key in kinds}
     found = rescaled(state, 2.0)
     assert [float(tensor[0]) for tensor in found.values()] == [2.0, 2.0, 1.0]

@@ -35,8 +35,8 @@ WAYS: list[dict[str, Any]] = [  # whose sums are not rounded to 16 bits
 
 def rests(optimizer: agmerge.DistributedOptimizer) -> dict[str, Tensor]:
     """Return what a rank keeps to be sent, by name."""
-    section = optimizer.state_dict()["agmerge"]
-    return {name: tensor for kind in ("residuals", "roundings") for name, tensor in section[kind].items()}
+    residuals: dict[str, Tensor] = optimizer.state_dict()["agmerge"]["residuals"]
+    return residuals
 
 
 def gradients(model: nn.Module, rank: int, step: int) -> dict[str, Tensor]:

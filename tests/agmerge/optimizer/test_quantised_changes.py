@@ -18,6 +18,7 @@ from torch import Tensor
 import agmerge
 import merging
 from agmerge import testing
+from agmerge.options.config import SMALL
 from agmerge.planning.replanner import Decision
 
 MODEL = seeded(Net, 3)
@@ -48,7 +49,9 @@ def test_what_a_sparsifier_has_left_goes_with_the_next_gradients_once(size: int)
         optimizer = eden(model, compression="topk", density=0.05)
         steps(rank, model, optimizer, range(2))
         left = {name: rest.clone() for name, rest in residuals(optimizer).items()}
-        assert all(rest.any() for name, rest in left.items() if not name.startswith(("only", "unused")))
+        given = {name: rest for name, rest in left.items() if not name.startswith(("only", "unused"))}
+        selected = [rest for rest in given.values() if rest.numel() >= SMALL]
+        assert selected and all(rest.any() for rest in selected)
         optimizer.set_compressor("eden")
         seen = steps(rank, model, optimizer, range(2, 4))
         assert not any(rest.any() for rest in residuals(optimizer).values())
@@ -86,7 +89,7 @@ def test_a_checkpoint_of_a_sparsifier_loses_nothing(who: str) -> None:
 
 def reloaded(model: Net, optimizer: Any) -> tuple[Net, Any]:
     parameters, state = through_a_file((model.state_dict(), optimizer.state_dict()))
-    assert not state["agmerge"]["residuals"] and not state["agmerge"]["roundings"]
+    assert not state["agmerge"]["residuals"]
     again = seeded(Net, 4)
     again.load_state_dict(parameters)
     made = eden(again)

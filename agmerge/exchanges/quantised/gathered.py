@@ -1,0 +1,88 @@
+"""Quantised all-reduce in one phase: every rank reads the messages of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from agmerge.backends import Handle
+from agmerge.exchanges.all_reduce import in_rank_order
+from agmerge.exchanges.base import ExchangeContext, InFlight, Noise
+from agmerge.exchanges.message.format import RoundHeader
+from agmerge.exchanges.quantised.exchange import QuantisedExchange, State, quantised_slots, refuse_damaged
+from agmerge.exchanges.quantised.layout import MessageLayout
+from agmerge.tensors.layout import Segment, Slot
+
+
+class GatheredExchange(QuantisedExchange):
+    """All-gather of quantised gradients, among two ranks or with error feedback: one hop, and one quantisation."""
+
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context, shards=1)
+
+    def _send(self, name: str, layout: MessageLayout, message: Tensor) -> tuple[Handle, Tensor]:
+        received = self.keep(("received", name), self.comm.size * layout.size, torch.uint8, message.device)
+        return self.comm.all_gather(received, message, name), received
+
+    def wait(self, pending: InFlight) -> RoundHeader:
+        """Collective. Wait for all messages, and return the merged header.
+
+        Raises :class:`agmerge.MessageError`, the same on every rank, for a message that has changed on its way.
+        """
+        pending.handle.wait(self.timeout)
+        state: State = pending.extra
+        shard, rows = state.layout.first[0], pending.received.view(self.comm.size, -1)
+        control = shard.header.read_headers(rows, pending.control, pending.name)
+        refuse_damaged(pending.name, self._damaged(shard, rows, pending))
+        state.squares = in_rank_order(shard.squares(rows).view(-1, 1))
+        return control
+
+    def finish(self, pending: InFlight) -> None:
+        shard, rows = pending.extra.layout.first[0], pending.received.view(self.comm.size, -1)
+        self._decode(pending, shard, list(rows), 0, self.scale)
+        update_of = {load.segment: load.update for load in pending.loads}
+        for run, where in shard.plain:
+            update_of[run.segment][run.start : run.stop].copy_(self._sum_of(run, rows[:, where]))
+
+    def noise(self, pending: InFlight) -> Noise | None:
+        if self.context.feedback:  # the quantisation error is sent later: it is no noise
+            return None
+        return Noise(pending.extra.squares.clone(), self.quantiser.noise * self.scale**2, 0.0)
+
+
+class AloneExchange(GatheredExchange):
+    """Exchange of a rank alone: nothing is quantised, and an update is the gradient, to the bit."""
+
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context)
+        self._exact: dict[int, Tensor | None] = {}  # by slot: the work of a tensor, 1-D; None: it is zero
+
+    def prepare(self, slot: Slot, work: Tensor | None, step: int) -> bool | None:
+        """Note where the values of one tensor lie. Return None: they are not checked."""
+        super().prepare(slot, work, step)
+        return None
+
+    def _encode(self, name: str, slot: Slot, values: Tensor | None, step: int) -> Tensor:
+        self._exact[slot.index] = values
+        return torch.zeros(1, dtype=torch.float64, device=slot.lane.device)
+
+    def _encoded(self, segments: Sequence[Segment]) -> list[Slot]:
+        return []
+
+    def finish(self, pending: InFlight) -> None:
+        for slot in quantised_slots([load.segment for load in pending.loads]):
+            out, values = self._output(pending.extra, slot), self._exact.pop(slot.index, None)
+            if values is None:
+                out.zero_()
+            elif out.data_ptr() != values.data_ptr():
+                out.copy_(values)
+            if self.scale != 1.0:  # between nodes, of which there is one
+                out.mul_(self.scale)
+            if self.context.feedback or self.context.has_residual:
+                self.commit(Segment(slot.lane, (slot,)), None, None)
+        super().finish(pending)
+
+    def noise(self, pending: InFlight) -> Noise | None:
+        return None
