@@ -9,7 +9,6 @@ agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 from agmerge import siblings  # noqa: F401 - first: it says where Python finds another's packages in place of ours
@@ -35,7 +34,6 @@ from agmerge.ops import Adasum, Average, Compression, Max, Min, Product, ReduceO
 from agmerge.optimizer import DistributedOptimizer, LocalOptimizer, LocalSync
 from agmerge.options.density_schedule import ladder
 from agmerge.options.from_params import from_params
-from agmerge.runtime import process_sets
 from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters
 from agmerge.runtime.collectives import (
     allgather,
@@ -154,8 +152,6 @@ __all__ = [
     "synchronize",
     "testing",
 ]
-
-sys.modules["agmerge.process_sets"] = process_sets  # pickles of until 2026-11 name the module of ProcessSet so
 
 _HOROVODS = {
     "HorovodInternalError": "catch agmerge.AGMergeError",

@@ -11,8 +11,6 @@ numpy only.
 
 from __future__ import annotations
 
-import sys
-
 from merging.costs import Cost, Costs
 from merging.curve import Curve
 from merging.measured import Measurements, best, best_in_pieces
@@ -46,7 +44,3 @@ __all__ = [
     "predict",
     "register",
 ]
-
-# Pickles of planners name the module of their class: until 2026-11 those lay here, and now in planners/.
-for _name in "agmerge agtf count dear exact fgbuff horovod layerwise mgwfbp omgs single threshold".split():
-    sys.modules[f"merging.{_name}"] = sys.modules[f"merging.planners.{_name}"]

@@ -8,7 +8,7 @@ DistributedDataParallel (``integrations/ddp.py``) has the last two, too.
 May import reporting.py, checkpoint/, engine/ and below.
 """
 
-from agmerge.optimizer.distributed import DistributedOptimizer, _restore
+from agmerge.optimizer.distributed import DistributedOptimizer
 from agmerge.optimizer.local import LocalOptimizer, LocalSync
 
-__all__ = ["DistributedOptimizer", "LocalOptimizer", "LocalSync", "_restore"]  # pickles until 2026-11 name the last
+__all__ = ["DistributedOptimizer", "LocalOptimizer", "LocalSync"]

@@ -123,7 +123,7 @@ def from_checkpoint(cutoff: DenseCutoff | None, section: Mapping[str, Any]) -> D
     """
     if cutoff is None or not section["steps"]:
         return cutoff
-    return DenseCutoff(*(section.get("partial") or (0, True)))
+    return DenseCutoff(*(section["partial"] or (0, True)))
 
 
 def _sizes_and_exempt(members: Sequence[ParameterInfo], exempt: Exempt) -> tuple[list[int], list[bool]]:

@@ -16,7 +16,7 @@ from faulty import FAILS, TIMEOUT, Plain, fail
 from torch import nn
 
 import agmerge
-from agmerge.exchanges.quantised.exchange import QuantisedExchange
+from agmerge.exchanges.quantised.two_phase import TwoPhaseExchange
 
 AT = 1  # the step
 
@@ -30,14 +30,14 @@ def main(fault: str, phase: str) -> None:
         Plain(model.parameters()), model.named_parameters(), merging="single", compression="eden"
     )
     method = {"first": "_send", "second": "_add_up"}[phase]
-    call = getattr(QuantisedExchange, method)
+    call = getattr(TwoPhaseExchange, method)
 
-    def failing(self: QuantisedExchange, *given: Any) -> Any:
+    def failing(self: TwoPhaseExchange, *given: Any) -> Any:
         if agmerge.rank() == FAILS and step == AT:
             fail(fault)
         return call(self, *given)
 
-    with mock.patch.object(QuantisedExchange, method, failing):
+    with mock.patch.object(TwoPhaseExchange, method, failing):
         for step in range(3):  # noqa: B007  `failing` reads it
             optimizer.zero_grad()
             model(torch.randn(4, 64)).sum().backward()

@@ -14,8 +14,8 @@ from support import digest, seeded, sgd
 from torch import nn
 
 import agmerge
-from agmerge.exchanges.quantised.exchange import QuantisedExchange
 from agmerge.exchanges.quantised.layout import ShardLayout
+from agmerge.exchanges.quantised.two_phase import TwoPhaseExchange
 
 LAYERS, SIDE = 4, 64
 PATIENCE = 60.0  # seconds until what only needs time counts as never happening
@@ -26,7 +26,7 @@ class _Calls:
     """What one optimizer starts, in order: ``hook`` before and ``handed`` after each backward pass, ``first`` and
     ``second`` for each collective of a phase."""
 
-    def __init__(self, exchange: QuantisedExchange) -> None:
+    def __init__(self, exchange: TwoPhaseExchange) -> None:
         self.seen: list[str] = []
         self._follow(exchange.comm, "all_to_all", "first")
         if exchange.context.second is not None:
@@ -46,9 +46,9 @@ def _layers() -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS))
 
 
-def _exchange_of(optimizer: Any) -> QuantisedExchange:
+def _exchange_of(optimizer: Any) -> TwoPhaseExchange:
     message, *_ = optimizer._reducer.exchange.buffers.messages[0]
-    assert isinstance(message.exchange, QuantisedExchange)
+    assert isinstance(message.exchange, TwoPhaseExchange)
     return message.exchange
 
 
@@ -125,10 +125,10 @@ def damaged() -> dict[str, str]:
 @contextmanager
 def _flipped(sender: str) -> Iterator[None]:
     """Flip a bit of the first shard whose header ``sender``, a method of the exchange, writes inside."""
-    write, call = ShardLayout.write_header, getattr(QuantisedExchange, sender)
+    write, call = ShardLayout.write_header, getattr(TwoPhaseExchange, sender)
     is_inside, flipped = [False], []
 
-    def send(self: QuantisedExchange, *given: Any) -> Any:
+    def send(self: TwoPhaseExchange, *given: Any) -> Any:
         is_inside[0] = True
         try:
             return call(self, *given)
@@ -141,7 +141,7 @@ def _flipped(sender: str) -> Iterator[None]:
             shard[self.size - 20] ^= 4
             flipped.append(True)
 
-    with mock.patch.object(QuantisedExchange, sender, send), mock.patch.object(ShardLayout, "write_header", written):
+    with mock.patch.object(TwoPhaseExchange, sender, send), mock.patch.object(ShardLayout, "write_header", written):
         yield
     assert flipped
 

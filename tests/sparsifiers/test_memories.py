@@ -161,43 +161,6 @@ def test_an_empty_tensor_is_no_misuse() -> None:
     sparsifiers.memory("residual").compensate(work, rest, torch.zeros(0))
 
 
-# -- names of version 0.1 -----------------------------------------------------------------------------------------
-
-
-def test_a_memory_may_be_read_and_written_under_the_names_of_version_0_1() -> None:
-    for name in ("none", "residual", "residualgtopk", "dgc"):
-        memory = sparsifiers.memory(name)
-        assert memory.keeps is memory.has_residual is type(memory).keeps
-        assert memory.corrects is memory.has_momentum is type(memory).corrects
-        assert repr(memory.of_dense()) == repr(memory.for_dense_lane())
-
-    class Older(type(sparsifiers.memory("dgc"))):  # type: ignore[misc]
-        keeps = False
-        corrects = True
-
-        def of_dense(self) -> sparsifiers.Memory:
-            return super().of_dense()
-
-    class Newer(Older):
-        has_residual = True
-
-        def for_dense_lane(self) -> sparsifiers.Memory:
-            return sparsifiers.memory("residual")
-
-    assert (Older.has_residual, Older().has_residual, Older().keeps, Older().has_momentum) == (
-        False,
-        False,
-        False,
-        True,
-    )
-    assert repr(Older().for_dense_lane()) == repr(sparsifiers.memory("none"))
-    assert Newer.keeps is Newer().keeps is True
-    assert repr(Newer().of_dense()) == repr(sparsifiers.memory("residual"))
-    older = Older()
-    older.keeps = True
-    assert older.has_residual and not Older.has_residual
-
-
 class Noted:
     """Notes that count how often they are forgotten."""
 

@@ -47,7 +47,7 @@ def optimizers(inner: str, model: nn.Module, options: dict[str, Any]) -> torch.o
     if inner == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     memory = options.get("memory")
-    corrects = isinstance(memory, sparsifiers.Memory) and memory.corrects
+    corrects = isinstance(memory, sparsifiers.Memory) and memory.has_momentum
     return sgd(model, lr=0.05, momentum=0.0 if corrects else 0.9, weight_decay=0.1)
 
 
