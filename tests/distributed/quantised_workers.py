@@ -14,6 +14,7 @@ from support import digest, seeded, sgd
 from torch import nn
 
 import agmerge
+from agmerge.exchanges.quantised.exchange import QuantisedExchange
 from agmerge.exchanges.quantised.layout import ShardLayout
 from agmerge.exchanges.quantised.two_phase import TwoPhaseExchange
 
@@ -26,7 +27,7 @@ class _Calls:
     """What one optimizer starts, in order: ``hook`` before and ``handed`` after each backward pass, ``first`` and
     ``second`` for each collective of a phase."""
 
-    def __init__(self, exchange: TwoPhaseExchange) -> None:
+    def __init__(self, exchange: QuantisedExchange) -> None:
         self.seen: list[str] = []
         self._follow(exchange.comm, "all_to_all", "first")
         if exchange.context.second is not None:
@@ -46,9 +47,9 @@ def _layers() -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS))
 
 
-def _exchange_of(optimizer: Any) -> TwoPhaseExchange:
+def _exchange_of(optimizer: Any) -> QuantisedExchange:
     message, *_ = optimizer._reducer.exchange.buffers.messages[0]
-    assert isinstance(message.exchange, TwoPhaseExchange)
+    assert isinstance(message.exchange, QuantisedExchange)
     return message.exchange
 
 
@@ -90,8 +91,9 @@ def order() -> dict[str, Any]:
         calls.seen.append("hook")
         backward(number)
         agmerge.barrier()
+        first_phase = exchange._first_phase if isinstance(exchange, TwoPhaseExchange) else ()
         until = time.monotonic() + PATIENCE
-        while exchange._first_phase and not exchange._first_phase[-1].handle.done() and time.monotonic() < until:
+        while first_phase and not first_phase[-1].handle.done() and time.monotonic() < until:
             time.sleep(1e-3)
     calls.seen.append("handed")
     optimizer.step()
@@ -103,14 +105,13 @@ def order() -> dict[str, Any]:
 def damaged() -> dict[str, str]:
     """One bit of what rank 1 sends flips once its checksum is there, in either phase: what this rank is told."""
     told = {}
-    for phase, sender in {"first": "start", "second": "_add_up"}.items():
-        if phase == "second" and agmerge.size() == 2:
-            continue  # there is none
+    phases = [("first", QuantisedExchange, "start"), ("second", TwoPhaseExchange, "_add_up")]
+    for phase, kind, sender in phases[: 1 if agmerge.size() == 2 else 2]:  # among two there is no second one
         model = seeded(Net, 3)
         optimizer = wrapped(model, "layerwise", compression="eden")
         stepped(model, optimizer, losses(model, range(1)))
         before = digest(model)
-        with _flipped(sender) if agmerge.rank() == 1 else nullcontext():
+        with _flipped(kind, sender) if agmerge.rank() == 1 else nullcontext():
             try:
                 stepped(model, optimizer, losses(model, range(1, 2)))
                 told[phase] = "no error"
@@ -123,12 +124,12 @@ def damaged() -> dict[str, str]:
 
 
 @contextmanager
-def _flipped(sender: str) -> Iterator[None]:
-    """Flip a bit of the first shard whose header ``sender``, a method of the exchange, writes inside."""
-    write, call = ShardLayout.write_header, getattr(TwoPhaseExchange, sender)
+def _flipped(kind: type[QuantisedExchange], sender: str) -> Iterator[None]:
+    """Flip a bit of the first shard whose header ``sender``, a method of that class, writes inside."""
+    write, call = ShardLayout.write_header, getattr(kind, sender)
     is_inside, flipped = [False], []
 
-    def send(self: TwoPhaseExchange, *given: Any) -> Any:
+    def send(self: QuantisedExchange, *given: Any) -> Any:
         is_inside[0] = True
         try:
             return call(self, *given)
@@ -141,7 +142,7 @@ def _flipped(sender: str) -> Iterator[None]:
             shard[self.size - 20] ^= 4
             flipped.append(True)
 
-    with mock.patch.object(TwoPhaseExchange, sender, send), mock.patch.object(ShardLayout, "write_header", written):
+    with mock.patch.object(kind, sender, send), mock.patch.object(ShardLayout, "write_header", written):
         yield
     assert flipped
 
