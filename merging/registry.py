@@ -7,15 +7,15 @@ from typing import Any
 
 from merging.planner import Planner
 from merging.planners.agmerge import AGMerge
-from merging.planners.agtf import AGTF
 from merging.planners.count import Count
-from merging.planners.dear import DeAR
 from merging.planners.exact import Exact
-from merging.planners.fgbuff import FGBuff
-from merging.planners.horovod import Horovod
 from merging.planners.layerwise import Layerwise
-from merging.planners.mgwfbp import MGWFBP
-from merging.planners.omgs import OMGS
+from merging.planners.papers.agtf import AGTF
+from merging.planners.papers.dear import DeAR
+from merging.planners.papers.fgbuff import FGBuff
+from merging.planners.papers.horovod import Horovod
+from merging.planners.papers.mgwfbp import MGWFBP
+from merging.planners.papers.omgs import OMGS
 from merging.planners.single import Single
 from merging.planners.threshold import Threshold
 from merging.published import ALIASES, Meaning, folded, nearest

@@ -40,7 +40,7 @@ from agmerge.options.updates import (
 )
 from agmerge.runtime import horovod_names, process_sets
 from agmerge.tensors.nonfinite import POLICIES, RAISE, SKIP
-from merging.planners.dear import DeAR
+from merging.planners.papers.dear import DeAR
 from sparsifiers import Kind
 
 

@@ -17,7 +17,7 @@ from agmerge.backends.handshake import Fact
 from agmerge.ops import Average
 from agmerge.options.arguments import Options
 from agmerge.options.density_policy import DENSITY
-from merging.planners.dear import DeAR
+from merging.planners.papers.dear import DeAR
 from sparsifiers.memories import Decaying, HandBack, NoMemory, Residual
 
 GRADIENTS, UPDATES = SYNCS = ("gradients", "updates")

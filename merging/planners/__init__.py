@@ -1,1 +1,1 @@
-"""Planners, one a file, which partition the tensors of a model into merge buffers, and their searches."""
+"""Planners, one a file, which partition the tensors of a model into merge buffers; published ones are in `papers`."""

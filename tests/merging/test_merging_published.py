@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import merging
 from merging import Cost, Costs, Plan, Profile, budgets, predict
-from merging.planners import dear
-from merging.planners.agtf import excess
+from merging.planners.papers import dear
+from merging.planners.papers.agtf import excess
 
 QUICK = settings(deadline=None)
 PUBLISHED = ("horovod", "mgwfbp", "omgs", "fgbuff", "dear", "agtf")

@@ -1,0 +1,1 @@
+"""Planners that reproduce published ones, with their faults; for use, `agmerge` is better."""
