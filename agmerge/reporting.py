@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-import merging as planning
+import merging
 from agmerge.engine.synchronizer import Synchronizer
 from agmerge.errors import AGMergeError
 from agmerge.metrics.chrome_trace import Trace, path_of
@@ -19,6 +20,7 @@ from agmerge.planning.plan_choice import mode_of
 from agmerge.planning.replanner import FIRST
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.step.plan_status import PlanStatus, unplanned
 from sparsifiers import Kind
 from sparsifiers.observed import Observed
 
@@ -29,7 +31,7 @@ class ReportingMixin:
     _reducer: Synchronizer
 
     @property
-    def plan(self) -> planning.Plan:
+    def plan(self) -> merging.Plan:
         """Return the plan in use. Raises ``AGMergeError`` before the first step, when there is none."""
         return self._buffers().plan
 
@@ -76,10 +78,7 @@ class ReportingMixin:
         totals, compressor = exchange.totals, exchange.config.compression.compressor
         sparsifier = compressor.part(Kind.SPARSE)
         exchange.times.settle()
-        values, values_why = self._reducer.wire_now()
-        combined, combined_why = self._reducer.exchange_now()
-        quantiser, bits, quantiser_why = self._reducer.quantiser_now()
-        planning_now, probed = self._reducer.planning_now()
+        now = plan_status(exchange)
         norms = [float(torch.linalg.vector_norm(r.double())) for r in self._reducer.unsent().values()]
         return {
             "steps": self._reducer.step_count(),
@@ -95,15 +94,15 @@ class ReportingMixin:
             "elements_sent": totals.elements_sent,
             "density": totals.density,
             "exposed_seconds": exchange.times.exposed,
-            "planning": planning_now,
-            "bytes_probed": probed,
-            "values": values,
-            "values_why": values_why,
-            "exchange": combined,
-            "exchange_why": combined_why,
-            "quantiser": quantiser,
-            "bits": bits,
-            "quantiser_why": quantiser_why,
+            "planning": now.activity,
+            "bytes_probed": now.bytes_probed,
+            "values": now.wire,
+            "values_why": now.wire_why,
+            "exchange": now.exchange,
+            "exchange_why": now.exchange_why,
+            "quantiser": now.quantiser,
+            "bits": now.bits,
+            "quantiser_why": now.quantiser_why,
             "norm_inflation": exchange.norm.inflation(),
             "residual_norm": sum(norm**2 for norm in norms) ** 0.5,
             **({"selection": sparsifier.figures()} if isinstance(sparsifier, Observed) else {}),
@@ -144,23 +143,27 @@ class ReportingMixin:
         exchange = self._reducer.exchange
         return compression_table(self._buffers(), exchange.config, exchange.steps)
 
-    def measure(self) -> planning.Measurements:
+    def measure(self) -> merging.Measurements:
         """Collective. Measure what selection and exchanges cost now; :meth:`merge_report` predicts from it.
 
         The plan stays. Called after ``step()``; takes a few seconds at most. Planners that need times measure by
         themselves in the first steps: this is for the others, and for ``python -m agmerge plan``.
         """
         self._reducer.check_idle("measure()")
-        return self._reducer.measure()
+        exchange = self._reducer.exchange
+        if exchange.plans is None or not exchange.agreed or not exchange.times.typical():
+            raise AGMergeError("measure() needs a step to measure: call it after step()")
+        with exchange.breaking():
+            return exchange.plans.measure(exchange.step)
 
     @property
-    def measurements(self) -> planning.Measurements:
+    def measurements(self) -> merging.Measurements:
         """Return the measurements behind the plan in use.
 
         Their ``save(path)`` writes a file that ``python -m agmerge plan`` reads. Raises ``AGMergeError`` if nothing was
         measured.
         """
-        measured = self._reducer.measured()
+        measured = plan_status(self._reducer.exchange).measured
         if measured is None:
             raise AGMergeError(
                 "nothing has been measured: planners that go by times measure the first "
@@ -173,14 +176,19 @@ class ReportingMixin:
 
         All are milliseconds since the first tensor. After the first step.
         """
-        buffers, times = self._buffers(), self._reducer.exchange.times.typical()
-        wire, why = self._reducer.wire_now()
-        table = merge_buffers_table(buffers, self._reducer.measured(), times)
-        return table if wire == AUTO else f"{table}\nselected values travel in {wire}: {why}"
+        now = plan_status(self._reducer.exchange)
+        table = merge_buffers_table(self._buffers(), now.measured, self._reducer.exchange.times.typical())
+        return table if now.wire == AUTO else f"{table}\nselected values travel in {now.wire}: {now.wire_why}"
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Write a Chrome trace of the steps inside, to open in Perfetto; one file a rank (``trace.rank0.json``)."""
         return traced(self._reducer.exchange, path)
+
+
+def plan_status(exchange: GradientExchange) -> PlanStatus:
+    """Return what is in use in an exchange, and why; ``measured`` only while its agreement holds."""
+    now = unplanned(exchange.config) if exchange.plans is None else exchange.plans.status()
+    return now if exchange.agreed else replace(now, measured=None)
 
 
 def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
@@ -218,7 +226,7 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
     return "\n".join(lines)
 
 
-def merge_buffers_table(buffers: MergeBuffers, measured: planning.Measurements | None, times: StepTimes | None) -> str:
+def merge_buffers_table(buffers: MergeBuffers, measured: merging.Measurements | None, times: StepTimes | None) -> str:
     """Return each merge buffer's times in a typical step, beside the predicted ones, in ms since the first tensor.
 
     Args:
@@ -228,9 +236,9 @@ def merge_buffers_table(buffers: MergeBuffers, measured: planning.Measurements |
         times: of a typical step; None: there was no step.
     """
     plan, slots = buffers.plan, buffers.tensors.slots
-    spans: Sequence[planning.Span] = ()
+    spans: Sequence[merging.Span] = ()
     if measured is not None:
-        spans = planning.predict(plan, measured.profile, measured.costs, mode_of(plan, measured)).spans
+        spans = merging.predict(plan, measured.profile, measured.costs, mode_of(plan, measured)).spans
     rows = [["buffer", "tensors", "elements", "ready", "start", "end", "exposed", "predicted ready", "start", "end"]]
     for index, (start, stop) in enumerate(plan.bounds):
         elements = sum(slot.numel for slot in slots[start:stop])

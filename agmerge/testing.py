@@ -105,6 +105,6 @@ def inspect(optimizer: Any) -> Inspection:
     return Inspection(
         plan=exchange.plan(),
         residuals={name: residual.clone() for name, residual in reducer.unsent().items()},
-        measurements=reducer.measured(),
+        measurements=exchange.plans.status().measured if exchange.plans is not None and exchange.agreed else None,
         lanes={} if buffers is None else {slot.name: slot.lane for slot in buffers.layout.slots},
     )

@@ -58,9 +58,10 @@ class AdvisedOptimizer(wrapping.DistributedOptimizer):
             predicted = advice.predicted_step(self.plan, measured, max(0.0, seconds - typical.finish))
             rows = advice.compare(measured, seconds, typical.finish)
             sys.stdout.write(advice.text(rows, seconds, predicted, type(self._inner).__name__) + "\n")
-            wire, why = reducer.wire_now()
-            if wire != "auto":
-                sys.stdout.write(f"with selected values in {wire}: {why}\n")
+            assert reducer.exchange.plans is not None  # it has measured
+            now = reducer.exchange.plans.status()
+            if now.wire != "auto":
+                sys.stdout.write(f"with selected values in {now.wire}: {now.wire_why}\n")
             sys.stdout.flush()
         comm.barrier("advise").wait(reducer.config.guards.timeout)
         raise Enough

@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 
-import merging as planning
 from agmerge.backends import status, torch_objects
 from agmerge.engine.grad_scaler import LossScale
 from agmerge.engine.replicas import compare_replicas
-from agmerge.errors import DISTRIBUTED_DATA_PARALLEL, OTHER_SHARDS, AGMergeError
+from agmerge.errors import DISTRIBUTED_DATA_PARALLEL, OTHER_SHARDS
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.options.config import Config, check_two_level
@@ -26,7 +25,6 @@ from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.parameters import ParameterTable
 from agmerge.version import __version__
-from sparsifiers.quantising.choice import NONE
 
 
 class Synchronizer:
@@ -205,56 +203,6 @@ class Synchronizer:
             with exchange.breaking():
                 compare_replicas(exchange.comm, self.compared_tensors(), exchange.steps, self.config.guards.timeout)
             self._compared = True
-
-    # -- plans and measurements -------------------------------------------------------------------------------------
-
-    def measured(self) -> planning.Measurements | None:
-        """Return the measurements behind the plan in use; None if nothing was measured."""
-        plans = self.exchange.plans
-        return plans.measured if isinstance(plans, Replanner) and self.exchange.agreed else None
-
-    def planning_now(self) -> tuple[str, int]:
-        """Return the activity of planning, as :attr:`Replanner.state`, and the bytes of its probes since the agreement.
-
-        "fixed" where plans are not made from times, and before the first step.
-        """
-        plans = self.exchange.plans
-        return (plans.state, plans.bytes_probed) if isinstance(plans, Replanner) else ("fixed", 0)
-
-    def wire_now(self) -> tuple[str, str]:
-        """Return the value codec of selected values, and the reason for it; "auto": the gradient's own dtype."""
-        plans, buffers = self.exchange.plans, self.exchange.buffers
-        if not isinstance(plans, Replanner) or buffers is None:
-            return self.config.compression.wire, "no ranks have agreed yet"
-        return buffers.wire, plans.why_wire
-
-    def exchange_now(self) -> tuple[str, str]:
-        """Return the exchange of sparse merge buffers, and the reason for it."""
-        plans, buffers = self.exchange.plans, self.exchange.buffers
-        if not isinstance(plans, Replanner) or buffers is None:
-            return self.config.merging.exchange, "no ranks have agreed yet"
-        return buffers.exchange, plans.why_exchange
-
-    def quantiser_now(self) -> tuple[str, float | None, str]:
-        """Return the quantiser's name, its bits a coordinate, and the reason for it.
-
-        ("none", None, reason) where nothing is quantised, also where every merge buffer is sent dense.
-        """
-        plans, buffers = self.exchange.plans, self.exchange.buffers
-        if not isinstance(plans, Replanner) or buffers is None:
-            return NONE, None, "no ranks have agreed yet"
-        if buffers.quantiser is None or all(buffers.plan.dense):
-            return NONE, None, plans.why_quantiser
-        return buffers.quantiser.name, buffers.quantiser.bits, plans.why_quantiser
-
-    def measure(self) -> planning.Measurements:
-        """Collective. Measure costs now, for reports; the plan stays. Raises before the first measured step."""
-        self.check_idle("measure()")
-        plans = self.exchange.plans
-        if not isinstance(plans, Replanner) or not self.exchange.agreed or not self.exchange.times.typical():
-            raise AGMergeError("measure() needs a step to measure: call it after step()")
-        with self.exchange.breaking():
-            return plans.measure(self.exchange.step)
 
     def end_exchange(self) -> None:
         """Collective. Compare replicas and plan again, where that is due: an exchange has been committed."""

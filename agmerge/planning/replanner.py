@@ -36,8 +36,10 @@ from agmerge.planning.quantiser_costs import measure_quantisers
 from agmerge.step.agreed_state import Decision
 from agmerge.step.agreement import decide_on_rank_0, why_plan_does_not_fit
 from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.step.plan_status import PlanStatus
 from merging import Measurements
 from sparsifiers import Kind
+from sparsifiers.quantising.choice import NONE
 
 FIRST = 10  # steps that are measured before the first plan
 _DONE = Decision()  # an activity of several steps has ended
@@ -140,6 +142,22 @@ class Replanner:
         self._drift.restart()
         return self.measured
 
+    def status(self) -> PlanStatus:
+        """Return the activity of planning, and what is in use for which reason."""
+        quantiser = None if all(self.buffers.plan.dense) else self.buffers.quantiser
+        return PlanStatus(
+            wire=self.buffers.wire,
+            wire_why=self.why_wire,
+            exchange=self.buffers.exchange,
+            exchange_why=self.why_exchange,
+            quantiser=quantiser.name if quantiser is not None else NONE,
+            bits=quantiser.bits if quantiser is not None else None,
+            quantiser_why=self.why_quantiser,
+            activity=self.state,
+            bytes_probed=self._measurer.bytes_probed,
+            measured=self.measured,
+        )
+
     @property
     def state(self) -> str:
         """Return the activity: "timing" the first steps, "probing", "trying", "known", "settled", or "fixed": none."""
@@ -154,20 +172,11 @@ class Replanner:
         return "timing" if self._latest is None else "settled"
 
     @property
-    def bytes_probed(self) -> int:
-        """Return the bytes that probes have handed to collectives, on the rank that sent most."""
-        return self._measurer.bytes_probed
-
-    @property
     def why_wire(self) -> str:
         """Return the reason for the value codec in use."""
-        config = self.buffers.config
+        config, given = self.buffers.config, self.buffers.config.compression.wire
         if not config.wires:
-            return (
-                "these options leave no choice"
-                if config.compression.wire == AUTO
-                else f"wire={config.compression.wire!r} was given"
-            )
+            return "these options leave no choice" if given == AUTO else f"wire={given!r} was given"
         return self._why_undecided or self._why or "nothing has been measured since ranks agreed"
 
     @property

@@ -19,6 +19,7 @@ from agmerge.options.config import TWO_LEVEL, Config
 from agmerge.options.dense_cutoff import DenseCutoff
 from agmerge.step.agreement import model_facts, open_merge_buffers
 from agmerge.step.merge_buffers import MergeBuffers, State
+from agmerge.step.plan_status import PlanStatus
 from agmerge.tensors.parameters import ParameterInfo, check_spread_alike
 from sparsifiers import ByName, Kind, Sparsifier
 from sparsifiers.observed import Observed
@@ -57,6 +58,12 @@ class Plans(Protocol):
 
     def after_step(self, step: int) -> Iterable[Decision]:
         """Collective. Yield changes before ``step``, the one to come; each is applied before the next one is made."""
+
+    def measure(self, step: int) -> merging.Measurements:
+        """Collective. Measure costs now, before ``step``, for reports; the plan stays."""
+
+    def status(self) -> PlanStatus:
+        """Return what is in use, and why."""
 
 
 OnAgreement = Callable[[MergeBuffers, RunningStepTimes], "Plans | None"]

@@ -1,0 +1,32 @@
+"""Status of planning on one rank, for reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import merging
+from agmerge.options.config import Config
+from sparsifiers.quantising.choice import NONE
+
+NO_AGREEMENT = "no ranks have agreed yet"
+
+
+@dataclass(frozen=True)
+class PlanStatus:
+    """Activity of planning, and the codec, exchange and quantiser in use, each with the reason for it."""
+
+    wire: str  # the value codec of selected values; "auto": the gradient's own dtype
+    exchange: str  # of sparse merge buffers
+    wire_why: str = NO_AGREEMENT
+    exchange_why: str = NO_AGREEMENT
+    quantiser: str = NONE  # also where every merge buffer is sent dense
+    bits: float | None = None  # of the quantiser, a coordinate
+    quantiser_why: str = NO_AGREEMENT
+    activity: str = "fixed"  # "timing", "probing", "trying", "known" or "settled" where plans are made from times
+    bytes_probed: int = 0  # since the agreement
+    measured: merging.Measurements | None = None  # behind the plan in use; None: nothing was measured
+
+
+def unplanned(config: Config) -> PlanStatus:
+    """Return the status of an exchange with ``config`` whose plans nobody makes from times."""
+    return PlanStatus(config.compression.wire, config.merging.exchange)
