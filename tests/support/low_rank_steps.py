@@ -1,4 +1,4 @@
-"""Steps of low-rank exchanges on in-memory ranks, and the same steps computed without the library, in float64.
+"""Steps of low-rank exchanges on in-memory ranks; tests/references has the same without the library.
 
 What is checked is what a script can see: gradients, updates, and what is kept by kind and name.
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -131,54 +130,7 @@ def overlap(residual: Tensor, update: Tensor, sent_left: bool) -> float:
     return float(product.norm() / (rest.norm() * whole.norm()))
 
 
-# -- the same without the library -----------------------------------------------------------------------------------
-
-
-class Reference:
-    """All ranks of PowerSGD or ACP-SGD on one matrix, in numpy and float64: formulas of the papers, residuals local.
-
-    ``first``: which basis ACP-SGD keeps of its first step, in which both factors are sent.
-    """
-
-    def __init__(self, ranks: int, alternates: bool, basis: np.ndarray, first: str = RIGHT) -> None:
-        self.alternates, self.first = alternates, first
-        self.basis, self.side, self.cold = basis.T.astype(np.float64), RIGHT, True  # (m, r), or (n, r)
-        self.residuals: list[Any] = [0.0] * ranks
-
-    def step(self, gradients: Sequence[np.ndarray]) -> np.ndarray:
-        """The update of one step; residuals change."""
-        whole = [residual + gradient for residual, gradient in zip(self.residuals, gradients, strict=True)]
-        if self.alternates and not self.cold:
-            return self._one_sided(whole)
-        left = orthonormal(sum(d @ self.basis for d in whole))
-        rights = [d.T @ left for d in whole]
-        self.residuals = [d - left @ right.T for d, right in zip(whole, rights, strict=True)]
-        right = sum(rights) / len(whole)
-        self.cold = False
-        self.basis = left if self.alternates and self.first == LEFT else orthonormal(right)
-        self.side = LEFT if self.alternates and self.first == LEFT else RIGHT
-        return left @ right.T
-
-    def _one_sided(self, whole: Sequence[np.ndarray]) -> np.ndarray:
-        basis = self.basis
-        if self.side == RIGHT:
-            factors = [d @ basis for d in whole]
-            self.residuals = [d - factor @ basis.T for d, factor in zip(whole, factors, strict=True)]
-        else:
-            factors = [d.T @ basis for d in whole]
-            self.residuals = [d - basis @ factor.T for d, factor in zip(whole, factors, strict=True)]
-        factor = sum(factors) / len(whole)
-        update = factor @ basis.T if self.side == RIGHT else basis @ factor.T
-        self.side, self.basis = (LEFT if self.side == RIGHT else RIGHT), orthonormal(factor)
-        return update
-
-
-def orthonormal(columns: np.ndarray) -> np.ndarray:
-    """Orthonormal columns of the same span."""
-    return np.linalg.qr(columns)[0]
-
-
-def first_basis(name: str, shape: Sequence[int], rank: int, seed: int = 0) -> np.ndarray:
-    """The rows that a training begins with, which depend on these alone."""
+def first_basis(name: str, shape: Sequence[int], rank: int, seed: int = 0) -> Tensor:
+    """The columns, (m, r) in float64, that a training begins with, which depend on these alone."""
     m = math.prod(shape[1:])
-    return initial_basis(seed, name, m, min(rank, shape[0], m)).numpy()
+    return initial_basis(seed, name, m, min(rank, shape[0], m)).T.double()

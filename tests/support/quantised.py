@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from references.two_phase import gathered as in_one_phase
+from references.two_phase import two_phase
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,29 +38,29 @@ def by_hand(
     summed: bool = False,
     gathered: bool = False,
 ) -> Tensor:
-    """The update of one tensor, from those of all ranks; None: a rank has none. ``summed``: no mean.
+    """The update of one tensor by references/two_phase.py, from those of all ranks; None: a rank has none.
 
-    ``gathered``: each rank reads all messages, as two do in any case.
+    ``summed``: no mean. ``gathered``: each rank reads all messages, as two do in any case.
     """
     like = next(tensor for tensor in tensors if tensor is not None)
     if len(tensors) == 1:
         return like
     size, scale = block_size(like.shape), 1.0 if summed else 1 / len(tensors)
-    workers, bytes_of = len(tensors), blocks_in(like.numel(), size) * quantiser.record_bytes(size)
-    messages = []
-    for rank, tensor in enumerate(tensors):
-        messages.append(torch.zeros(bytes_of, dtype=torch.uint8))
-        if tensor is not None:
-            quantiser.encode(tensor.reshape(-1), size, draws(name, step, 0, rank), messages[-1])
-    senders = [draws(name, step, 0, rank) for rank in range(workers)]
-    out = torch.empty(like.numel(), dtype=like.dtype)
-    if workers == 2 or gathered:
-        quantiser.decode_sum(messages, senders, size, scale, out)
-        return out.view(like.shape)
-    own, total = draws(name, step, 1, 0), torch.zeros(bytes_of, dtype=torch.uint8)
-    quantiser.encode_sum(messages, senders, size, scale, quantiser, own, total)
-    quantiser.decode_sum([total], [own], size, 1.0, out)
-    return out.view(like.shape)
+    # Zeros fill up the last block. What is read of them may not be zero, and is quantised again with the rest.
+    padding = -like.numel() % size
+    whole = [F.pad((torch.zeros_like(like) if each is None else each).reshape(-1), (0, padding)) for each in tensors]
+
+    def quantise(values: Tensor, phase: int, sender: int, start: int) -> Tensor:
+        own = draws(name, step, phase, sender).after(start // size)
+        message = torch.zeros(blocks_in(values.numel(), size) * quantiser.record_bytes(size), dtype=torch.uint8)
+        read = torch.empty(values.numel())
+        quantiser.encode(values, size, own, message)
+        quantiser.decode_sum([message], [own], size, 1.0, read)
+        return read
+
+    one_phase = gathered or len(tensors) == 2
+    update = in_one_phase(whole, quantise, scale) if one_phase else two_phase(whole, quantise, scale, size)
+    return update[: like.numel()].to(like.dtype).view(like.shape)
 
 
 def plain(tensors: Sequence[Tensor | None], *, summed: bool = False) -> Tensor:
