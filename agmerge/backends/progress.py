@@ -72,16 +72,16 @@ class Progress:
     def _run(self) -> None:
         """Make calls and test those that are under way, until the end of the process."""
         # Not queue.SimpleQueue.get(timeout): with time-outs as short as these CPython 3.11's can wait for ever.
-        under_way: list[Call] = []
+        active: list[Call] = []
         while not self._end:
-            if under_way and not self._calls:
+            if active and not self._calls:
                 time.sleep(PAUSE)
             elif not self._calls:
                 self._wake.wait()
                 self._wake.clear()
             while self._calls:
-                under_way.append(self._calls.popleft())
-            under_way = [call for call in under_way if call.running()]
-        for call in under_way:
+                active.append(self._calls.popleft())
+            active = [call for call in active if call.running()]
+        for call in active:
             # The library may write to their buffers until it is finalised, which is after all objects have been freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(call))

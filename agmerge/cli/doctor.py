@@ -87,7 +87,7 @@ def examine(
     backends = {name: backend_row(name, probes.get(name, ProbeResult()), mpirun) for name in names}
     if probes[REQUIRED].facts.get("gpus"):
         backends = {
-            name: with_way(row, probes[name].facts) if name in probes else row for name, row in backends.items()
+            name: with_route(row, probes[name].facts) if name in probes else row for name, row in backends.items()
         }
     return [
         *backends.values(),
@@ -107,13 +107,13 @@ def backend_row(name: str, probe: ProbeResult, mpirun: str) -> Row:
     return replace(row, fix=with_patience()) if probe.late else row
 
 
-def with_way(row: Row, facts: Mapping[str, object]) -> Row:
+def with_route(row: Row, facts: Mapping[str, object]) -> Row:
     """Return the row of a backend, with the route of tensors on GPUs. ``facts``: of the backend's probe."""
     if not row.works:
         return row
-    way = "GPU tensors go through NCCL" if facts.get("nccl") else "no NCCL: GPU tensors go through the host"
+    route = "GPU tensors go through NCCL" if facts.get("nccl") else "no NCCL: GPU tensors go through the host"
     # Horovod has no bfloat16: twice the bytes. Sparse and gathered tensors go as bytes, and are not affected.
-    return replace(row, detail=f"{row.detail}; {way}{', bfloat16 sums as float32' * (row.name == 'horovod')}")
+    return replace(row, detail=f"{row.detail}; {route}{', bfloat16 sums as float32' * (row.name == 'horovod')}")
 
 
 def torchrun_row(torch: Row) -> Row:
@@ -137,10 +137,10 @@ def horovodrun_row(backend: Row, horovod: ProbeResult, horovodrun: ProbeResult, 
         fix = with_patience() if horovodrun.late else anew
         return Row("launcher", "horovodrun", False, horovodrun.error or "no such program", fix)
     over_mpi, over_gloo = horovod.facts["mpi"] and bool(mpirun), horovod.facts["gloo"]
-    ways = [way for way, possible in (("over MPI", over_mpi), ("with --gloo", over_gloo)) if possible]
-    if not ways:
+    controllers = [text for text, possible in (("over MPI", over_mpi), ("with --gloo", over_gloo)) if possible]
+    if not controllers:
         return Row("launcher", "horovodrun", False, "neither Gloo nor an mpirun", anew)
-    return Row("launcher", "horovodrun", True, f"{typed('horovodrun')}: {', '.join(ways)}")
+    return Row("launcher", "horovodrun", True, f"{typed('horovodrun')}: {', '.join(controllers)}")
 
 
 def mpirun_row(version: str) -> Row:

@@ -4,7 +4,7 @@
 ``mask_votes``), ``oktopk/``, ``low_rank/`` and ``reduce_scatter`` are the exchanges; ``all_reduce``: sums that
 several need.
 ``node_shards``: the stage inside a node. ``message/``: the format of a message. ``routing`` and ``splitting``: which
-segments of a merge buffer share one; ``way``: the send mode of a merge buffer. ``traffic``: the bytes that are moved.
+segments of a merge buffer share one; ``send_mode``: how a merge buffer is sent. ``traffic``: the bytes that are moved.
 
 May import backends/, tensors/ and the package ``sparsifiers``.
 """

@@ -36,7 +36,7 @@ def start(comm: Backend, message: torch.Tensor, received: torch.Tensor | None, n
 
 
 def wait(
-    comm: Backend, under_way: Sum, timeout: float, wide: torch.dtype | None = None, *, on_stream: bool = False
+    comm: Backend, pending: Sum, timeout: float, wide: torch.dtype | None = None, *, on_stream: bool = False
 ) -> None:
     """Collective. Wait until the sum is in place; ``on_stream``: make the device's stream wait, and return at once.
 
@@ -49,11 +49,11 @@ def wait(
         else:
             handle.wait(timeout)
 
-    wait_for(under_way.handle)
-    if under_way.received is None:
+    wait_for(pending.handle)
+    if pending.received is None:
         return
-    shard = in_rank_order(under_way.received.view(comm.size, -1), wide).to(under_way.message.dtype)
-    wait_for(comm.all_gather(under_way.message, shard, f"{under_way.name}/sum"))
+    shard = in_rank_order(pending.received.view(comm.size, -1), wide).to(pending.message.dtype)
+    wait_for(comm.all_gather(pending.message, shard, f"{pending.name}/sum"))
 
 
 def in_rank_order(rows: torch.Tensor, wide: torch.dtype | None = None) -> torch.Tensor:

@@ -43,7 +43,7 @@ class MultiRoundExchange(Exchange):
 
     def __init__(self, context: ExchangeContext) -> None:
         super().__init__(context)
-        self._under_way: dict[str, InFlight] = {}  # messages with phases left, in the order of their starts
+        self._in_flight: dict[str, InFlight] = {}  # messages with phases left, in the order of their starts
 
     @abstractmethod
     def phases(self, pending: InFlight) -> Phases[None]:
@@ -58,8 +58,8 @@ class MultiRoundExchange(Exchange):
         A message of this name that was never waited for is forgotten: it is of an attempt that came to nothing.
         """
         pending.extra.phases = self.phases(pending)
-        self._under_way.pop(pending.name, None)  # the new one goes to the end
-        self._under_way[pending.name] = pending
+        self._in_flight.pop(pending.name, None)  # the new one goes to the end
+        self._in_flight[pending.name] = pending
         return pending
 
     @property
@@ -67,7 +67,7 @@ class MultiRoundExchange(Exchange):
         return False  # without a wait nothing goes on
 
     def arrived(self, pending: InFlight) -> bool:
-        return pending.name not in self._under_way
+        return pending.name not in self._in_flight
 
     def wait(self, pending: InFlight) -> RoundHeader:
         """Collective. Run the phases of all messages under way until those of ``pending`` have ended.
@@ -75,11 +75,11 @@ class MultiRoundExchange(Exchange):
         Returns the merged header of all ranks. After an error no message advances any more.
         """
         try:
-            while pending.name in self._under_way:
-                for message in list(self._under_way.values()):
+            while pending.name in self._in_flight:
+                for message in list(self._in_flight.values()):
                     self._advance(message)
         except BaseException:
-            self._under_way.clear()  # their remaining rounds would be calls that other ranks do not make
+            self._in_flight.clear()  # their remaining rounds would be calls that other ranks do not make
             raise
         control: RoundHeader | None = pending.extra.control
         assert control is not None, f"{pending.name}: an earlier wait has failed"
@@ -90,7 +90,7 @@ class MultiRoundExchange(Exchange):
         pending.handle.wait(self.timeout)
         following = next(pending.extra.phases, None)
         if following is None:
-            del self._under_way[pending.name]
+            del self._in_flight[pending.name]
         else:
             pending.handle = following
 

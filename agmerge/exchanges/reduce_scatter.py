@@ -104,12 +104,12 @@ class ScatterExchange(DenseExchange):
 
     def gather(self) -> list[InFlight]:
         """Collective. Start the all-gathers of finished shards, the last merge buffer first: forward needs it first."""
-        under_way, self._scattered = self._scattered[::-1], []
-        for pending in under_way:
+        scattered, self._scattered = self._scattered[::-1], []
+        for pending in scattered:
             shard = self._shard(pending)
             whole = pending.message[: shard * self.comm.size]
             pending.handle = self.comm.all_gather(whole, pending.extra[:shard], f"{pending.name}/gather")
-        return under_way
+        return scattered
 
     def receive(self, pending: InFlight) -> None:
         """Collective. Wait for one message of :meth:`gather`, in any order, and write its update."""

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import merging
-from agmerge.exchanges.way import ways
+from agmerge.exchanges.send_mode import send_modes
 from agmerge.tensors.layout import ALIGNMENT, Segment, Slot
 
 
 def why_parts_impossible(plan: merging.Plan) -> str:
     """Return why the merge buffers of ``plan`` cannot travel in its parts; empty if they can."""
-    for buffer, (count, parts, way) in enumerate(zip(plan.counts, plan.parts, ways(plan), strict=True)):
-        if parts > 1 and count > 1 and way.ahead:
+    for buffer, (count, parts, mode) in enumerate(zip(plan.counts, plan.parts, send_modes(plan), strict=True)):
+        if parts > 1 and count > 1 and mode.ahead:
             return (
                 f"merge buffer {buffer} has {parts} parts, and each of its {count} tensors is sparsified ahead, before "
                 "it is complete: give it 1 part, or sparsify behind"

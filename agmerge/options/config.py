@@ -18,7 +18,7 @@ from agmerge.backends.handshake import Fact
 from agmerge.exchanges.low_rank.factors import saves
 from agmerge.exchanges.message import VALUES
 from agmerge.exchanges.message.values import CHOICE, WHOLE
-from agmerge.exchanges.way import SUMS
+from agmerge.exchanges.send_mode import SUMS
 from agmerge.options import dense_cutoff, momentum
 from agmerge.options.compressors import Cast
 from agmerge.options.records import Compression, Guards, Merging, Sync

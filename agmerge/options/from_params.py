@@ -120,17 +120,17 @@ def _check_memory(memory: str, name: str, kind: str) -> None:
 
 def _exchange(params: Mapping[str, Any], name: str, kind: str) -> dict[str, str]:
     """Return ``exchange`` for a compressor, and nothing for dense gradients."""
-    key = next((way for way in WAYS if way in params), WAYS[1])
-    way = params.get(key, "allreduce")
-    if way == "alltoall":
+    key = next((key for key in WAYS if key in params), WAYS[1])
+    communicator = params.get(key, "allreduce")
+    if communicator == "alltoall":
         raise ValueError(
             "communicator='alltoall' rounds sums again on their way, as nothing here does: say 'allgather'"
         )
-    if way not in ("allreduce", *SENDERS):
-        raise ValueError(f"{key}={way!r} is unknown; known: allreduce, {', '.join(SENDERS)}")
+    if communicator not in ("allreduce", *SENDERS):
+        raise ValueError(f"{key}={communicator!r} is unknown; known: allreduce, {', '.join(SENDERS)}")
     if kind in WHOLE:
         return {}
-    if kind != SPARSIFIER or way != "allreduce":
+    if kind != SPARSIFIER or communicator != "allreduce":
         return {"exchange": "sparse"}
     if spelling(name) == "randomk":  # which selects the same places on all ranks
         return {"exchange": "masked"}

@@ -18,9 +18,9 @@ import sparsifiers
 from agmerge.backends import timeouts
 from agmerge.exchanges.low_rank.exchange import WIRES as LOW_RANK_WIRES
 from agmerge.exchanges.message import VALUES
+from agmerge.exchanges.send_mode import AHEAD, OWN, send_mode, why_labels_are_wrong, with_send_mode
 from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.exchanges.table import EXCHANGES
-from agmerge.exchanges.way import AHEAD, OWN, is_ahead, ways, why_labels_are_wrong, with_ahead
 from agmerge.ops import Average, ReduceOp
 from agmerge.options import dense_cutoff, density_schedule, published
 from agmerge.options.arguments import Options
@@ -55,7 +55,7 @@ def resolve(options: Options) -> Config:
     guards, sync = _guards(options), _sync(options, updates)  # in this order: the first mistake of several is told
     config = Config(compression=_compression(options, updates), merging=_merging(options), sync=sync, guards=guards)
     _check_dear(config)
-    _check_way_of_plan(config)
+    _check_send_mode(config)
     return config
 
 
@@ -217,10 +217,10 @@ def _planner_or_plan(given: Any, sparsify: str, exchange: str) -> tuple[merging.
             raise ValueError(f"merging: {problem}")
         if any(given.dense) and exchange not in (AUTO, FASTEST):
             raise ValueError(f"merging: this plan has dense merge buffers, and exchange={exchange!r}: pass {AUTO!r}")
-        if sparsify == "behind" and is_ahead(given):
+        if sparsify == "behind" and send_mode(given).ahead:
             raise ValueError("sparsify='behind', and merging is a plan made to sparsify ahead; leave one of them out")
         if sparsify == AHEAD:
-            given = with_ahead(given, True)
+            given = with_send_mode(given, ahead=True)
         if problem := why_parts_impossible(given):
             raise ValueError(f"merging: {problem}")
         return None, given
@@ -228,25 +228,25 @@ def _planner_or_plan(given: Any, sparsify: str, exchange: str) -> tuple[merging.
     raise TypeError(f"merging={given!r}: give a planner's name ({names}), a planner, or a saved plan")
 
 
-def _check_way_of_plan(config: Config) -> None:
+def _check_send_mode(config: Config) -> None:
     """Raise ``ValueError`` for a plan with a value codec or exchange that these options do not leave to a plan."""
     if config.merging.plan is None:
         return
-    way = ways(config.merging.plan)[0]  # all merge buffers' is the same
-    if way.wire not in (OWN, config.compression.wire, *config.wires):
+    mode = send_mode(config.merging.plan)
+    if mode.codec not in (OWN, config.compression.wire, *config.wires):
         raise ValueError(
-            f"merging: this plan sends values in {way.wire}, and the options say otherwise, or do not keep what "
-            f"rounding leaves behind: pass wire={way.wire!r}, or another plan"
+            f"merging: this plan sends values in {mode.codec}, and the options say otherwise, or do not keep what "
+            f"rounding leaves behind: pass wire={mode.codec!r}, or another plan"
         )
-    if way.quantiser not in (OWN, config.compression.compressor.name, *config.quantisers):
+    if mode.quantiser not in (OWN, config.compression.compressor.name, *config.quantisers):
         raise ValueError(
-            f"merging: this plan sends in {way.quantiser!r}, and compression is {config.compression.compressor!r}: "
-            f"pass compression={way.quantiser!r} or 'auto', or another plan"
+            f"merging: this plan sends in {mode.quantiser!r}, and compression is {config.compression.compressor!r}: "
+            f"pass compression={mode.quantiser!r} or 'auto', or another plan"
         )
-    if way.exchange not in (OWN, config.merging.exchange, *config.exchanges):
+    if mode.exchange not in (OWN, config.merging.exchange, *config.exchanges):
         raise ValueError(
-            f"merging: this plan exchanges by {way.exchange!r}, and exchange={config.merging.exchange!r}: pass "
-            f"exchange={FASTEST!r} or {way.exchange!r}, or another plan"
+            f"merging: this plan exchanges by {mode.exchange!r}, and exchange={config.merging.exchange!r}: pass "
+            f"exchange={FASTEST!r} or {mode.exchange!r}, or another plan"
         )
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import merging
 from agmerge.exchanges.message.values import value_codec
+from agmerge.exchanges.send_mode import OKTOPK, OWN, SendMode, send_mode, with_send_mode
 from agmerge.exchanges.traffic import exchanged_by
-from agmerge.exchanges.way import OKTOPK, OWN, with_exchange, with_wire
 from agmerge.planning import plan_trial, wire_choice
 from agmerge.planning.cost_probe import measured_lane
 from agmerge.planning.measuring import bytes_of_element, profile
@@ -29,14 +29,11 @@ from merging.pieces import go_on
 
 @dataclass(frozen=True)
 class Candidate:
-    """Candidate for the next steps. Its plan's labels name its send mode, see :class:`agmerge.exchanges.way.Way`."""
+    """Plan that the next steps may be sent by, with its prediction."""
 
     plan: merging.Plan
     measured: Measurements  # the basis of its prediction
     delivered: float = 1.0  # share of the energy of the selection that receivers read
-    wire: str = OWN  # the value codec of selected values
-    exchange: str = OWN  # of sparse merge buffers
-    quantiser: str = OWN  # of quantised merge buffers
 
     @property
     def finish(self) -> float:
@@ -44,13 +41,19 @@ class Candidate:
         return predicted_finish(self.plan, self.measured)
 
     @property
+    def mode(self) -> SendMode:
+        """Return the send mode of the plan: of one that is all dense, codec and exchange do not matter."""
+        mode = send_mode(self.plan)
+        return replace(mode, codec=OWN, exchange=OWN) if self.is_dense else mode
+
+    @property
     def shape(self) -> tuple[int, int, str, str]:
         """Return the numbers of messages and dense merge buffers, the codec and the exchange."""
-        return sum(self.plan.parts), sum(self.plan.dense), self.wire, self.exchange
+        return sum(self.plan.parts), sum(self.plan.dense), self.mode.codec, self.mode.exchange
 
     @property
     def is_dense(self) -> bool:
-        """Return whether nothing is selected, so that the value codec does not matter."""
+        """Return whether nothing is selected."""
         return all(self.plan.dense)
 
 
@@ -58,20 +61,14 @@ def dumps(candidates: Sequence[Candidate]) -> dict[str, Any]:
     """Return candidates as a record of plain values, in which equal measurements occur once."""
     texts = {each.plan: each.measured.dumps() for each in candidates}
     distinct = list(dict.fromkeys(texts.values()))
-    rows = [
-        (
-            each.plan.dumps(), distinct.index(texts[each.plan]), each.delivered, each.wire, each.exchange,
-            each.quantiser,
-        )  # fmt: skip
-        for each in candidates
-    ]
+    rows = [(each.plan.dumps(), distinct.index(texts[each.plan]), each.delivered) for each in candidates]
     return {"rows": rows, "measured": distinct}
 
 
 def loads(record: Mapping[str, Any]) -> list[Candidate]:
     """Return the candidates that :func:`dumps` was given."""
     measured = [Measurements.loads(text) for text in record["measured"]]
-    return [Candidate(merging.Plan.loads(plan), measured[index], *rest) for plan, index, *rest in record["rows"]]
+    return [Candidate(merging.Plan.loads(plan), measured[index], share) for plan, index, share in record["rows"]]
 
 
 class Search:
@@ -132,15 +129,16 @@ class Search:
 
     def chosen(self) -> Pieces[Candidate]:
         """Return, in pieces, the candidate with the fewest predicted seconds per delivered share of the energy."""
-        ways = yield from self._codings()
-        return ways[wire_choice.best([self._seconds(each) for each in ways], [each.delivered for each in ways])]
+        found = yield from self._codings()
+        return found[wire_choice.best([self._seconds(each) for each in found], [each.delivered for each in found])]
 
     def is_worth(self, chosen: Candidate, current: Candidate) -> bool:
         """Return whether ``chosen`` gains enough over the plan in use to replace it."""
         gain = 1 + self._planner.min_gain
-        if chosen.wire == current.wire or chosen.is_dense or current.is_dense:
+        codecs = chosen.mode.codec, current.mode.codec
+        if codecs[0] == codecs[1] or chosen.is_dense or current.is_dense:
             return not current.finish <= chosen.finish * gain
-        if OWN in (chosen.wire, current.wire) or current.delivered < LEAST:
+        if OWN in codecs or current.delivered < LEAST:
             return True  # the choice of a codec already includes a margin
         scores = [self._seconds(each) / each.delivered for each in (current, chosen)]
         return not scores[0] <= scores[1] * gain
@@ -153,12 +151,13 @@ class Search:
         """
         doubted = bool(self._planner.recheck_every)  # predictions of a planner that never plans again are trusted
         codings = yield from self._codings()
-        found = [each for each in codings if each.wire != chosen.wire and (doubted or chosen.wire != OWN)]
+        codec = chosen.mode.codec
+        found = [each for each in codings if each.mode.codec != codec and (doubted or codec != OWN)]
         if chosen.measured.dense is not None:
             planner = planner_of(self._buffers, self._planner)
-            whole = yield from self._made(all_dense(planner, chosen.measured), "dense", chosen.wire)
+            whole = yield from self._made(all_dense(planner, chosen.measured), "dense", self._codec_of(chosen))
             found.append(self._candidate(whole, chosen.measured, OWN))
-            found.append((yield from self._best(chosen.wire, compressed=True)))
+            found.append((yield from self._best(self._codec_of(chosen), compressed=True)))
         latest_end = plan_trial.DOUBTFUL * chosen.finish
         plans = {chosen.plan: chosen}
         for each in [*found, *(yield from self._sums(chosen))]:
@@ -185,18 +184,18 @@ class Search:
         if buffers.exchange != OWN or not buffers.config.exchanges:
             return []
         usual = (yield from self._best(buffers.wire, compressed=True)) if chosen.is_dense else chosen
-        lane = measured_lane(buffers.layout)
-        value = value_codec(usual.wire, lane.dtype)
+        lane, codec = measured_lane(buffers.layout), self._codec_of(usual)
+        value = value_codec(codec, lane.dtype)
         each = value.size(FAR) / FAR
-        index = bytes_of_element(buffers, lane, self._step, usual.wire) - each
+        index = bytes_of_element(buffers, lane, self._step, codec) - each
         found = []
         for name in buffers.config.exchanges if value.has_zero else (OKTOPK,):
-            coded, curve = usual.wire != OWN, usual.measured.exchange
+            coded, curve = codec != OWN, usual.measured.exchange
             measured = replace(
                 usual.measured, exchange=exchanged_by(name, curve, buffers.across.size, index, each, coded=coded)
             )
-            plan = yield from self._made(best_plan(self._planner, buffers, measured), "sum", name, usual.wire)
-            found.append(self._candidate(plan, measured, usual.wire, name))
+            plan = yield from self._made(best_plan(self._planner, buffers, measured), "sum", name, codec)
+            found.append(self._candidate(plan, measured, codec, name))
         return [each for each in found if each.finish < usual.finish and not each.is_dense]
 
     def _codings(self) -> Pieces[list[Candidate]]:
@@ -237,15 +236,16 @@ class Search:
         A plan that selects nothing gets neither.
         """
         if all(plan.dense):
-            wire = OWN if self._codecs else self._buffers.wire
-            return Candidate(plan, self._in(wire), wire=wire)
+            return Candidate(plan, self._in(OWN if self._codecs else self._buffers.wire))
         if self._buffers.config.wires:  # else the script has chosen the codec
-            plan = with_wire(plan, wire)
-        exchange = exchange or self._buffers.exchange
+            plan = with_send_mode(plan, codec=wire)
         if self._buffers.config.exchanges:
-            plan = with_exchange(plan, exchange)
-        delivered = self._codecs[wire].delivered if wire in self._codecs else 1.0
-        return Candidate(plan, measured, delivered, wire, exchange)
+            plan = with_send_mode(plan, exchange=exchange or self._buffers.exchange)
+        return Candidate(plan, measured, self._codecs[wire].delivered if wire in self._codecs else 1.0)
+
+    def _codec_of(self, candidate: Candidate) -> str:
+        """Return the codec of a candidate; where codecs are no choice, the one in use."""
+        return candidate.mode.codec if self._codecs else self._buffers.wire
 
     def _in(self, wire: str) -> Measurements:
         """Return the measurements converted to a codec."""
@@ -270,7 +270,7 @@ def why(candidates: Sequence[Candidate], seconds: Sequence[float], taken: int) -
     fastest: dict[str, float] = {}
     for each, took in zip(candidates, seconds, strict=True):
         if not each.is_dense:
-            fastest[each.wire] = min(took, fastest.get(each.wire, took))
+            fastest[each.mode.codec] = min(took, fastest.get(each.mode.codec, took))
     chosen = candidates[taken]
     steps = ", ".join(f"{1e3 * took:.3g} ms a step in {named(wire)}" for wire, took in fastest.items())
     return f"{chosen.delivered:.5g} of the energy that is selected arrives; {steps}"
@@ -280,7 +280,7 @@ def why_without_trial(candidate: Candidate, measured: bool) -> str:
     """Return why the wire of ``candidate`` is used without a trial. ``measured``: whether codecs were measured."""
     if not measured:
         return "no values were at hand to measure codecs on, so it stays"
-    if candidate.wire == OWN:
+    if candidate.mode.codec == OWN:
         return "no codec of fewer bits is predicted to gain enough, or too little arrives"
     return f"{candidate.delivered:.5g} of the energy that is selected arrives, and it is predicted to be faster"
 
@@ -294,6 +294,6 @@ def why_exchange(candidates: Sequence[Candidate], seconds: Sequence[float]) -> s
     """Return a text with the ``seconds`` of a step for each exchange of ``candidates``, with its best plan."""
     fastest: dict[str, float] = {}
     for each, took in zip(candidates, seconds, strict=True):
-        name = "dense" if each.is_dense else "sparse" if each.exchange == OWN else each.exchange
+        name = "dense" if each.is_dense else "sparse" if each.mode.exchange == OWN else each.mode.exchange
         fastest[name] = min(took, fastest.get(name, took))
     return ", ".join(f"{1e3 * took:.3g} ms a step with {name}" for name, took in fastest.items())

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from agmerge.exchanges.message.sample import Handling, handling
 from agmerge.exchanges.message.values import value_codec
-from agmerge.exchanges.way import OWN
+from agmerge.exchanges.send_mode import OWN
 from agmerge.planning.cost_probe import measured_lane
 from agmerge.planning.measuring import bytes_of_element, gather_seconds
 from agmerge.planning.wire_choice import Codec

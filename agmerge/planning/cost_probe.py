@@ -278,7 +278,7 @@ class _Prober:
         count = min(VECTORS, len(whole.slots))
         runs = [whole.slots[first : first + count] for first in range(len(whole.slots) - count + 1)]
         smallest = min(runs, key=lambda run: sum(slot.numel for slot in run))
-        ways = [Segment(whole.lane, smallest)], [Segment(whole.lane, (slot,)) for slot in smallest]
+        pair = [Segment(whole.lane, smallest)], [Segment(whole.lane, (slot,)) for slot in smallest]
         seconds: tuple[list[float], list[float]] = ([], [])
         took, sent = math.inf, 0.0
         for turn in range(2 * PAIRS):
@@ -286,7 +286,7 @@ class _Prober:
                 break
             yield from self._room(took)
             self._meet()
-            timers = [self._timer(segment, exchange) for segment in ways[turn % 2]]
+            timers = [self._timer(segment, exchange) for segment in pair[turn % 2]]
             seconds[turn % 2].append(_seconds_to_pack(timers, count))
             took, sent = self._told(timers)
         (more,) = self._max_over_ranks(statistics.median(seconds[1]) - statistics.median(seconds[0]))

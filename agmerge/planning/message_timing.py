@@ -103,14 +103,14 @@ class MessageTimer:
         The first ``messages`` of the turns send one each, and at the end all are received.
         """
         scratch = SegmentBuffers(self.segment, self.segment_buffers.work, torch.empty_like(self.segment_buffers.update))
-        under_way = []
+        started = []
         begin = self.now()
         for number in range(BURST):
             if number < messages:
                 self.selection = self._select()
-                under_way.append(self.start(f"probe {number}", [scratch], [self.selection], len(self.segment.slots)))
+                started.append(self.start(f"probe {number}", [scratch], [self.selection], len(self.segment.slots)))
             self.time_work(pieces)
-        for in_flight in under_way:
+        for in_flight in started:
             self.wait(in_flight)
             self._exchange.finish(in_flight)
         return self.now() - begin

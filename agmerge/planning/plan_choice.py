@@ -11,8 +11,8 @@ from typing import ClassVar
 import numpy as np
 
 import merging
+from agmerge.exchanges.send_mode import AHEAD, send_mode
 from agmerge.exchanges.table import EXCHANGES
-from agmerge.exchanges.way import AHEAD, is_ahead
 from agmerge.metrics.step_times import Seconds
 from agmerge.step.agreement import with_mode
 from agmerge.step.merge_buffers import MergeBuffers
@@ -50,7 +50,7 @@ def best_plan(planner: merging.Planner, buffers: MergeBuffers, measured: Measure
 
 def mode_of(plan: merging.Plan, measured: Measurements) -> str:
     """Return the mode in which ``plan`` is to be predicted: "ahead" by its labels, else the other allowed one."""
-    return AHEAD if is_ahead(plan) else next((mode for mode in measured.modes if mode != AHEAD), AHEAD)
+    return AHEAD if send_mode(plan).ahead else next((mode for mode in measured.modes if mode != AHEAD), AHEAD)
 
 
 def predicted_finish(plan: merging.Plan, measured: Measurements) -> float:

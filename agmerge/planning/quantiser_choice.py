@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import merging
-from agmerge.exchanges.way import OWN, quantiser_of, with_quantiser
+from agmerge.exchanges.send_mode import OWN, send_mode, with_send_mode
 from agmerge.planning.candidates import Candidate, all_dense
 from agmerge.planning.plan_choice import best_plan, planner_of, predicted_finish
 from agmerge.planning.quantiser_costs import Speed, in_quantiser
@@ -66,13 +66,12 @@ class QuantiserSearch:
 
     def _same(self) -> Pieces[list[Candidate]]:
         """Return, in pieces, the plan in use, after a better one for the same candidate if there is one."""
-        current = Candidate(self._buffers.plan, self._latest, quantiser=self._now)
+        current = Candidate(self._buffers.plan, self._latest)
         if all(current.plan.dense) and self._latest.dense is not None:
             best = yield from self._dense()
         else:
             best = yield from self._best(self._now)
-        workers = quantiser_of(current.plan)[1]
-        best = Candidate(with_quantiser(best.plan, self._now, workers), best.measured, quantiser=self._now)
+        best = Candidate(with_send_mode(best.plan, workers=current.mode.workers), best.measured)
         if best.plan == current.plan or current.finish <= best.finish * (1 + self._planner.min_gain):
             return [current]
         return [best, current]
@@ -106,17 +105,17 @@ class QuantiserSearch:
         plan = yield from best_plan(self._planner, self._buffers, measured)
         if all(plan.dense):  # all dense is another candidate
             plan = yield from best_plan(self._planner, self._buffers, replace(measured, dense=None))
-        return Candidate(with_quantiser(plan, name), measured, quantiser=name)
+        return Candidate(with_send_mode(plan, quantiser=name), measured)
 
     def _dense(self) -> Pieces[Candidate]:
         """Return, in pieces, the best plan with all merge buffers dense."""
         plan = yield from all_dense(planner_of(self._buffers, self._planner), self._latest)
-        return Candidate(with_quantiser(plan, self._now), self._latest, quantiser=self._now)
+        return Candidate(with_send_mode(plan, quantiser=self._now), self._latest)
 
 
 def exactness(candidate: Candidate, candidates: Sequence[str]) -> int:
     """Return the place of a candidate among ``candidates``, names with the most exact one first."""
-    return candidates.index(NONE if candidate.is_dense and NONE in candidates else candidate.quantiser)
+    return candidates.index(NONE if candidate.is_dense and NONE in candidates else candidate.mode.quantiser)
 
 
 def taken(tried: Sequence[Candidate], names: Sequence[str], seconds: Sequence[float], doubts: Sequence[float]) -> int:
@@ -155,9 +154,9 @@ class Settled:
 
         ``step``: the one to come.
         """
-        name, among = quantiser_of(plan)
-        self._candidate = all(plan.dense), name  # the choice: whether all is dense, and the quantiser
-        self._is_open, self._step = name == OWN or among != self._workers, step
+        mode = send_mode(plan)
+        self._candidate = all(plan.dense), mode.quantiser  # the choice: whether all is dense, and the quantiser
+        self._is_open, self._step = mode.quantiser == OWN or mode.workers != self._workers, step
 
     @property
     def is_open(self) -> bool:
@@ -166,7 +165,7 @@ class Settled:
 
     def is_on(self, candidate: Candidate) -> bool:
         """Return whether this is the chosen candidate."""
-        return not self._is_open and (candidate.is_dense, candidate.quantiser) == self._candidate
+        return not self._is_open and (candidate.is_dense, candidate.mode.quantiser) == self._candidate
 
     def reopen(self) -> None:
         """Forget the choice: it was made for another network."""
@@ -196,11 +195,11 @@ class Settled:
         """Return the plan of a chosen candidate, labelled with the number of workers. ``step``: the one to come."""
         if not self.is_on(candidate) or (self.may_change(step) and not self.is_clear):
             self._step = step
-        self._candidate, self._is_open = (candidate.is_dense, candidate.quantiser), False
-        return with_quantiser(candidate.plan, candidate.quantiser, self._workers)
+        self._candidate, self._is_open = (candidate.is_dense, candidate.mode.quantiser), False
+        return with_send_mode(candidate.plan, workers=self._workers)
 
 
 def why(tried: Sequence[Candidate], seconds: Sequence[float]) -> str:
     """Return a text with the seconds of a step with each candidate."""
-    names = (NONE if each.is_dense else each.quantiser for each in tried)
+    names = (NONE if each.is_dense else each.mode.quantiser for each in tried)
     return ", ".join(f"{1e3 * took:.3g} ms a step with {name}" for name, took in zip(names, seconds, strict=True))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import merging
-from agmerge.exchanges.way import wire_of
+from agmerge.exchanges.send_mode import send_mode
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.options.config import AUTO
 from agmerge.planning import candidates, plan_trial, quantiser_choice, wire_choice
@@ -391,7 +391,7 @@ class Replanner:
 
     def _changed_to(self, plan: merging.Plan) -> Decision:
         """Return the decision for ``plan``: none if it is the one in use. A new codec is noted in the trace."""
-        wire = wire_of(plan)
-        if self.times.trace is not None and wire != wire_of(self.buffers.plan):
-            self.times.trace.note(f"values in {candidates.named(wire)}", time.time(), 0.0)
+        codec = send_mode(plan).codec
+        if self.times.trace is not None and codec != send_mode(self.buffers.plan).codec:
+            self.times.trace.note(f"values in {candidates.named(codec)}", time.time(), 0.0)
         return Decision(plan=plan if plan != self.buffers.plan else None)

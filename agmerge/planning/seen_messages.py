@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import merging
-from agmerge.exchanges.way import is_ahead
+from agmerge.exchanges.send_mode import send_mode
 from agmerge.metrics.step_times import Seconds
 from agmerge.planning.cost_probe import MeasuredCosts, measured_lane, probe
 from agmerge.planning.measuring import bytes_of_element
@@ -69,7 +69,8 @@ def seen_in(plan: merging.Plan, profile: merging.Profile, making: Seconds, trave
     if not compressed:
         return None
     bounds = [plan.bounds[number] for number in compressed]
-    whole = max(plan.parts) == 1 and not is_ahead(plan)  # else messages are made while others travel, or tensors come
+    # Else messages are made while others travel, or tensors come.
+    whole = max(plan.parts) == 1 and not send_mode(plan).ahead
     return SeenMessages(
         work=sum(int(profile.work[start:stop].sum()) for start, stop in bounds),
         load=sum(int(profile.load[start:stop].sum()) for start, stop in bounds),

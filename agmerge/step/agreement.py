@@ -11,17 +11,8 @@ import merging
 from agmerge.backends import Backend
 from agmerge.backends.handshake import Fact, broadcast_bytes, require_agreement
 from agmerge.backends.topology import Nodes
+from agmerge.exchanges.send_mode import OWN, send_mode, why_labels_are_wrong, with_send_mode
 from agmerge.exchanges.splitting import why_parts_impossible
-from agmerge.exchanges.way import (
-    OWN,
-    is_ahead,
-    quantiser_of,
-    why_labels_are_wrong,
-    with_ahead,
-    with_exchange,
-    with_quantiser,
-    with_wire,
-)
 from agmerge.options.config import AUTO, FASTEST, Config
 from agmerge.step.counted_links import Count
 from agmerge.step.merge_buffers import MergeBuffers, State
@@ -154,7 +145,7 @@ def with_mode(plan: merging.Plan, mode: str) -> merging.Plan:
     """
     ahead, pairs = mode == "ahead", zip(plan.counts, plan.parts, strict=True)
     parts = tuple(1 if ahead and count > 1 else parts for count, parts in pairs)
-    return replace(with_ahead(plan, ahead), parts=parts)
+    return replace(with_send_mode(plan, ahead=ahead), parts=parts)
 
 
 def _make_plan(
@@ -176,17 +167,16 @@ def _make_plan(
         if config.merging.exchange not in (AUTO, FASTEST) or (config.quantises and not config.chooses_dense):
             recorded = replace(recorded, dense=(False,) * len(recorded.counts))
         if not config.wires:
-            recorded = with_wire(recorded, OWN)
+            recorded = with_send_mode(recorded, codec=OWN)
         if not config.exchanges:
-            recorded = with_exchange(recorded, OWN)
-        name, workers = quantiser_of(recorded)
-        if config.quantisers and not (workers and name in config.quantisers):  # a trial alone does not count
-            recorded = replace(recorded, dense=(False,) * len(recorded.counts))
-        if not (workers and name in config.quantisers):
-            recorded = with_quantiser(recorded, OWN)
-        if (
-            "ahead" if is_ahead(recorded) else "behind"
-        ) in config.modes or not config.compression.compressor.compresses:
+            recorded = with_send_mode(recorded, exchange=OWN)
+        mode = send_mode(recorded)
+        if not (mode.workers and mode.quantiser in config.quantisers):  # a trial alone does not count
+            if config.quantisers:
+                recorded = replace(recorded, dense=(False,) * len(recorded.counts))
+            recorded = with_send_mode(recorded, quantiser=OWN, workers=0)
+        where = "ahead" if mode.ahead else "behind"
+        if where in config.modes or not config.compression.compressor.compresses:
             return recorded
         return with_mode(recorded, config.modes[0])  # the script asks for the other mode now
     # Reversed registration stands in for tensors that no backward pass has reached yet.
@@ -205,10 +195,11 @@ def _make_plan(
 
 def _is_chosen(config: Config, recorded: merging.Plan | None) -> bool:
     """Return whether ``recorded`` is the script's own plan, with a quantiser that a run has chosen for it since."""
-    if recorded is None or config.merging.plan is None or quantiser_of(recorded)[0] not in config.quantisers:
+    if recorded is None or config.merging.plan is None:
         return False
+    mode = send_mode(recorded)
     same = (recorded.counts, recorded.names) == (config.merging.plan.counts, config.merging.plan.names)
-    return same and quantiser_of(recorded)[1] > 0
+    return same and mode.quantiser in config.quantisers and mode.workers > 0
 
 
 def _free(elements: Any) -> Any:

@@ -21,8 +21,8 @@ from agmerge.exchanges.low_rank.bases import Bases
 from agmerge.exchanges.message.sample import ValueSample
 from agmerge.exchanges.node_shards import NodeShards, sharded
 from agmerge.exchanges.reduce_scatter import ScatterExchange
+from agmerge.exchanges.send_mode import OWN, send_mode
 from agmerge.exchanges.table import exchange_of
-from agmerge.exchanges.way import OWN, exchange_of_plan, quantiser_of, wire_of
 from agmerge.metrics.step_times import clock_for
 from agmerge.options.config import Config
 from agmerge.step.budgets import Budgets
@@ -117,10 +117,10 @@ class MergeBuffers:
 
         ``exact``: dense tensors are not cast, whatever the compressor.
         """
-        wire = self.config.compression.wire
-        self.wire = wire if wire != OWN else wire_of(plan)  # of selected values
-        self.exchange = exchange_of_plan(plan) if self.config.exchanges else self.config.merging.exchange  # likewise
-        self.quantiser = self.config.quantiser_of(quantiser_of(plan)[0])  # None: nothing is quantised
+        wire, mode = self.config.compression.wire, send_mode(plan)
+        self.wire = wire if wire != OWN else mode.codec  # of selected values
+        self.exchange = mode.exchange if self.config.exchanges else self.config.merging.exchange  # likewise
+        self.quantiser = self.config.quantiser_of(mode.quantiser)  # None: nothing is quantised
         exchanges = self.exchanges(exact=exact, count=self._count)
         if self.config.sync.model is not None:  # merging="dear": each all-reduce in two halves
             exchanges[Kind.DENSE] = ScatterExchange(self.exchange_context(self._count))

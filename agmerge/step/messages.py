@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 import merging
 from agmerge.exchanges import Exchange, routing
 from agmerge.exchanges.routing import Message, group_by, group_by_dtype, group_into_messages, message_name
+from agmerge.exchanges.send_mode import send_modes
 from agmerge.exchanges.splitting import split
-from agmerge.exchanges.way import ways
 from agmerge.tensors.layout import Layout, Segment
 from sparsifiers import Kind
 
@@ -30,9 +30,9 @@ def messages_of(
     mixes_lanes = all(each.mixes_lanes for each in exchanges.values())
     bytes_of = exchanges[Kind.SPARSE].whole_bytes if Kind.SPARSE in exchanges else None
     messages: list[list[Message]] = []
-    kinds = zip(plan.bounds, ways(plan), plan.dense, plan.parts, strict=True)
-    for index, (bounds, way, goes_dense, parts) in enumerate(kinds):
-        segments = routing.segments(layout, *bounds, way.ahead and not goes_dense)
+    kinds = zip(plan.bounds, send_modes(plan), plan.dense, plan.parts, strict=True)
+    for index, (bounds, mode, goes_dense, parts) in enumerate(kinds):
+        segments = routing.segments(layout, *bounds, mode.ahead and not goes_dense)
         if goes_dense:
             groups = group_by_dtype(segments)
         elif mixes_lanes:
@@ -66,8 +66,8 @@ def presparsified(messages: list[list[Message]], plan: merging.Plan) -> dict[int
     Where messages are split, each slice is selected from when it is sent, and is not listed.
     """
     found: dict[int, Segment] = {}
-    for row, way, parts in zip(messages, ways(plan), plan.parts, strict=True):
-        if way.ahead and parts == 1:
+    for row, mode, parts in zip(messages, send_modes(plan), plan.parts, strict=True):
+        if mode.ahead and parts == 1:
             for message in row:
                 for part, selected in zip(message.segments, message.selected, strict=True):
                     if selected:

@@ -222,7 +222,7 @@ def passes(work: Any, optimizer: Any, *, density: float) -> tuple[int, Step, Fig
 def agmerge(work: Any, optimizer: Any, backend: str = "torch", **options: Any) -> tuple[int, Step, Figures]:
     """This library."""
     import agmerge as library
-    from agmerge.exchanges.way import OWN, quantiser_of, wire_of
+    from agmerge.exchanges.send_mode import OWN, send_mode
 
     library.init(backend)
     named = list(work.model.named_parameters())
@@ -236,8 +236,8 @@ def agmerge(work: Any, optimizer: Any, backend: str = "torch", **options: Any) -
     def figures() -> Mapping[str, Any]:
         plan, told = wrapped.plan, wrapped.stats()
         dense = sum(plan.dense) if options.get("compression") != "none" else len(plan.counts)
-        wire = options.get("wire", wire_of(plan)).replace(OWN, "fp32")
-        wire = quantiser_of(plan)[0] if quantiser_of(plan)[0] != OWN else wire
+        mode = send_mode(plan)
+        wire = options.get("wire", mode.codec).replace(OWN, "fp32") if mode.quantiser == OWN else mode.quantiser
         seconds = told["exposed_seconds"] / told["steps"]
         return {"buffers": len(plan.counts), "dense": dense, "exposed": seconds, "wire": wire}
 

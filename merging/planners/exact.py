@@ -88,7 +88,7 @@ def optimum(profile: Profile, costs: Costs, mode: str, budget: int | None = None
             except Spent:
                 if work.spent:
                     break
-            if behind is not None and edges.ways > 1:
+            if behind is not None and edges.options > 1:
                 finish = _in_time(known, edges.grain)
                 narrow = yield from search(table, ahead, opened, finish, edges.grain, work, _NARROW)
                 known = _soonest(known, narrow)
@@ -103,9 +103,9 @@ def _in_time(known: Found, grain: float) -> float:
 def _found(table: Tables, path: Path, finish: float, backwards: bool = False) -> Found:
     """Return the plan of a path, and `finish`, its end; `backwards`: a path of the reversed problem."""
     if backwards:
-        path = [(table.n - 1 - last, table.n - 1 - first, way) for first, last, way in reversed(path)]
+        path = [(table.n - 1 - last, table.n - 1 - first, option) for first, last, option in reversed(path)]
     counts = tuple(last + 1 - first for first, last, _ in path)
-    return Plan(counts, tuple(bool(table.options[way].dense[last, first]) for first, last, way in path)), finish
+    return Plan(counts, tuple(bool(table.options[option].dense[last, first]) for first, last, option in path)), finish
 
 
 def _soonest(*found: Found | None) -> Found:

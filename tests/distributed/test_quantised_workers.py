@@ -14,7 +14,7 @@ from test_workers import OVER, need
 
 import merging
 import sparsifiers
-from agmerge.exchanges.way import quantiser_of
+from agmerge.exchanges.send_mode import send_mode
 
 Results = dict[str, list[Any]]
 
@@ -117,7 +117,8 @@ def test_what_the_default_settles_on_is_the_same_for_all_and_stays_in_a_checkpoi
     ranks = found["chosen"]
     assert all(seen == ranks[0] for seen in ranks) and len(set(ranks[0]["seen"])) == len(ranks[0]["seen"])
     plan = merging.Plan.loads(ranks[0]["plan"])
-    name, workers = quantiser_of(plan)
+    mode = send_mode(plan)
+    name, workers = mode.quantiser, mode.workers
     assert ranks[0]["states"][-1] == "settled" and "timing" in ranks[0]["states"] and workers == len(ranks)
     assert ranks[0]["quantiser"] == ("none" if all(plan.dense) else name)
     assert ranks[0]["again"] == [ranks[0]["plan"], ranks[0]["quantiser"]]

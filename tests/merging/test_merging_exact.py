@@ -157,7 +157,7 @@ def test_bounds_hold_along_the_optimum(n: int, mode: str) -> None:
         path, end = ahead.follow(edges)
         assert sum(last + 1 - first for first, last, _ in path) == n and end >= timeline.finish * (1 - 1e-12)
         for (start, stop), way, span in zip(plan.bounds, plan.dense, timeline.spans, strict=True):
-            assert left[start, (way if edges.ways > 1 else 0) * n + stop - 1]
+            assert left[start, (way if edges.options > 1 else 0) * n + stop - 1]
             assert len(ahead.in_time(stop, np.array([span.ready]), np.array([span.end]), finish))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import merging
-from agmerge.exchanges.way import quantiser_of
+from agmerge.exchanges.send_mode import send_mode
 from agmerge.planning import cost_probe, measurer, plan_trial, replanner
 from agmerge.planning.drift import DriftDetector, Finding
 from agmerge.planning.probe_budget import Budget
@@ -31,7 +31,7 @@ SLOPE = 1.0  # seconds a byte: so much that nothing else of a step counts
 
 def name_of(plan: merging.Plan) -> str:
     """In what it sends: a quantiser's name, or "none"."""
-    return "none" if all(plan.dense) else quantiser_of(plan)[0]
+    return "none" if all(plan.dense) else send_mode(plan).quantiser
 
 
 @dataclass

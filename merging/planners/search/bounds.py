@@ -13,7 +13,7 @@ from merging.planners.search.edges import NEVER, Edges, Indices
 from merging.planners.search.tables import Flags
 
 Path = list[tuple[int, int, int]]
-"""Merge buffers: first tensor, last tensor, way."""
+"""Merge buffers: first tensor, last tensor, option."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Bounds:
         n, i, clock, channel, path = edges.n, 0, 0.0, 0.0, []
         while i < n:
             weight = int(self._turns[i].searchsorted(clock - channel)) + shift
-            way, last = divmod(int(self.best[min(max(weight, 0), len(self.best) - 1), i]), n)
-            clock += float(edges.clock[i, way, last])
-            channel = max(channel, clock) + float(edges.channel[i, way, last])
-            path.append((i, last, way))
+            option, last = divmod(int(self.best[min(max(weight, 0), len(self.best) - 1), i]), n)
+            clock += float(edges.clock[i, option, last])
+            channel = max(channel, clock) + float(edges.channel[i, option, last])
+            path.append((i, last, option))
             i = last + 1
         return path, channel
 

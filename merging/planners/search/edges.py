@@ -36,13 +36,13 @@ class Edges:
         return len(self.clock)
 
     @property
-    def ways(self) -> int:
+    def options(self) -> int:
         """Return the number of send modes of a merge buffer."""
         return self.clock.shape[1]
 
     def all_open(self) -> Flags:
         """Return the numbers at each prefix of edges below the size limit, as flags, (n, o n)."""
-        return np.tile(np.tri(self.n, dtype=bool).T, self.ways) & (self.channel.reshape(self.n, -1) < NEVER)
+        return np.tile(np.tri(self.n, dtype=bool).T, self.options) & (self.channel.reshape(self.n, -1) < NEVER)
 
     def reversed(self) -> Edges:
         """Return the same problem from its end: the first tensor is the last, and both clocks change places.
@@ -58,15 +58,15 @@ def edges_of(tables: Tables) -> Pieces[Edges]:
     n = tables.n
     clock, channel = np.empty((2, n, len(tables.options), n))
     upto = np.concatenate([np.zeros((len(tables.steps), 1)), np.cumsum(tables.steps, axis=1)], axis=1)
-    for way, option in enumerate(tables.options):
+    for number, option in enumerate(tables.options):
         yield
         run = upto[option.clock]
-        np.subtract(run[None, 1:], run[:-1, None], out=clock[:, way])
+        np.subtract(run[None, 1:], run[:-1, None], out=clock[:, number])
         if option.select is not None:
-            clock[:, way] += option.select.T
-        np.minimum(option.channel.T, NEVER, out=channel[:, way])
+            clock[:, number] += option.select.T
+        np.minimum(option.channel.T, NEVER, out=channel[:, number])
     single = float((clock[0, :, -1] + channel[0, :, -1]).min())
-    each = clock[0, :, -1].min() + np.einsum("iwi->iw", channel).min(axis=1).sum()
+    each = clock[0, :, -1].min() + np.einsum("ioi->io", channel).min(axis=1).sum()
     grain = _GRAIN * min(single, float(each)) if n > FEW else 0.0
     clock += grain
     channel += grain

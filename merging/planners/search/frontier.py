@@ -80,8 +80,8 @@ def search(
         yield
         states.advance(tables.steps[:, j])
         clocks, channels, origins, dense = [], [], [], []
-        for way, option in enumerate(tables.options):
-            chosen = np.flatnonzero(flags[way * n + j].take(states.start))
+        for number, option in enumerate(tables.options):
+            chosen = np.flatnonzero(flags[number * n + j].take(states.start))
             if not len(chosen):
                 continue
             work.spend(len(chosen))

@@ -71,11 +71,11 @@ def _follow(profile: Profile, costs: Costs, mode: str, until: int | None) -> Pie
         due[j:] = True
         lane = np.arange(n) if j == n - 1 else np.flatnonzero(due)
         first, free = start[lane], channel[lane]
-        ways = (False,) if until is None else (True,) if j < until else (False, True)
+        choices = (False,) if until is None else (True,) if j < until else (False, True)
         sparse = select[lane] + message(load[j + 1] - load[first])
-        ready = np.stack([clock[lane] + (begin if dense else sparse) for dense in ways])
+        ready = np.stack([clock[lane] + (begin if dense else sparse) for dense in choices])
         ends = np.maximum(free, ready)
-        for row, dense in zip(ends, ways, strict=True):
+        for row, dense in zip(ends, choices, strict=True):
             if dense and costs.dense is not None:
                 row += costs.dense(numel[j + 1] - numel[first])
             else:
@@ -84,7 +84,7 @@ def _follow(profile: Profile, costs: Costs, mode: str, until: int | None) -> Pie
         now = (ready[best] >= free) | (lane == j) | (j == n - 1)
         lane, best = lane[now], (best[0][now], best[1][now])
         clock[lane], channel[lane], select[lane], start[lane] = ready[best], ends[best], 0.0, j + 1
-        marks[j, lane] = 1 + np.array(ways)[best[0]]
+        marks[j, lane] = 1 + np.array(choices)[best[0]]
     return channel, marks
 
 

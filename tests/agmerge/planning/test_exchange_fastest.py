@@ -11,7 +11,7 @@ from support import Sent, agreed, conserving, loss_of, mlp, on_ranks, seeded, tr
 from torch import nn
 
 from agmerge import testing
-from agmerge.exchanges.way import SUMS, Way, exchange_of_plan, with_exchange
+from agmerge.exchanges.send_mode import SUMS, SendMode, send_mode, with_send_mode
 from agmerge.planning import cost_probe, measurer, plan_trial
 from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST
@@ -46,7 +46,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     seconds = {"auto": 3.0, "masked": 1.0, "oktopk": 2.0}
 
     def measured(trial: plan_trial.PlanTrial) -> list[float]:
-        return [seconds[exchange_of_plan(plan)] + all(plan.dense) for plan in trial.plans]
+        return [seconds[send_mode(plan).exchange] + all(plan.dense) for plan in trial.plans]
 
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", measured)
     return seconds
@@ -104,7 +104,7 @@ def test_nothing_is_lost_on_the_way(link: Link, monkeypatch: pytest.MonkeyPatch)
         return found, optimizer.stats()["exchange_why"]
 
     (seen, plans), why = agreed(on_ranks(3, MODEL, body))
-    assert {exchange_of_plan(plan) for plan in plans} == {"auto", *SUMS} and len(set(seen)) == STEPS
+    assert {send_mode(plan).exchange for plan in plans} == {"auto", *SUMS} and len(set(seen)) == STEPS
     assert "1e+03 ms a step with masked" in why and "3e+03 ms a step with sparse" in why
 
 
@@ -124,21 +124,21 @@ def test_training_goes_on_with_it_to_the_bit(link: Link) -> None:
         other = wrap(copy.deepcopy(model), **{**options, "exchange": "sparse"})
         other.load_state_dict(state)
         train(model, other, rank, [])
-        return seen, restored.stats()["exchange"], exchange_of_plan(restored.plan)
+        return seen, restored.stats()["exchange"], send_mode(restored.plan).exchange
 
     assert agreed(on_ranks(3, MODEL, body))[1:] == ("masked", "masked")
 
 
 def test_labels_say_it() -> None:
-    assert Way.of("ahead wire=int8 exchange=masked") == Way(True, "int8", "masked")
-    assert Way.of(Way(False, "int8", "oktopk").label) == Way(False, "int8", "oktopk")
+    assert SendMode.parse("ahead wire=int8 exchange=masked") == SendMode(True, "int8", "masked")
+    assert SendMode.parse(SendMode(False, "int8", "oktopk").label) == SendMode(False, "int8", "oktopk")
     with pytest.raises(ValueError, match="has the word 'exchange=sparse'; there are"):
-        Way.of("exchange=sparse")
+        SendMode.parse("exchange=sparse")
 
 
 def test_a_plan_in_parts_has_none_with_such_an_exchange() -> None:
     import merging
 
     plan = merging.Plan((2, 1), parts=(2, 1))
-    assert with_exchange(plan, "masked").parts == (1, 1)
-    assert with_exchange(plan, "auto") == plan
+    assert with_send_mode(plan, exchange="masked").parts == (1, 1)
+    assert with_send_mode(plan, exchange="auto") == plan

@@ -33,7 +33,7 @@ import agmerge
 import merging
 from agmerge import testing
 from agmerge.exchanges.message.format import slot_bytes
-from agmerge.exchanges.way import wire_of, with_wire
+from agmerge.exchanges.send_mode import send_mode, with_send_mode
 from agmerge.planning import candidates, cost_probe, drift, measurer
 from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST
@@ -147,7 +147,8 @@ def test_the_first_plan_is_what_the_saved_measurements_give(name: str, sparsify:
     assert measured.modes == (("behind", "ahead") if sparsify == "auto" else (sparsify,))
     assert measured.workers == 2 and dict(measured.facts)["step"] == str(FIRST)
     planned = with_mode(*merging.best(merging.get(name), measured))
-    assert plan == with_wire(planned, wire_of(plan))  # the measurements are those of the wire that is planned with
+    # The measurements are those of the codec that is planned with.
+    assert plan == with_send_mode(planned, codec=send_mode(plan).codec)
 
 
 def test_the_measurements_are_those_of_the_model() -> None:

@@ -14,7 +14,7 @@ from support.quantiser_world import LOOK, MODEL, TRIAL, World, chosen, name_of, 
 from torch import nn
 
 import merging
-from agmerge.exchanges.way import quantiser_of
+from agmerge.exchanges.send_mode import send_mode
 from agmerge.planning import known_plans, quantiser_choice
 from agmerge.planning.replanner import FIRST
 
@@ -127,7 +127,7 @@ def test_the_most_exact_one_that_is_about_as_fast_is_taken_by_all_and_recorded(
         warnings.simplefilter("error")  # also that nothing is compressed: it is the wanted answer
         names, _, plan, quantiser, bits, why = agreed(on_ranks(size, MODEL, body))
     assert names[-1] == quantiser == name_of(plan) == name
-    assert quantiser_of(plan)[1] == size and bits == {"none": None, "eden-4": 4, "eden-2": 2}[name]
+    assert send_mode(plan).workers == size and bits == {"none": None, "eden-4": 4, "eden-2": 2}[name]
     assert all(f"a step with {each}" in why for each in ("eden-4", "eden-2", "none"))
 
 
@@ -246,7 +246,7 @@ def test_a_saved_plan_is_the_choice_for_as_many_workers_and_where_another_begins
     assert set(names) == {"eden-2"} and same == plan and state == "fixed" and world.tried == []
     names, other, state = run(3, path)
     assert names[0] == "eden-2" and names[-1] == "none" and world.tried == [["eden-4", "eden-2", "none"]]
-    assert other.counts == plan.counts and other.names == plan.names and quantiser_of(other)[1] == 3
+    assert other.counts == plan.counts and other.names == plan.names and send_mode(other).workers == 3
     assert state == "settled"
 
 

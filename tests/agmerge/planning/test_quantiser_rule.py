@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import merging
-from agmerge.exchanges.way import Way, quantiser_of, why_labels_are_wrong, with_quantiser
+from agmerge.exchanges.send_mode import SendMode, send_mode, why_labels_are_wrong, with_send_mode
 from agmerge.planning.candidates import Candidate
 from agmerge.planning.quantiser_choice import ABOUT, AGAIN, CLEAR, HOPELESS, MOST, Settled, exactness, taken, why
 from merging import Curve, Measurements, Profile
@@ -27,7 +27,7 @@ def candidate(name: str, now: str = "eden-4") -> Candidate:
     is_dense = name == "none"
     plan = merging.Plan((1,), names=("a",), dense=(is_dense,))
     quantiser = now if is_dense else name
-    return Candidate(with_quantiser(plan, quantiser), MEASURED, quantiser=quantiser)
+    return Candidate(with_send_mode(plan, quantiser=quantiser), MEASURED)
 
 
 def choice(seconds: dict[str, float], doubts: dict[str, float] | None = None) -> str:
@@ -122,9 +122,9 @@ def test_a_trial_of_one_candidates_plans_says_nothing_of_the_others() -> None:
 
 def test_a_plan_keeps_the_choice_for_as_many_workers() -> None:
     chosen = settled("eden-2", 7).settle(candidate("eden-2"), 7)
-    assert quantiser_of(chosen) == ("eden-2", W)
+    assert send_mode(chosen) == SendMode(quantiser="eden-2", workers=W)
     assert not Settled(chosen, W).is_open and Settled(chosen, W + 1).is_open
-    tried = with_quantiser(chosen, "int8")  # its turn in a trial
+    tried = with_send_mode(chosen, quantiser="int8", workers=0)  # its turn in a trial
     assert Settled(tried, W).is_open
     made = Settled(merging.Plan((1,), names=("a",)), W)
     made.take_over(chosen, 5000)
@@ -132,16 +132,17 @@ def test_a_plan_keeps_the_choice_for_as_many_workers() -> None:
 
 
 def test_all_merge_buffers_have_the_same_bits_and_any_may_go_dense() -> None:
-    labels = [Way(quantiser=name, workers=2).label for name in ("eden-2", "eden-4")]
+    labels = [SendMode(quantiser=name, workers=2).label for name in ("eden-2", "eden-4")]
     assert "quantisers eden-2 for 2 workers, eden-4" in why_labels_are_wrong(merging.Plan((1, 1), labels=tuple(labels)))
     same = merging.Plan((1, 1), labels=(labels[0],) * 2, dense=(True, False))
-    assert why_labels_are_wrong(same) == "" and quantiser_of(same) == ("eden-2", 2)
+    assert why_labels_are_wrong(same) == "" and send_mode(same) == SendMode(quantiser="eden-2", workers=2)
 
 
 def test_a_plan_says_all_that_decides_about_bits_and_is_refused_where_that_differs() -> None:
-    (label,) = with_quantiser(merging.Plan((1,)), "eden-2", 3).labels
-    assert label == "quantiser=eden-2 workers=3 codec=1 seed=0" and Way.of(label) == Way(quantiser="eden-2", workers=3)
-    assert Way.of("quantiser=eden-2 workers=3") == Way.of(label)  # of before
+    (label,) = with_send_mode(merging.Plan((1,)), quantiser="eden-2", workers=3).labels
+    assert label == "quantiser=eden-2 workers=3 codec=1 seed=0"
+    assert SendMode.parse(label) == SendMode(quantiser="eden-2", workers=3)
+    assert SendMode.parse("quantiser=eden-2 workers=3") == SendMode.parse(label)  # of before
     for word, other in {"codec=1": "codec=2", "seed=0": "seed=1"}.items():
         problem = why_labels_are_wrong(merging.Plan((1,), labels=(label.replace(word, other),)))
         assert f"has {other!r}, and this version sends other bits" in problem

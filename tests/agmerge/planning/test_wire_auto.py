@@ -17,7 +17,7 @@ from torch import nn
 import merging
 from agmerge import testing
 from agmerge.backends import topology
-from agmerge.exchanges.way import Way, wire_of, with_wire
+from agmerge.exchanges.send_mode import SendMode, send_mode, with_send_mode
 from agmerge.planning import cost_probe, measurer, plan_trial, replanner, wire_choice
 from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST
@@ -104,7 +104,7 @@ def test_where_dense_is_fastest_codecs_have_no_say(wire: str, link: list[float])
         return train(model, optimizer, rank, range(FIRST)), optimizer.plan
 
     _, plan = agreed(on_ranks(2, MODEL, body))
-    assert all(plan.dense) and wire_of(plan) == "auto"
+    assert all(plan.dense) and send_mode(plan).codec == "auto"
 
 
 def test_a_codec_that_is_slower_in_real_steps_is_given_back(link: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_nothing_is_lost_while_codecs_change(link: list[float], monkeypatch: pyt
         return conserving(model, optimizer, lambda step: loss_of(model, rank, step), FIRST + TRIAL + 3, sent)
 
     seen, plans = agreed(on_ranks(2, MODEL, body))
-    assert len(set(seen)) == len(plans) and len({wire_of(plan) for plan in plans}) == 2
+    assert len(set(seen)) == len(plans) and len({send_mode(plan).codec for plan in plans}) == 2
 
 
 def test_a_training_that_is_resumed_goes_on_in_the_same_wire_to_the_bit(link: list[float]) -> None:
@@ -259,10 +259,11 @@ def keeping(detector: Any, *_: Any) -> replanner.Finding:
 # -- plans that say it -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [Way(), Way(ahead=True), Way(wire="int8"), Way(ahead=True, wire="sign")])
-def test_a_label_says_what_it_was_made_from(way: Way) -> None:
-    assert Way.of(way.label) == way
-    assert with_wire(merging.Plan((2,), labels=(way.label,)), "int4").labels == (Way(way.ahead, "int4").label,)
+@pytest.mark.parametrize("mode", [SendMode(), SendMode(True), SendMode(codec="int8"), SendMode(True, "sign")])
+def test_a_label_says_what_it_was_made_from(mode: SendMode) -> None:
+    assert SendMode.parse(mode.label) == mode
+    plan = merging.Plan((2,), labels=(mode.label,))
+    assert with_send_mode(plan, codec="int4").labels == (SendMode(mode.ahead, "int4").label,)
 
 
 @pytest.mark.parametrize("label", ["wire=int3", "int8", "ahead wires", "wire=auto"])

@@ -15,7 +15,7 @@ from agmerge import testing
 from agmerge.backends import topology
 from agmerge.exchanges.node_shards import collect, deal, shard_shape
 from agmerge.exchanges.quantised.exchange import SEED, number_of
-from agmerge.exchanges.way import quantiser_of
+from agmerge.exchanges.send_mode import send_mode
 from agmerge.options.config import is_small
 from agmerge.planning import probe_budget
 from sparsifiers.quantising.draws import Draws, key_of, mixed
@@ -106,4 +106,4 @@ def test_between_nodes_the_default_chooses_among_what_is_compressed(monkeypatch:
 
     first, _, state, plan, name = agreed(on_ranks(4, MODEL, body))
     assert first == "eden-4" and state == "settled" and not any(plan.dense)
-    assert quantiser_of(plan) == (name, 4) and name in ("int8", "eden-4", "eden-2")
+    assert (send_mode(plan).quantiser, send_mode(plan).workers) == (name, 4) and name in ("int8", "eden-4", "eden-2")
