@@ -27,7 +27,7 @@ import torch
 from accuracy import parity_optimizers, parity_tasks
 
 import sparsifiers
-from agmerge.options.config import is_small
+from agmerge.step.config import is_small
 from sparsifiers.quantising.blocks import block_size, blocks_in
 from sparsifiers.quantising.draws import Draws, key_of
 

@@ -38,6 +38,7 @@ class Compressor(ABC):
     memory: str = "none"  # name of the memory that it is meant to be used with; "none" drops the residual
     same_on_all_ranks: bool = False  # all ranks choose the same coordinates from (seed, key, step) alone: no vote
     density: float = 1.0  # elements sent / elements, in (0, 1]
+    dtype: torch.dtype | None = None  # that dense tensors are cast to; None: they travel in their own
     candidates: tuple[str, ...] = ()  # names of those of which training takes one, the most exact first; (): no choice
     until_chosen: str = ""  # the one of these that is used before one is chosen
 

@@ -16,8 +16,8 @@ from agmerge.engine.optimizer_states import SECTIONS, marked, unmark
 from agmerge.engine.synchronizer import Synchronizer
 from agmerge.exchanges.low_rank import bases
 from agmerge.exchanges.node_shards import shard_shape
-from agmerge.options import dense_cutoff
 from agmerge.runtime import workers
+from agmerge.step import dense_cutoff
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import State
 from agmerge.tensors import nonfinite

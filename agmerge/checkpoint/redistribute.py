@@ -16,8 +16,8 @@ import torch
 
 from agmerge.engine.carry import place
 from agmerge.ops import ReduceOp
-from agmerge.options.updates import APPLY
 from agmerge.step.agreed_state import weight_factor
+from agmerge.step.updates import APPLY
 
 Section = dict[str, Any]  # a rank's section of a state_dict()
 

@@ -13,5 +13,8 @@ same where a framework steps the optimizer. ``carry``: the common parameters, an
 them; ``sent_pieces``: its functions of flat tensors. ``strayed``: reports a run that ends while ranks differ.
 ``way_table``: which tensors are exchanged. ``outer``: optimizers of the common parameters.
 
-May import planning/ and below.
+``reporting``, ``sharing`` and ``swapping``: methods that an optimizer has around another, and a model in
+DistributedDataParallel. ``withheld_momentum``: of an optimizer, in the steps for which a memory has applied it.
+
+May import planning/, options/ and below.
 """

@@ -12,10 +12,10 @@ from agmerge.backends import status
 from agmerge.engine.clipping_watch import ClippingWatch
 from agmerge.engine.grad_hooks import refuse_owned
 from agmerge.engine.synchronizer import Synchronizer
+from agmerge.engine.withheld_momentum import take_over
 from agmerge.errors import IN_BACKWARD, AGMergeError, NonFiniteError
 from agmerge.exchanges.message.format import Flag
-from agmerge.options import momentum
-from agmerge.options.config import Config
+from agmerge.step.config import Config
 from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
 
@@ -83,7 +83,7 @@ class BucketReducer(Synchronizer):
         """
         self.connect()
         if self._optimizer is not None:
-            momentum.take_over(self.exchange, self.members, self._optimizer)
+            take_over(self.exchange, self.members, self._optimizer)
         status.current().enter("combines gradients", self.exchange.step)
         try:
             combined = self.exchange.finish(flags=self._flag)

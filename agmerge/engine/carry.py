@@ -22,8 +22,8 @@ from agmerge.engine.sent_pieces import (
     take_off,
     update_of,
 )
-from agmerge.options.updates import Outer
 from agmerge.step.gradient_exchange import Combined, GradientExchange
+from agmerge.step.updates import Outer
 from agmerge.tensors.difference import Difference
 
 Tensors = dict[str, torch.Tensor]  # by name of the parameter

@@ -21,7 +21,7 @@ from agmerge.engine.sampled_updates import Norms, Place, Sample, norms_of, place
 from agmerge.engine.scaled_down import NormBound, common_factor
 from agmerge.errors import warn
 from agmerge.exchanges.message.format import Flag
-from agmerge.options.config import Config
+from agmerge.step.config import Config
 from agmerge.step.gradient_exchange import Combined, GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
 

@@ -20,9 +20,9 @@ from agmerge.engine.reducer import Reducer
 from agmerge.errors import AGMergeError
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
-from agmerge.options.config import Config
 from agmerge.planning.replanner import Replanner
 from agmerge.step.agreed_state import Plans
+from agmerge.step.config import Config
 from agmerge.step.gradient_exchange import Combined
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.parameters import ParameterTable

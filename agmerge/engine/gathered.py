@@ -17,7 +17,7 @@ from agmerge.backends.handshake import gather_texts
 from agmerge.errors import NonFiniteError, and_more
 from agmerge.metrics.totals import Totals
 from agmerge.ops import Average
-from agmerge.options.config import Config
+from agmerge.step.config import Config
 from agmerge.tensors.nonfinite import RAISE, is_finite
 from agmerge.tensors.parameters import ParameterInfo, ParameterTable, optimizers_of
 

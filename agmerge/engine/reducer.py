@@ -16,6 +16,7 @@ from agmerge.engine.clipping_watch import ClippingWatch
 from agmerge.engine.gathered import DenseTable, GatheredGradients, gathered_of, takes_sparse_alone
 from agmerge.engine.grad_hooks import GradientHooks, HandedOver
 from agmerge.engine.synchronizer import Synchronizer
+from agmerge.engine.withheld_momentum import take_over, withheld
 from agmerge.errors import (
     NO_GRADIENT,
     NO_SYNC_LATE,
@@ -30,10 +31,9 @@ from agmerge.errors import (
 )
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
-from agmerge.options import momentum
-from agmerge.options.config import Config
 from agmerge.runtime import workers
 from agmerge.step.agreed_state import Plans
+from agmerge.step.config import Config
 from agmerge.step.gradient_exchange import Combined
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.dtensors import Gradients, gradient_of
@@ -150,7 +150,7 @@ class Reducer(Synchronizer):
         and on this rank where the script has changed gradients after they were handed over.
         """
         self.connect()
-        momentum.take_over(self.exchange, self.members, self.members.optimizer)
+        take_over(self.exchange, self.members, self.members.optimizer)
         with self._lock:
             self.exchange.check_unbroken()
             if self.exchange.outside or self.synchronized:
@@ -272,7 +272,7 @@ class Reducer(Synchronizer):
         elif not self.synchronized and not self.exchange.outside and not self.idle:
             raise AGMergeError(NOT_COMBINED)
         optimizer = self.members.optimizer
-        with momentum.withheld(self.exchange, optimizer), self._clipping.looking(optimizer):
+        with withheld(self.exchange, optimizer), self._clipping.looking(optimizer):
             inner = None if self.skipped else optimizer.step()
         self.end_step()
         return loss if closure is not None else inner

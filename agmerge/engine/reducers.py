@@ -10,7 +10,7 @@ from agmerge.engine.dear import DearReducer
 from agmerge.engine.dear_modules import check_readers
 from agmerge.engine.reducer import Reducer
 from agmerge.engine.update_reducer import UpdateReducer
-from agmerge.options.config import Config
+from agmerge.step.config import Config
 from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
 AnyReducer = Reducer | UpdateReducer

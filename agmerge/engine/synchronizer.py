@@ -16,10 +16,10 @@ from agmerge.engine.replicas import compare_replicas
 from agmerge.errors import DISTRIBUTED_DATA_PARALLEL, OTHER_SHARDS
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
-from agmerge.options.config import Config, check_two_level
 from agmerge.planning.replanner import Replanner
 from agmerge.runtime import process_sets, workers
 from agmerge.step.agreed_state import Plans, TensorTable
+from agmerge.step.config import Config, check_two_level
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.dtensors import local_of

@@ -30,13 +30,13 @@ from agmerge.engine.way_table import WayTable
 from agmerge.errors import AGMergeError, NonFiniteError, and_more
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
-from agmerge.options.config import Config
-from agmerge.options.updates import APPLY, HOLD, planner_for
 from agmerge.runtime import workers
 from agmerge.step.agreed_state import Plans
+from agmerge.step.config import Config
 from agmerge.step.gradient_exchange import Due
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.nonfinite_verdict import MOST_IN_A_ROW
+from agmerge.step.updates import APPLY, HOLD, planner_for
 from agmerge.tensors.nonfinite import RAISE
 from agmerge.tensors.parameters import ParameterTable
 from sparsifiers.memories import Memory, Residual

@@ -6,7 +6,7 @@ that shows shared parameters. ``transformers``: ``compress(trainer)``. ``acceler
 ``lightning``: ``CompressedDDPStrategy``. ``files``: ranks' own states beside the checkpoints of these three.
 
 Nothing is imported before a script asks for the file of its framework, ``agmerge.integrations.ddp`` or ``from
-agmerge.integrations import ddp``. Each may import that framework and torch.distributed, and of agmerge/ all but cli/.
+agmerge.integrations import ddp``. Each may import that framework and torch.distributed, and of agmerge/ what is below.
 Only ``agmerge`` itself imports this room, when it is asked for.
 """
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 
+from agmerge.engine.optimizer_wrapper import OptimizerWrapper
 from agmerge.integrations import ddp, files
-from agmerge.optimizer import DistributedOptimizer
-from agmerge.options.updates import UPDATES
+from agmerge.step.updates import UPDATES
 
 _OWN_ENGINES = {
     DistributedType.DEEPSPEED: "DeepSpeed averages gradients in its own engine",
@@ -80,7 +80,7 @@ def _optimizers_of(accelerator: Accelerator, model: torch.nn.Module) -> list[tor
         for prepared in accelerator._optimizers
         if any(id(p) in parameters for group in prepared.param_groups for p in group["params"])
     ]
-    if any(isinstance(optimizer, DistributedOptimizer) for optimizer in found):
+    if any(isinstance(optimizer, OptimizerWrapper) for optimizer in found):
         raise ValueError(
             "the model's optimizer is an agmerge.DistributedOptimizer, and compress() exchanges gradients too: prepare "
             "the plain optimizer"

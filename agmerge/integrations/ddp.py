@@ -16,21 +16,22 @@ from agmerge.engine.grad_scaler import LossScale, check_dtypes, refuse_unknown
 from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
 from agmerge.engine.optimizer_states import load_state
 from agmerge.engine.optimizer_wrapper import OptimizerHolder
+from agmerge.engine.reporting import ReportingMixin
+from agmerge.engine.sharing import SharingMixin
 from agmerge.engine.step_hooks import follow
+from agmerge.engine.swapping import SwappingMixin
 from agmerge.engine.update_reducer import UpdateReducer
+from agmerge.engine.withheld_momentum import withhold
 from agmerge.errors import AGMergeError
 from agmerge.integrations import unsaved
 from agmerge.integrations.ddp_hook import Hook, exchange
 from agmerge.integrations.ddp_refusals import checked_model, checked_options
 from agmerge.integrations.shared_model import show_shared
-from agmerge.optimizer.sharing import SharingMixin
-from agmerge.optimizer.swapping import SwappingMixin
-from agmerge.options import door, momentum, notices
+from agmerge.options import door, notices
 from agmerge.options.arguments import Options
-from agmerge.options.config import with_momentum_of
 from agmerge.options.resolve import resolve
-from agmerge.options.updates import UPDATES
-from agmerge.reporting import ReportingMixin
+from agmerge.step.config import with_momentum_of
+from agmerge.step.updates import UPDATES
 from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
 
@@ -132,7 +133,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         model.register_comm_hook(hook, exchange)
         self._attached.callback(hook.close)
         if self._inner is not None:
-            self._attached.callback(momentum.withhold(self._reducer.exchange, self._inner))
+            self._attached.callback(withhold(self._reducer.exchange, self._inner))
             self._attached.callback(torch_helpers.hide_momentum(self._reducer.exchange, self._inner))
             for each in optimizers_of(self._inner) if not self._reducer.config.guards.scaled else ():
                 self._attached.callback(refuse_unknown(each))

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from agmerge.options import keywords
 from agmerge.options.arguments import Options
-from agmerge.options.updates import UPDATES
 from agmerge.runtime import workers
+from agmerge.step.updates import UPDATES
 
 # By class, and the package that it is of: advice for a model in it.
 OTHERS = {

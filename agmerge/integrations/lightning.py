@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from agmerge.engine.optimizer_wrapper import OptimizerWrapper
 from agmerge.integrations import ddp, files
-from agmerge.optimizer import DistributedOptimizer
 from agmerge.options.arguments import Options
-from agmerge.options.updates import UPDATES
+from agmerge.step.updates import UPDATES
 
 if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -69,7 +69,7 @@ class CompressedDDPStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         """Collective. Make optimizers and schedulers, and compress: the model is in DDP by now."""
         super().setup_optimizers(trainer)
-        if any(isinstance(optimizer, DistributedOptimizer) for optimizer in self.optimizers):
+        if any(isinstance(optimizer, OptimizerWrapper) for optimizer in self.optimizers):
             raise ValueError(
                 "configure_optimizers() returns an agmerge.DistributedOptimizer, and this strategy exchanges gradients "
                 "too: return the plain optimizer"

@@ -24,9 +24,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from agmerge.engine.optimizer_group import inner_of
+from agmerge.engine.optimizer_wrapper import OptimizerWrapper
 from agmerge.integrations import ddp, files
-from agmerge.optimizer import DistributedOptimizer
-from agmerge.options.updates import UPDATES
+from agmerge.step.updates import UPDATES
 
 _last_checkpoint: Callable[..., str | None] = trainer_utils.get_last_checkpoint  # which has no annotations
 
@@ -164,7 +164,7 @@ def _refuse(trainer: Trainer) -> None:
     """Raise ``ValueError`` where anything but ``DistributedDataParallel`` exchanges gradients."""
     given: Any = trainer.optimizer
     known = [*given] if isinstance(given, (list, tuple)) else [given, getattr(given, "optimizer", given)]
-    if any(isinstance(optimizer, DistributedOptimizer) for optimizer in known):
+    if any(isinstance(optimizer, OptimizerWrapper) for optimizer in known):
         raise ValueError(
             "the Trainer's optimizer is an agmerge.DistributedOptimizer, and compress() exchanges gradients too: leave "
             "the optimizer plain"

@@ -2,10 +2,9 @@
 
 ``distributed``: :class:`DistributedOptimizer`, which every step goes through. ``saving``: its state and checkpoints.
 ``local``: :class:`LocalOptimizer` and :class:`LocalSync`, for workers that step by themselves and exchange every so
-many steps. ``sharing``: the parameters that all workers share. ``swapping``: a change of compressor. A model in
-DistributedDataParallel (``integrations/ddp.py``) has the last two, too.
+many steps.
 
-May import reporting.py, checkpoint/, engine/ and below.
+May import checkpoint/, engine/ and below.
 """
 
 from agmerge.optimizer.distributed import DistributedOptimizer

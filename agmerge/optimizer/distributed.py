@@ -16,17 +16,17 @@ from agmerge.engine import grad_scaler, join
 from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
 from agmerge.engine.reducers import AnyReducer, reducer_for
+from agmerge.engine.reporting import ReportingMixin
+from agmerge.engine.sharing import SharingMixin
+from agmerge.engine.swapping import SwappingMixin
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
 from agmerge.optimizer.saving import SavingMixin
-from agmerge.optimizer.sharing import SharingMixin
-from agmerge.optimizer.swapping import SwappingMixin
 from agmerge.options import door, keywords, notices
 from agmerge.options.arguments import Options
-from agmerge.options.config import with_momentum_of
 from agmerge.options.resolve import check_passes, resolve
-from agmerge.reporting import ReportingMixin
 from agmerge.runtime import process_sets, workers
+from agmerge.step.config import with_momentum_of
 from agmerge.tensors.parameters import optimizers_of
 
 ZERO_GRAD = (

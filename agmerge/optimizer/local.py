@@ -16,18 +16,20 @@ from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
 from agmerge.engine.optimizer_states import as_state, check_state, load_state
 from agmerge.engine.optimizer_wrapper import OptimizerHolder
 from agmerge.engine.outer import ScriptsOuter
+from agmerge.engine.reporting import ReportingMixin
+from agmerge.engine.sharing import SharingMixin
 from agmerge.engine.step_hooks import follow
 from agmerge.engine.synchronizer import Synchronizer
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import and_more
+from agmerge.exchanges.send_mode import SUMS
 from agmerge.optimizer.distributed import DistributedOptimizer
-from agmerge.optimizer.sharing import SharingMixin
 from agmerge.options import compressors, door, keywords
 from agmerge.options.arguments import Options
 from agmerge.options.resolve import resolve
-from agmerge.options.updates import SENT_AS_THEY_ARE, UPDATES, own_density
-from agmerge.reporting import ReportingMixin
+from agmerge.options.updates import own_density
 from agmerge.runtime import workers
+from agmerge.step.updates import UPDATES
 from agmerge.tensors.parameters import ParameterTable
 
 EVERY, WIRE = 8, "int4"  # the defaults, by the figures of docs/parity.md
@@ -166,6 +168,6 @@ def _settings(every: int, compression: Any, density: Any, wire: str | None, opti
     if "sync" in options:
         raise TypeError("sync is not an argument here: local steps exchange updates")
     if wire is None:
-        codecs = compressors.has_codecs(compression) and options.get("exchange") not in SENT_AS_THEY_ARE
+        codecs = compressors.has_codecs(compression) and options.get("exchange") not in SUMS
         wire = WIRE if codecs else "auto"
     return {**options, "every": every, "compression": compression, "density": density, "wire": wire, "sync": UPDATES}

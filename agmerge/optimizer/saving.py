@@ -15,7 +15,7 @@ from agmerge.engine.optimizer_wrapper import OptimizerHolder
 from agmerge.engine.reducers import AnyReducer
 from agmerge.options import notices
 from agmerge.options.arguments import Options
-from agmerge.options.config import with_momentum_of
+from agmerge.step.config import with_momentum_of
 
 
 class SavingMixin:

@@ -11,11 +11,12 @@ import torch
 import sparsifiers
 from agmerge.errors import warn
 from agmerge.ops import Compression
-from agmerge.options import defaults, momentum, published
+from agmerge.options import defaults, published
 from agmerge.options.arguments import Options
-from agmerge.options.density_policy import IMPORTANCE
-from agmerge.options.updates import UPDATES
 from agmerge.runtime import horovod_names, workers
+from agmerge.step import momentum
+from agmerge.step.density_policy import IMPORTANCE
+from agmerge.step.updates import UPDATES
 from sparsifiers import catalogue
 from sparsifiers.registry import spelling
 
@@ -190,7 +191,7 @@ def _by_name(parts: Mapping[Any, Any], density: Any, rank: Any) -> sparsifiers.C
         raise ValueError("compression={}: give at least one pattern for whole names, or a name")
     made = [(pattern, compressor_of(part, density, rank)) for pattern, part in parts.items()]
     for pattern, part in made:
-        if isinstance(part, Cast) and part.dtype is not None:
+        if part.dtype is not None:
             raise ValueError(
                 f"compression={{{pattern!r}: {part.name!r}}}: what is sent whole beside what is compressed keeps "
                 "its dtype; give 'none', or wire= for what is compressed"
@@ -246,7 +247,7 @@ def memory_for(memory: Any, compressor: sparsifiers.Compressor) -> sparsifiers.M
         if compressor.selects:
             text += " alone: beside factors, that is in compression={pattern: name}, pass memory='residual'"
         raise ValueError(text)
-    if isinstance(compressor, Cast) and compressor.dtype is None and given.has_residual:
+    if not compressor.compresses and compressor.dtype is None and given.has_residual:
         raise ValueError(f"memory={memory!r} keeps what a compressor drops, and compression='none' drops nothing")
     return given
 

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from agmerge.step.density_policy import Schedule
 
 START = 0.25  # density at which every warm-up begins
 RUNGS = (0.25, 0.0625, 0.015625, 0.004, 0.001)  # Lin et al., ICLR 2018, section 4.1
 RUNG_STEPS = 200  # of "dgc", which does not know how long an epoch is
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Function from a step and the target density to the density: ``schedule(step, target)``."""
-
-    text: str  # which ranks compare
-    density: Callable[[int, float], float]  # by step (committed exchanges so far) and target density
-
-    def __call__(self, step: int, target: float) -> float:
-        """Return the density of ``step`` around ``target``; ``ValueError`` unless it lies in (0, 1]."""
-        density = self.density(step, target)
-        if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0.0 < density <= 1.0:
-            raise ValueError(f"warmup: the density of step {step} must lie in (0, 1], but is {density!r}")
-        return float(density)
 
 
 def ladder(steps: int) -> Callable[[int], float]:

@@ -13,12 +13,13 @@ import torch
 
 import sparsifiers
 from agmerge.errors import warn
-from agmerge.options import momentum
 from agmerge.options.arguments import Options
 from agmerge.options.compressors import check_meaning, compressor_of, resolve_auto
-from agmerge.options.density_policy import DENSITY, IMPORTANCE
-from agmerge.options.updates import UPDATES, density_of, own_density
+from agmerge.options.updates import density_of, own_density
 from agmerge.runtime import workers
+from agmerge.step import momentum
+from agmerge.step.density_policy import DENSITY, IMPORTANCE
+from agmerge.step.updates import UPDATES
 from sparsifiers import Kind, catalogue
 
 KEPT = (

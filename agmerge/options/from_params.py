@@ -42,6 +42,7 @@ _QUANTISER = (
     "compression={!r}, without a memory or a communicator (docs/compressors.md)"
 )
 
+
 def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return a published dictionary as keyword arguments for :class:`agmerge.DistributedOptimizer`.
 

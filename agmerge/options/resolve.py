@@ -22,23 +22,17 @@ from agmerge.exchanges.send_mode import AHEAD, OWN, send_mode, why_labels_are_wr
 from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.exchanges.table import EXCHANGES
 from agmerge.ops import Average, ReduceOp
-from agmerge.options import dense_cutoff, density_schedule, published
+from agmerge.options import density_schedule, published
 from agmerge.options.arguments import Options
 from agmerge.options.compressors import compressor_of, densities_of, memory_for
-from agmerge.options.config import AUTO, FASTEST, MERGING, TWO_LEVEL, WIRES, Config, is_small
-from agmerge.options.density_policy import IMPORTANCE, DensityPolicy
-from agmerge.options.groups import parse_groups
-from agmerge.options.records import Compression, DenseRule, Guards, Merging, Sync
-from agmerge.options.updates import (
-    HOLD,
-    UPDATES,
-    Updates,
-    default_density,
-    density_of,
-    parse_updates,
-    wire_of,
-)
+from agmerge.options.updates import default_density, density_of, parse_updates, wire_of
 from agmerge.runtime import horovod_names, process_sets
+from agmerge.step import dense_cutoff
+from agmerge.step.config import AUTO, FASTEST, MERGING, TWO_LEVEL, WIRES, Config, is_small
+from agmerge.step.density_policy import IMPORTANCE, DensityPolicy
+from agmerge.step.groups import parse_groups
+from agmerge.step.records import Compression, DenseRule, Guards, Merging, Sync
+from agmerge.step.updates import HOLD, UPDATES, Updates
 from agmerge.tensors.nonfinite import POLICIES, RAISE, SKIP
 from merging.planners.papers.dear import DeAR
 from sparsifiers import Kind
@@ -48,7 +42,7 @@ def resolve(options: Options) -> Config:
     """Check every option and return the config of a step.
 
     Raises ``ValueError`` or ``TypeError`` that says which option is wrong, and why. ``rates`` of the config are not
-    set: they are the optimizer's, see :func:`agmerge.options.config.with_momentum_of`.
+    set: they are the optimizer's, see :func:`agmerge.step.config.with_momentum_of`.
     """
     _check_choices(options)
     updates = parse_updates(options)

@@ -6,9 +6,9 @@ Rank 0 chooses, and tells every rank. Nothing here changes merge buffers: the ca
 from __future__ import annotations
 
 import merging
-from agmerge.options.dense_cutoff import DenseCutoff
 from agmerge.planning.measuring import gather_seconds
 from agmerge.step.agreement import decide_on_rank_0
+from agmerge.step.dense_cutoff import DenseCutoff
 from agmerge.step.importance import budgets_by_energy
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import dense_cutoff

@@ -17,7 +17,6 @@ import torch
 import merging
 from agmerge.exchanges.send_mode import send_mode
 from agmerge.metrics.running_times import RunningStepTimes
-from agmerge.options.config import AUTO
 from agmerge.planning import candidates, plan_trial, quantiser_choice, wire_choice
 from agmerge.planning.candidates import Candidate, Search
 from agmerge.planning.codec_costs import measure_codecs
@@ -35,6 +34,7 @@ from agmerge.planning.quantiser_choice import QuantiserSearch, Settled
 from agmerge.planning.quantiser_costs import measure_quantisers
 from agmerge.step.agreed_state import Decision
 from agmerge.step.agreement import decide_on_rank_0, why_plan_does_not_fit
+from agmerge.step.config import AUTO
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.plan_status import PlanStatus
 from merging import Measurements

@@ -8,5 +8,8 @@ common reaction of all ranks to an infinity. ``counted_links``: the bytes that l
 without a quantiser's noise. ``budgets``: how many elements a step sends; ``importance``: the measure behind
 density="importance".
 
-May import options/, exchanges/, metrics/, tensors/, backends/ and below.
+``config``: the options of a step, in the four ``records``; ``density_policy``, ``dense_cutoff``, ``groups``,
+``momentum`` and ``updates``: some of their fields. A user of this room makes a ``Config``, or has ``options/`` make it.
+
+May import exchanges/, runtime/, metrics/, tensors/, backends/ and below.
 """

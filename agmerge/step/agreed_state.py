@@ -15,9 +15,9 @@ from agmerge.metrics.chrome_trace import Trace
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.totals import Totals
 from agmerge.ops import Average, ReduceOp
-from agmerge.options.config import TWO_LEVEL, Config
-from agmerge.options.dense_cutoff import DenseCutoff
 from agmerge.step.agreement import model_facts, open_merge_buffers
+from agmerge.step.config import TWO_LEVEL, Config
+from agmerge.step.dense_cutoff import DenseCutoff
 from agmerge.step.merge_buffers import MergeBuffers, State
 from agmerge.step.plan_status import PlanStatus
 from agmerge.tensors.parameters import ParameterInfo, check_spread_alike

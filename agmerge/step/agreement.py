@@ -13,7 +13,7 @@ from agmerge.backends.handshake import Fact, broadcast_bytes, require_agreement
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges.send_mode import OWN, send_mode, why_labels_are_wrong, with_send_mode
 from agmerge.exchanges.splitting import why_parts_impossible
-from agmerge.options.config import AUTO, FASTEST, Config
+from agmerge.step.config import AUTO, FASTEST, Config
 from agmerge.step.counted_links import Count
 from agmerge.step.merge_buffers import MergeBuffers, State
 from agmerge.tensors.parameters import ParameterInfo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from agmerge.options.density_policy import DensityPolicy
+from agmerge.step.density_policy import DensityPolicy
 from agmerge.step.importance import GradientEnergy
 from agmerge.tensors.layout import Segment, Slot
 

@@ -20,8 +20,8 @@ from agmerge.backends import Backend
 from agmerge.errors import AGMergeError
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.step_times import StoppedClock
-from agmerge.options.config import TWO_LEVEL, Config
 from agmerge.step.agreed_state import AgreedState, OnAgreement, TensorTable
+from agmerge.step.config import TWO_LEVEL, Config
 from agmerge.step.gradient_norm import GradientNorm
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.nonfinite_verdict import resolve_nonfinite

@@ -24,8 +24,8 @@ from agmerge.exchanges.reduce_scatter import ScatterExchange
 from agmerge.exchanges.send_mode import OWN, send_mode
 from agmerge.exchanges.table import exchange_of
 from agmerge.metrics.step_times import clock_for
-from agmerge.options.config import Config
 from agmerge.step.budgets import Budgets
+from agmerge.step.config import Config
 from agmerge.step.counted_links import Count, CountedBackend, nobody_counts
 from agmerge.step.gradients_in_place import GradientsInPlace
 from agmerge.step.kernel_buffers import KernelBuffers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import merging
-from agmerge.options.config import Config
+from agmerge.step.config import Config
 from sparsifiers.quantising.choice import NONE
 
 NO_AGREEMENT = "no ranks have agreed yet"

@@ -19,7 +19,7 @@ from accuracy.parity_tasks import TASKS, Case
 from accuracy.parity_updates import updates
 from agmerge.exchanges.low_rank.factors import matrix_shape, rank_of, saves
 from agmerge.exchanges.message.format import slot_bytes
-from agmerge.options.config import is_small
+from agmerge.step.config import is_small
 
 NAMES, RANKS = ("powersgd", "acpsgd"), (4, 16)
 UPDATES_WIRE = {4: "sign", 16: "int8"}  # with 1.4 and 5.4 bits an element: of signs there are not so many to send

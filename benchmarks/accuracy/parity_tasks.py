@@ -28,7 +28,7 @@ import agmerge.testing
 import sparsifiers
 from accuracy import parity_optimizers
 from accuracy.parity_optimizers import ON_LM
-from agmerge.options.config import is_small
+from agmerge.step.config import is_small
 
 FOLDS = 5
 BETAS, EPS = (0.9, 0.999), 1e-8

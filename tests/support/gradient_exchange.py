@@ -11,9 +11,9 @@ from torch import Tensor
 
 import sparsifiers
 from agmerge.options.arguments import Options
-from agmerge.options.config import Config
 from agmerge.options.resolve import resolve
 from agmerge.runtime import process_sets, workers
+from agmerge.step.config import Config
 from agmerge.step.gradient_exchange import Combined, GradientExchange
 from agmerge.tensors.parameters import ParameterInfo
 

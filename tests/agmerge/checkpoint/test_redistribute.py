@@ -29,8 +29,8 @@ import agmerge
 import sparsifiers
 from agmerge import testing
 from agmerge.ops import Average, Sum
-from agmerge.options.config import SMALL
 from agmerge.step.agreed_state import rescaled, weight_factor
+from agmerge.step.config import SMALL
 
 MODEL = seeded(mlp)
 DGC = sparsifiers.memory("dgc", momentum=0.9)

@@ -19,7 +19,7 @@ import merging
 import sparsifiers
 from agmerge import testing
 from agmerge.backends import topology
-from agmerge.options.config import is_small
+from agmerge.step.config import is_small
 from agmerge.tensors.arena import Arena
 from agmerge.tensors.layout import Lane, Layout
 from sparsifiers import gpu

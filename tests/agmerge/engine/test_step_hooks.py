@@ -15,9 +15,10 @@ from torch import nn
 import agmerge
 from agmerge.engine.step_hooks import follow
 from agmerge.engine.update_reducer import UpdateReducer
-from agmerge.options import momentum
+from agmerge.engine.withheld_momentum import withhold
 from agmerge.options.arguments import Options
 from agmerge.options.resolve import resolve
+from agmerge.step import momentum
 from agmerge.tensors.parameters import ParameterTable
 
 MODEL = seeded(mlp)
@@ -183,7 +184,7 @@ def test_momentum_is_withheld_from_steps_and_shown_again_after_one_that_raises()
         if len(seen) == 2:
             raise RuntimeError("a hook of the script's")
 
-    end = momentum.withhold(Exchange(inner), inner)
+    end = withhold(Exchange(inner), inner)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # that no group has a momentum any more
         handle = inner.register_step_pre_hook(look)  # it comes after ours

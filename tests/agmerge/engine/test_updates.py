@@ -24,8 +24,8 @@ from agmerge.backends import topology
 from agmerge.engine.sent_pieces import pieces_by_name
 from agmerge.options.arguments import Options
 from agmerge.options.compressors import check_meaning
-from agmerge.options.config import check_two_level
 from agmerge.options.resolve import resolve
+from agmerge.step.config import check_two_level
 from agmerge.step.gradient_exchange import Combined
 
 MODEL = seeded(mlp)

@@ -16,7 +16,7 @@ import agmerge
 import merging
 import sparsifiers
 from agmerge import testing
-from agmerge.options.config import is_small
+from agmerge.step.config import is_small
 
 # Rows of 256, 128, 64 and 96; a tail; a row of one block; small ones; an empty one would take no part.
 SHAPES = {
@@ -192,8 +192,10 @@ def test_ranks_make_the_same_calls_and_second_phases_have_a_communicator_of_thei
     results = testing.run(4, body, inject=testing.jitter(3, 2e-3))
     assert all(result == results[0] for result in results)
     numbers = [int(re.findall(r"\d+", name)[0]) for _, name, _ in results[0] if name.endswith("/sum")]
-    assert numbers and numbers == 3 * numbers[: len(numbers) // 3] and numbers[: len(numbers) // 3] == sorted(
-        numbers[: len(numbers) // 3]
+    assert (
+        numbers
+        and numbers == 3 * numbers[: len(numbers) // 3]
+        and numbers[: len(numbers) // 3] == sorted(numbers[: len(numbers) // 3])
     )
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 import agmerge
 import merging
 from agmerge import testing
-from agmerge.options.config import SMALL
 from agmerge.planning.replanner import Decision
+from agmerge.step.config import SMALL
 
 MODEL = seeded(Net, 3)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import sparsifiers
-from agmerge.options.config import is_small
+from agmerge.step.config import is_small
 from sparsifiers.quantising import base
 from sparsifiers.quantising.blocks import block_size, blocks_in
 

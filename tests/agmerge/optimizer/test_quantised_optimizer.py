@@ -14,7 +14,7 @@ from support.quantised import Net, Step, assert_by_hand, exchanged
 import agmerge
 import merging
 from agmerge import testing
-from agmerge.options.config import is_small
+from agmerge.step.config import is_small
 
 MODEL = seeded(Net, 3)
 STEPS = 3

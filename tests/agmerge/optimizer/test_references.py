@@ -20,7 +20,7 @@ from support.quantised import by_hand, plain
 from torch import Tensor, nn
 
 import sparsifiers
-from agmerge.options.config import is_small
+from agmerge.step.config import is_small
 
 RANKS, STEPS, DENSITY = 3, 6, 0.05
 # Sums are added in another order than the library's, which float64 shows in its last digits; steps add to that.

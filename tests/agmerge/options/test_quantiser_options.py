@@ -14,8 +14,8 @@ import agmerge
 from agmerge import testing
 from agmerge.options.arguments import Options
 from agmerge.options.compressors import resolve_auto
-from agmerge.options.config import TWO_LEVEL
 from agmerge.options.defaults import TO_4_BITS, TO_8_BITS, candidates_for
+from agmerge.step.config import TWO_LEVEL
 
 MODEL = seeded(mlp)
 
@@ -59,9 +59,7 @@ def test_names_that_are_nearly_right_are_answered_with_those_that_are(given: str
         made(compression=given)
 
 
-@pytest.mark.parametrize(
-    "given", ["OneBitAdam", "1-bit Adam", "onebit_lamb", "ZeroOneAdam", "0/1 Adam", "QAdam"]
-)
+@pytest.mark.parametrize("given", ["OneBitAdam", "1-bit Adam", "onebit_lamb", "ZeroOneAdam", "0/1 Adam", "QAdam"])
 def test_optimizers_that_compress_are_answered_with_what_compresses_here(given: str) -> None:
     with pytest.raises(ValueError, match="name of an optimizer.* sync='updates'.* compression='eden-1'"):
         made(compression=given)

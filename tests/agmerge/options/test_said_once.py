@@ -15,7 +15,7 @@ from torch import nn
 
 import agmerge
 import sparsifiers
-from agmerge.options.config import Config
+from agmerge.step.config import Config
 
 MODEL = seeded(mlp)
 Make = Callable[..., Config]

@@ -17,8 +17,8 @@ import merging
 import sparsifiers
 from agmerge import testing
 from agmerge.engine.update_reducer import ELASTIC
-from agmerge.options.updates import Updates
 from agmerge.runtime import workers
+from agmerge.step.updates import Updates
 
 MODEL = seeded(mlp)
 DGC = sparsifiers.memory("dgc", momentum=0.9)

@@ -100,7 +100,7 @@ def test_a_warm_up_ends_at_the_density_that_is_left() -> None:
 def test_where_nothing_is_feasible_it_is_the_default_rule_and_one_rank_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[int, str]] = []
     monkeypatch.setattr(
-        "agmerge.options.dense_cutoff.warnings.warn", lambda text, stacklevel: said.append((workers.world().rank, text))
+        "agmerge.step.dense_cutoff.warnings.warn", lambda text, stacklevel: said.append((workers.world().rank, text))
     )
 
     def body(rank: int, model: nn.Module) -> Any:

@@ -16,8 +16,8 @@ from agmerge.backends import topology
 from agmerge.exchanges.node_shards import collect, deal, shard_shape
 from agmerge.exchanges.quantised.exchange import SEED, number_of
 from agmerge.exchanges.send_mode import send_mode
-from agmerge.options.config import is_small
 from agmerge.planning import probe_budget
+from agmerge.step.config import is_small
 from sparsifiers.quantising.draws import Draws, key_of, mixed
 
 MODEL = seeded(Net, 3)

@@ -9,8 +9,8 @@ import torch
 from agmerge.engine.synchronizer import Synchronizer
 from agmerge.options import door, notices
 from agmerge.options.arguments import Options
-from agmerge.options.config import with_momentum_of
 from agmerge.options.resolve import resolve
+from agmerge.step.config import with_momentum_of
 
 
 class SwappingMixin:

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import sparsifiers
 from agmerge.backends.handshake import Fact
-from agmerge.options.density_schedule import Schedule
 
 DENSITY = 0.01  # the default
 IMPORTANCE = "importance"  # density=, by the energy of gradients
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Function from a step and the target density to the density: ``schedule(step, target)``."""
+
+    text: str  # which ranks compare
+    density: Callable[[int, float], float]  # by step (committed exchanges so far) and target density
+
+    def __call__(self, step: int, target: float) -> float:
+        """Return the density of ``step`` around ``target``; ``ValueError`` unless it lies in (0, 1]."""
+        density = self.density(step, target)
+        if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0.0 < density <= 1.0:
+            raise ValueError(f"warmup: the density of step {step} must lie in (0, 1], but is {density!r}")
+        return float(density)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from agmerge.engine.synchronizer import Synchronizer
 from agmerge.errors import AGMergeError
 from agmerge.metrics.chrome_trace import Trace, path_of
 from agmerge.metrics.step_times import StepTimes
-from agmerge.options.config import AUTO, Config
 from agmerge.planning.plan_choice import mode_of
 from agmerge.planning.replanner import FIRST
+from agmerge.step.config import AUTO, Config
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.plan_status import PlanStatus, unplanned

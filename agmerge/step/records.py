@@ -1,4 +1,4 @@
-"""The four records of :class:`agmerge.options.config.Config`: compression, merging, synchronisation and guards.
+"""The four records of :class:`agmerge.step.config.Config`: compression, merging, synchronisation and guards.
 
 ``resolve`` makes them of what a script says, each in one function. A field's name occurs in one of them alone.
 """
@@ -14,11 +14,11 @@ import torch
 import merging
 import sparsifiers
 from agmerge.ops import ReduceOp
-from agmerge.options import dense_cutoff, momentum
-from agmerge.options.density_policy import DensityPolicy
-from agmerge.options.groups import Groups
-from agmerge.options.updates import Updates
 from agmerge.runtime import process_sets
+from agmerge.step import dense_cutoff, momentum
+from agmerge.step.density_policy import DensityPolicy
+from agmerge.step.groups import Groups
+from agmerge.step.updates import Updates
 
 DenseRule = Callable[[str, torch.Tensor], bool]
 

@@ -1,6 +1,6 @@
 """Options of a step: the arguments of :class:`agmerge.DistributedOptimizer`, resolved.
 
-``resolve`` makes a :class:`Config` out of the options; this file has what can be asked of one.
+``options/`` checks them and makes a :class:`Config`; this file has what can be asked of one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from agmerge.exchanges.low_rank.factors import saves
 from agmerge.exchanges.message import VALUES
 from agmerge.exchanges.message.values import CHOICE, WHOLE
 from agmerge.exchanges.send_mode import SUMS
-from agmerge.options import dense_cutoff, momentum
-from agmerge.options.compressors import Cast
-from agmerge.options.records import Compression, Guards, Merging, Sync
-from agmerge.options.updates import GRADIENTS, SENT_AS_THEY_ARE, UPDATES
+from agmerge.step import dense_cutoff, momentum
+from agmerge.step.records import Compression, Guards, Merging, Sync
+from agmerge.step.updates import GRADIENTS, UPDATES
 from agmerge.tensors.dtensors import is_dtensor, why_not_exchangeable
 from agmerge.tensors.nonfinite import SKIP
 from agmerge.tensors.parameters import ParameterInfo
@@ -194,7 +193,7 @@ class Config:
     @property
     def cast(self) -> torch.dtype | None:
         """Return the dtype in which dense tensors travel; None: the gradient's own."""
-        return self.compression.compressor.dtype if isinstance(self.compression.compressor, Cast) else None
+        return self.compression.compressor.dtype
 
     @property
     def wires(self) -> tuple[str, ...]:
@@ -204,12 +203,7 @@ class Config:
         sums are not to depend on the plan.
         """
         codecs = self.compression.compressor.selects and Kind.LOW_RANK not in self.compression.compressor.kinds
-        if (
-            self.compression.wire != AUTO
-            or self.sync.ordered
-            or not codecs
-            or self.merging.exchange in SENT_AS_THEY_ARE
-        ):
+        if self.compression.wire != AUTO or self.sync.ordered or not codecs or self.merging.exchange in SUMS:
             return ()
         return CHOICE if self.memory_of(Kind.SPARSE).has_residual else ()
 
@@ -288,7 +282,7 @@ def with_momentum_of(config: Config, optimizer: torch.optim.Optimizer | None, gr
     """Return ``config`` with the momentum of this optimizer's groups, where its memory applies that.
 
     ``optimizer``: None: it is not known. ``groups``: those that the optimizer is about to load; None:
-    its own. Raises as :func:`agmerge.options.momentum.rates` does.
+    its own. Raises as :func:`agmerge.step.momentum.rates` does.
     """
     return config.changed(rates=momentum.rates(optimizer, config.compression.memory, groups))
 
