@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsifiers import kernel, kernel_message
-from sparsifiers.memories import Memory, Momentum, Rate, Residual
+from sparsifiers.memories import Memory, Momentum, NoMemory, Rate, Residual
 
 MOMENTUM = 0.9  # where neither the memory nor the optimizer has one
 
@@ -102,24 +102,28 @@ class DGCMemory(Memory):
             # By product, not by fill: a padding entry has an index that may be a real one elsewhere, and sends 0.
             momentum.scatter_reduce_(0, indices.long(), (sent == 0).to(momentum.dtype), "prod")
 
-    def for_dense_lane(self) -> Memory:
-        return _MomentumOfAverage(self)
+    def for_dense_lane(self, *, has_residual: bool) -> Memory:
+        return (_MomentumOfRounded if has_residual else _MomentumOfWhole)(self)
 
 
-class _MomentumOfAverage(Residual):
+class _MomentumOfAverage(Memory):
     """Memory that applies the same momentum to dense tensors, once, on the average of all workers."""
 
-    has_momentum = True
+    has_momentum = averages = True
 
     def __init__(self, memory: DGCMemory) -> None:
         self._memory = memory
-
-    @property
-    def averages(self) -> bool:
-        return True
 
     def correct(self, update: Tensor, momentum: Momentum) -> None:
         if self._memory._advance(update.to(momentum.after.dtype), momentum):
             update.add_(momentum.after)
         else:
             update.copy_(momentum.after)
+
+
+class _MomentumOfWhole(_MomentumOfAverage, NoMemory):
+    """The same without residual."""
+
+
+class _MomentumOfRounded(_MomentumOfAverage, Residual):
+    """The same with a residual."""

@@ -105,9 +105,9 @@ class Memory(ABC):
         """Clear the momentum, 1-D, at `indices` with a `sent` value that is not 0; an index may come again with 0."""
         return  # no momentum
 
-    def for_dense_lane(self) -> Memory:
-        """Return the memory of dense tensors beside those of this one: it has a residual if this one has."""
-        return Residual() if self.has_residual else NoMemory()
+    def for_dense_lane(self, *, has_residual: bool) -> Memory:
+        """Return the memory of dense tensors beside those of this one; `has_residual`: something may be unsent."""
+        return Residual() if has_residual else NoMemory()
 
     @property
     def averages(self) -> bool:

@@ -23,6 +23,7 @@ from agmerge.step import dense_cutoff, momentum
 from agmerge.step.records import Compression, Guards, Merging, Sync
 from agmerge.step.updates import GRADIENTS, UPDATES
 from agmerge.tensors.dtensors import is_dtensor, why_not_exchangeable
+from agmerge.tensors.layout import Lane
 from agmerge.tensors.nonfinite import SKIP
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import ByName, Kind, LowRank
@@ -136,16 +137,17 @@ class Config:
             if not any(pattern.fullmatch(name) for name in known):
                 raise ValueError(f"{what}: {pattern.pattern!r} matches no whole name; parameters: {', '.join(known)}")
 
-    def memory_of(self, kind: Kind, *, has_unsent: bool = False) -> sparsifiers.Memory:
-        """Return the memory of the tensors of a kind: one with a residual, if the script's memory has one.
+    def memory_of(self, lane: Lane, *, has_unsent: bool = False) -> sparsifiers.Memory:
+        """Return the memory of a tensor class: dense ones have a residual only where something may be unsent.
 
-        ``has_unsent``: this rank has a residual of them from an earlier configuration. Where they are sent whole, that
-        is added to their gradients and sent; with ``sync="updates"`` it is in the parameters instead.
+        That is what was rounded, on the host, and with ``has_unsent`` this rank's residual from an earlier
+        configuration: it is added to their gradients. With ``sync="updates"`` it is in the parameters instead.
         """
-        memory = self.compression.memory
-        memory = memory if kind in self.compression.compressor.kinds else memory.for_dense_lane()
-        keeps = memory.has_residual or memory.has_momentum or memory.hands_back or self.sync.updates is not None
-        sends_all = kind in (Kind.DENSE, Kind.QUANTISED)
+        memory, has_unsent = self.compression.memory, has_unsent and self.sync.updates is None
+        if lane.kind not in self.compression.compressor.kinds:  # dense beside compressed tensors
+            return memory.for_dense_lane(has_residual=has_unsent or (self.rounds_whole and not lane.on_device))
+        keeps = memory.has_residual or memory.has_momentum or memory.hands_back
+        sends_all = lane.kind in (Kind.DENSE, Kind.QUANTISED)
         return sparsifiers.memory("residual") if has_unsent and sends_all and not keeps else memory
 
     @property
@@ -205,7 +207,7 @@ class Config:
         codecs = self.compression.compressor.selects and Kind.LOW_RANK not in self.compression.compressor.kinds
         if self.compression.wire != AUTO or self.sync.ordered or not codecs or self.merging.exchange in SUMS:
             return ()
-        return CHOICE if self.memory_of(Kind.SPARSE).has_residual else ()
+        return CHOICE if self.compression.memory.has_residual else ()
 
     @property
     def chooses_dense(self) -> bool:

@@ -174,13 +174,13 @@ class MergeBuffers:
 
     def _arena(self, lane: Lane, length: int, unsent: Collection[str]) -> Arena:
         slots = [slot for slot in self.layout.slots if slot.lane == lane]
-        memory = self.config.memory_of(lane.kind, has_unsent=any(slot.name in unsent for slot in slots))
+        memory = self.config.memory_of(lane, has_unsent=any(slot.name in unsent for slot in slots))
         rate = None if self.config.compression.rates is None else self.config.compression.rates.by_slot(self.parameters)
         return Arena(lane, length, slots, memory, self.comm.size, rate)
 
     def has_unsent(self, slot: Slot) -> bool:
         """Return whether this rank sends a residual of an earlier configuration, which counts as a gradient."""
-        residual, own = self.arena_of[slot.index].residual_of(slot), self.config.memory_of(slot.lane.kind)
+        residual, own = self.arena_of[slot.index].residual_of(slot), self.config.memory_of(slot.lane)
         return residual is not None and not own.has_residual and bool(residual.any())
 
     def _arena_of(self, segment: Segment) -> Arena:

@@ -45,7 +45,7 @@ class OwnMask(DGCMemory):
         (DGCMemory(), [Rate(0.5), Rate(0.6)], None, True),
         (DGCMemory(clipping=1.0), OPTIMIZERS, None, True),
         (DGCMemory(masking=False), OPTIMIZERS, OnePass(Rate(0.5, True)), False),
-        (DGCMemory().for_dense_lane(), OPTIMIZERS, OnePass(None), False),
+        (DGCMemory().for_dense_lane(has_residual=True), OPTIMIZERS, OnePass(None), False),
         (OwnMask(), OPTIMIZERS, OnePass(Rate(0.5, True)), None),
     ],
 )
