@@ -54,8 +54,11 @@ def test_riding_or_not_the_update_of_every_element_is_the_same(
     riding, magnitudes = updates(size, RIDES, monkeypatch, sparsify=sparsify)
     alone, _ = updates(size, WALKS, monkeypatch, sparsify=sparsify, dense_sum="ordered" if size > 2 else "native")
     for one, other in zip(riding, alone, strict=True):
-        assert one.keys() == other.keys() and len(one) > 4 * 6
-        for name, value in one.items():
+        # Small tensors have a residual where they may be rounded: riding, and not with sums in rank order.
+        more = one.keys() - other.keys()
+        assert other.keys() <= one.keys() and len(other) > 4 * 6
+        assert all(one[name].numel() < 1024 and not one[name].any() for name in more)
+        for name, value in ((name, value) for name, value in one.items() if name not in more):
             if size == 3 and name[0].isdigit() and " " in name:
                 assert_near(value, other[name], magnitudes[name.partition(" ")[2]])
             else:
