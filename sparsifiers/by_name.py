@@ -39,6 +39,7 @@ class ByName(Compressor):
         self.memory = next((memory for memory in memories if memory != "residual"), "residual")
         self.same_on_all_ranks = sparse is not None and sparse.same_on_all_ranks
         self.density = 1.0 if sparse is None else sparse.density
+        self.rank = by_kind[Kind.LOW_RANK].rank if Kind.LOW_RANK in by_kind else None
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -48,6 +49,10 @@ class ByName(Compressor):
     def patterns(self) -> tuple[re.Pattern[str], ...]:
         """Return the patterns, in the order given."""
         return tuple(pattern for pattern, _ in self._parts)
+
+    def name_patterns(self) -> Mapping[str, Sequence[re.Pattern[str]]]:
+        of_parts = [patterns for part in self._by_kind.values() for patterns in part.name_patterns().items()]
+        return {**dict(of_parts), "compression": self.patterns}
 
     def of_tensor(self, name: str) -> Compressor:
         return next((part for pattern, part in self._parts if pattern.fullmatch(name)), self._parts[-1][1])

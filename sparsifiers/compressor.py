@@ -7,8 +7,9 @@ sends two thin factors. The code that plans, checks and saves a training needs t
 from __future__ import annotations
 
 import enum
+import re
 from abc import ABC
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -38,6 +39,7 @@ class Compressor(ABC):
     memory: str = "none"  # name of the memory that it is meant to be used with; "none" drops the residual
     same_on_all_ranks: bool = False  # all ranks choose the same coordinates from (seed, key, step) alone: no vote
     density: float = 1.0  # elements sent / elements, in (0, 1]
+    rank: int | tuple[tuple[str, int], ...] | None = None  # rows of factors, or by pattern; None: it sends none
     dtype: torch.dtype | None = None  # that dense tensors are cast to; None: they travel in their own
     candidates: tuple[str, ...] = ()  # names of those of which training takes one, the most exact first; (): no choice
     until_chosen: str = ""  # the one of these that is used before one is chosen
@@ -55,8 +57,20 @@ class Compressor(ABC):
         """Return its compressor of a kind: itself, one of those that it consists of, or None."""
         return self if kind in self.kinds else None
 
+    def replaced(self, part: Compressor) -> Compressor:
+        """Return the same with `part` in the place of its compressor of that kind."""
+        return part
+
+    def name_patterns(self) -> Mapping[str, Sequence[re.Pattern[str]]]:
+        """Return the patterns for whole names of tensors that it was given, by option."""
+        return {}
+
     def is_for(self, dtype: torch.dtype) -> bool:
         """Return whether gradients of this dtype are compressed; others travel dense."""
+        return True
+
+    def shrinks(self, name: str, shape: Sequence[int]) -> bool:
+        """Return whether a tensor of this name and shape is sent with fewer elements or bits; others travel dense."""
         return True
 
     @property

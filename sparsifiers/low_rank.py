@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from numbers import Integral
@@ -48,10 +49,14 @@ class LowRank(Compressor):
             return self.rank
         return next((rank for pattern, rank in self.patterns if pattern.fullmatch(name)), RANK)
 
-    @property
-    def least_rank(self) -> int:
-        """Return the lowest rank that is asked for of any tensor."""
-        return self.rank if isinstance(self.rank, int) else min(rank for _, rank in self.patterns)
+    def name_patterns(self) -> Mapping[str, Sequence[re.Pattern[str]]]:
+        return {"rank": [pattern for pattern, _ in self.patterns]}
+
+    def shrinks(self, name: str, shape: Sequence[int]) -> bool:
+        if len(shape) < 2:
+            return False
+        n, m = shape[0], math.prod(shape[1:])
+        return min(self.rank_of(name), n, m) * (n + m) < n * m
 
     def options(self) -> dict[str, object]:
         return {"rank": self.rank, "seed": self.seed}

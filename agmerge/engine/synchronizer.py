@@ -22,6 +22,7 @@ from agmerge.step.agreed_state import Plans, TensorTable
 from agmerge.step.config import Config, check_two_level
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.step.treatments import check_patterns
 from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.parameters import ParameterTable
 from agmerge.version import __version__
@@ -37,7 +38,7 @@ class Synchronizer:
 
     def __init__(self, members: ParameterTable, table: TensorTable, config: Config) -> None:
         check_two_level(config)
-        config.check_patterns(members.name_of(parameter) for parameter in members.name_all())
+        check_patterns(config, (members.name_of(parameter) for parameter in members.name_all()))
         self.members, self.passes = members, config.sync.passes
         self.synchronized = False  # the tensors are combined, and the step has not ended
         self.scaling = LossScale(None)

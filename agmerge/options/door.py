@@ -49,7 +49,7 @@ def check_agreement(compression: Any, density: Any, rank: Any) -> None:
             raise ValueError(
                 f"density={density!r} and compression={compression!r} disagree: give the density to the compressor only"
             )
-        if isinstance(part, sparsifiers.LowRank) and rank not in (None, part.rank):
+        if part.rank is not None and rank not in (None, part.rank):
             raise ValueError(f"rank={rank!r} and compression={compression!r} disagree: give the rank to one of them")
 
 

@@ -14,7 +14,7 @@ import torch
 import sparsifiers
 from agmerge.options import defaults
 from agmerge.tensors.parameters import optimizers_of
-from sparsifiers import Kind, LowRank
+from sparsifiers import Kind
 
 ENOUGH = 1.0  # % of the loss: there is no notice of a lower cost
 
@@ -119,8 +119,9 @@ def _named(config: Any) -> Iterator[tuple[str, float | None]]:
         # Without the memory of its paper dgc selects what topk does, and with it topk what dgc does.
         same = "dgc" if config.compression.memory.has_momentum else "topk"
         yield (same if sparse.name in ("topk", "dgc") else sparse.name), config.compression.density.least
-    if isinstance(low_rank, LowRank):
-        yield low_rank.name, low_rank.least_rank
+    if low_rank is not None and low_rank.rank is not None:
+        rank = low_rank.rank
+        yield low_rank.name, rank if isinstance(rank, int) else min(rows for _, rows in rank)
     if quantised is not None:
         yield quantised.name, None
 

@@ -8,8 +8,9 @@ common reaction of all ranks to an infinity. ``counted_links``: the bytes that l
 without a quantiser's noise. ``budgets``: how many elements a step sends; ``importance``: the measure behind
 density="importance".
 
-``config``: the options of a step, in the four ``records``; ``density_policy``, ``dense_cutoff``, ``groups``,
-``momentum`` and ``updates``: some of their fields. A user of this room makes a ``Config``, or has ``options/`` make it.
+``config``: the options of a step, in the four ``records``; ``treatments``: of each
+parameter, by them. ``density_policy``, ``dense_cutoff``, ``groups``, ``momentum`` and ``updates``: some of their
+fields. A user of this room makes a ``Config``, or has ``options/`` make it.
 
 May import exchanges/, runtime/, metrics/, tensors/, backends/ and below.
 """

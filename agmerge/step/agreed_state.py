@@ -20,8 +20,9 @@ from agmerge.step.config import TWO_LEVEL, Config
 from agmerge.step.dense_cutoff import DenseCutoff
 from agmerge.step.merge_buffers import MergeBuffers, State
 from agmerge.step.plan_status import PlanStatus
+from agmerge.step.treatments import assign_lanes, check_parameter, with_cutoff_for
 from agmerge.tensors.parameters import ParameterInfo, check_spread_alike
-from sparsifiers import ByName, Kind, Sparsifier
+from sparsifiers import Kind, Sparsifier
 from sparsifiers.observed import Observed
 
 RESIZED = (
@@ -179,9 +180,9 @@ class AgreedState:
         """
         active = self.table.active()
         check_spread_alike(active)
-        members = self.config.assign_lanes(member for member in active if member.local.numel())
+        members = assign_lanes(self.config, (member for member in active if member.local.numel()))
         for member in members:
-            self.config.check(member)
+            check_parameter(self.config, member)
         return members
 
     def agree_anew(self, order: Sequence[str]) -> MergeBuffers:
@@ -194,7 +195,7 @@ class AgreedState:
             order = [*(slot.name for slot in self.buffers.layout.slots), *order]  # new tensors follow
             self._carried = self.copy_state()
         members = self.members()
-        self.config = self.config.with_cutoff_for(members, warns=self.comm.rank == 0)
+        self.config = with_cutoff_for(self.config, members, warns=self.comm.rank == 0)
         buffers, self.steps = open_merge_buffers(
             self.comm,
             self.config,
@@ -369,7 +370,7 @@ def observing(config: Config, on: bool) -> Config:
         return config
     sparsifier = sparsifier.wrapped if isinstance(sparsifier, Observed) else sparsifier
     sparsifier = Observed(sparsifier) if on else sparsifier
-    return config.changed(compressor=compressor.replaced(sparsifier) if isinstance(compressor, ByName) else sparsifier)
+    return config.changed(compressor=compressor.replaced(sparsifier))
 
 
 def weight_factor(op: ReduceOp, before: int, now: int) -> float:

@@ -5,28 +5,22 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 import sparsifiers
 from agmerge.backends import topology
 from agmerge.backends.handshake import Fact
-from agmerge.exchanges.low_rank.factors import saves
 from agmerge.exchanges.message import VALUES
 from agmerge.exchanges.message.values import CHOICE, WHOLE
 from agmerge.exchanges.send_mode import SUMS
-from agmerge.step import dense_cutoff, momentum
+from agmerge.step import momentum
 from agmerge.step.records import Compression, Guards, Merging, Sync
 from agmerge.step.updates import GRADIENTS, UPDATES
-from agmerge.tensors.dtensors import is_dtensor, why_not_exchangeable
 from agmerge.tensors.layout import Lane
-from agmerge.tensors.nonfinite import SKIP
-from agmerge.tensors.parameters import ParameterInfo
-from sparsifiers import ByName, Kind, LowRank
+from sparsifiers import Kind
 from sparsifiers.quantising.choice import NONE
 
 MERGING = "agmerge"  # the default planner
@@ -56,86 +50,6 @@ class Config:
             records[name] = replace(record, **own)
         assert not fields, fields
         return Config(**records)
-
-    def assign_lanes(self, members: Iterable[ParameterInfo]) -> list[ParameterInfo]:
-        """Return the parameters, each with its treatment. A rule of the script's own is asked once for each of them."""
-        members = list(members)
-        if self.compression.partial is not None:
-            return dense_cutoff.assign_lanes(
-                members, self.compression.partial, self.compression.density.target, self.compression.dense
-            )
-        placed = []
-        for member in members:
-            kind = self._kind_of(member)
-            density = self.compression.density.of_parameter(member.name) if kind is Kind.SPARSE else None
-            placed.append(replace(member, kind=kind, density=density))
-        return placed
-
-    def _kind_of(self, member: ParameterInfo) -> Kind:
-        """Return how a parameter's gradient is sent."""
-        compressor = self.compression.compressor.of_tensor(member.name)
-        exempt = self.compression.dense(member.name, member.local) or not compressor.is_for(member.dtype)
-        if compressor.kind is Kind.DENSE or exempt:
-            return Kind.DENSE
-        if isinstance(compressor, LowRank) and not saves(member.shape, compressor.rank_of(member.name)):
-            return Kind.DENSE
-        return compressor.kind
-
-    def with_cutoff_for(self, members: Sequence[ParameterInfo], *, warns: bool) -> Config:
-        """Return this, with the cutoff of dense="partial" for these parameters. ``warns``: this rank may warn."""
-        if self.compression.partial is None:
-            return self
-        target, dense = self.compression.density.target, self.compression.dense
-        partial = dense_cutoff.with_cutoff_for(members, self.compression.partial, target, dense, warns=warns)
-        return self.changed(partial=partial)
-
-    def check(self, member: ParameterInfo) -> None:
-        """Raise ``ValueError`` for a parameter with a gradient that cannot be sent, or not by this compression."""
-        problem = why_not_exchangeable(member.parameter, member.name)
-        if not problem and is_dtensor(member.parameter):
-            problem = self._why_not_sharded(member.name)
-        if problem:
-            raise ValueError(problem)
-        if member.dtype.is_complex and (self.cast is not None or member.kind is not Kind.DENSE):
-            raise ValueError(
-                f"parameter {member.name!r} is {member.dtype}: sparsifiers and casts are for real numbers; use "
-                f"compression='none', send it whole (dense=), or hold it as torch.view_as_real()"
-            )
-
-    def _why_not_sharded(self, name: str) -> str:
-        """Return why these options do not go with a parameter of which a rank holds a shard; "" if they do."""
-        if self.sync.model is not None:
-            return (
-                f"merging='dear' and parameter {name!r}, a DTensor: FSDP gathers the parameters of a forward before "
-                "DeAR would apply their updates; use another merging"
-            )
-        if self.merging.exchange == TWO_LEVEL:
-            return (
-                f"exchange='two-level' and parameter {name!r}, a DTensor: the ranks of a node share tensors by shards "
-                "already, and process_set= is the level between nodes; pass exchange='sparse' or 'auto'"
-            )
-        if self.guards.nonfinite == SKIP and not self.guards.scaled:
-            return (
-                f"nonfinite='skip' and parameter {name!r}, a DTensor: a shard that is not finite would skip the step, "
-                "and the other shards would make it. Pass scaler=, which looks at all shards, or nonfinite='raise'"
-            )
-        return ""
-
-    def check_patterns(self, names: Iterable[str]) -> None:
-        """Raise ``ValueError`` for a pattern that matches none of ``names``: a slip is not ignored."""
-        known = list(names)
-        given: dict[str, Iterable[re.Pattern[str]]] = {
-            "dense": self.compression.patterns,
-            "density": [pattern for pattern, _ in self.compression.density.patterns],
-        }
-        low_rank = self.compression.compressor.part(Kind.LOW_RANK)
-        if isinstance(low_rank, LowRank):
-            given["rank"] = [pattern for pattern, _ in low_rank.patterns]
-        if isinstance(self.compression.compressor, ByName):
-            given["compression"] = self.compression.compressor.patterns
-        for what, pattern in ((what, pattern) for what, patterns in given.items() for pattern in patterns):
-            if not any(pattern.fullmatch(name) for name in known):
-                raise ValueError(f"{what}: {pattern.pattern!r} matches no whole name; parameters: {', '.join(known)}")
 
     def memory_of(self, lane: Lane, *, has_unsent: bool = False) -> sparsifiers.Memory:
         """Return the memory of a tensor class: dense ones have a residual only where something may be unsent.
@@ -188,14 +102,7 @@ class Config:
         """
         if self.quantisers:
             return sparsifiers.quantiser(self.compression.compressor.until_chosen if label == AUTO else label)
-        part = self.compression.compressor.part(Kind.QUANTISED)
-        assert part is None or isinstance(part, sparsifiers.Quantiser)
-        return part
-
-    @property
-    def cast(self) -> torch.dtype | None:
-        """Return the dtype in which dense tensors travel; None: the gradient's own."""
-        return self.compression.compressor.dtype
+        return cast("sparsifiers.Quantiser | None", self.compression.compressor.part(Kind.QUANTISED))
 
     @property
     def wires(self) -> tuple[str, ...]:
@@ -241,29 +148,23 @@ class Config:
             return "groups"  # which ones: ranks compare that tensor by tensor
         return f"plan {self.merging.plan.digest()}" if self.merging.plan else repr(self.merging.planner)
 
-    @property
-    def _momentum(self) -> str:
-        """Return the owner of the momentum that is applied before selection, as text."""
-        if self.compression.rates is not None:
-            return "the optimizer's"
-        return "the memory's" if self.compression.memory.has_momentum else "None"
-
     def facts(self) -> list[Fact]:
         """Return the facts that must be the same on every rank, by name and as text.
 
         ``backward_passes_per_step`` too: it decides what a step is.
         """
-        low_rank = self.compression.compressor.part(Kind.LOW_RANK)
+        rank = self.compression.compressor.rank
+        momentum_of = "the memory's" if self.compression.memory.has_momentum else "None"
         return [
             ("sync", GRADIENTS if self.sync.updates is None else UPDATES),  # first: defaults of others hang on it
             *(() if self.sync.updates is None else self.sync.updates.facts()),
             ("compression", self.compression.compressor.name),
             *self.compression.density.facts(),
-            *((("rank", str(low_rank.rank)),) if isinstance(low_rank, LowRank) else ()),
+            *(() if rank is None else [("rank", str(rank))]),
             ("dense='partial'", str(self.compression.partial)),
             ("options", repr(self.compression.compressor)),
             ("memory", repr(self.compression.memory)),
-            ("momentum before selection", self._momentum),
+            ("momentum before selection", momentum_of if self.compression.rates is None else "the optimizer's"),
             ("merging", self.plans_from),
             ("sparsify", self.merging.sparsify),
             ("exchange", self.merging.exchange),

@@ -204,7 +204,7 @@ class MergeBuffers:
             ordered=config.sync.ordered,
             same_on_all_ranks=config.compression.compressor.same_on_all_ranks,
             predivide=config.sync.predivide,
-            cast=config.cast,
+            cast=config.compression.compressor.dtype,
             rounds_whole=config.rounds_whole,
             has_residual=any(arena.memory.has_residual for arena in self.arenas.values()),
             receive=self._receive,

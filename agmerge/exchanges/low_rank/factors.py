@@ -31,7 +31,6 @@ __all__ = [
     "product",
     "project",
     "rank_of",
-    "saves",
     "take_off",
 ]
 
@@ -47,14 +46,6 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 def rank_of(shape: Sequence[int], rank: int) -> int:
     """Return the rank of a tensor's factors: ``rank``, but no more than its matrix has rows or columns."""
     return min(rank, *matrix_shape(shape))
-
-
-def saves(shape: Sequence[int], rank: int) -> bool:
-    """Return whether a tensor's two factors have fewer elements than it has itself."""
-    if len(shape) < 2:
-        return False
-    n, m = matrix_shape(shape)
-    return rank_of(shape, rank) * (n + m) < n * m
 
 
 def initial_basis(seed: int, name: str, length: int, rank: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch import nn
 import agmerge
 from agmerge import testing
 from agmerge.options.compressors import Cast
+from agmerge.step.treatments import assign_lanes
 from sparsifiers import Compressor, Kind
 
 SHAPES = {"a": (48, 32), "b": (7,)}
@@ -82,8 +83,8 @@ def test_what_a_config_says_of_it_is_what_the_compressor_says() -> None:
     config = with_compressor(config_of(), Counting(3), "none")
     facts = dict(config.facts())
     assert (facts["compression"], facts["options"]) == ("counting", "counting(unit=3)")
-    assert config.modes == ("dense",) and config.cast is None
-    assert {member.kind for member in config.assign_lanes(table().active())} == {Kind.DENSE}
+    assert config.modes == ("dense",) and config.compression.compressor.dtype is None
+    assert {member.kind for member in assign_lanes(config, table().active())} == {Kind.DENSE}
 
 
 def test_ranks_with_other_options_of_it_do_not_begin() -> None:
