@@ -61,6 +61,15 @@ class Compressor(ABC):
         """Return the same with `part` in the place of its compressor of that kind."""
         return part
 
+    @property
+    def unobserved(self) -> Compressor:
+        """Return it without its observer, if it has one (`sparsifiers.observed`)."""
+        return self
+
+    def figures(self) -> dict[str, float]:
+        """Return figures of its selections, by name; empty where they are not observed."""
+        return {}
+
     def name_patterns(self) -> Mapping[str, Sequence[re.Pattern[str]]]:
         """Return the patterns for whole names of tensors that it was given, by option."""
         return {}

@@ -30,6 +30,11 @@ class Observed(Sparsifier):
         self.same_on_all_ranks = sparsifier.same_on_all_ranks
         self._proof = Proof()
 
+    @property
+    def unobserved(self) -> Sparsifier:
+        """Return `wrapped`."""
+        return self.wrapped
+
     def figures(self) -> dict[str, float]:
         """Return the figures since the last `reset`; for the keys see `Proof.figures`."""
         return self._proof.figures()

@@ -22,7 +22,6 @@ from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.plan_status import PlanStatus, unplanned
 from sparsifiers import Kind
-from sparsifiers.observed import Observed
 
 
 class ReportingMixin:
@@ -77,6 +76,7 @@ class ReportingMixin:
         exchange = self._reducer.exchange
         totals, compressor = exchange.totals, exchange.config.compression.compressor
         sparsifier = compressor.part(Kind.SPARSE)
+        figures = {} if sparsifier is None else sparsifier.figures()
         exchange.times.settle()
         now = plan_status(exchange)
         norms = [float(torch.linalg.vector_norm(r.double())) for r in self._reducer.unsent().values()]
@@ -105,7 +105,7 @@ class ReportingMixin:
             "quantiser_why": now.quantiser_why,
             "norm_inflation": exchange.norm.inflation(),
             "residual_norm": sum(norm**2 for norm in norms) ** 0.5,
-            **({"selection": sparsifier.figures()} if isinstance(sparsifier, Observed) else {}),
+            **({"selection": figures} if figures else {}),
         }
 
     def grad_norm(self) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 
 from agmerge.backends.handshake import gather_bytes
 from agmerge.exchanges import Exchange
-from agmerge.planning.message_timing import BURST, MessageTimer, unobserved
+from agmerge.planning.message_timing import BURST, MessageTimer
 from agmerge.planning.probe_budget import Budget
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Lane, Layout, Segment
@@ -168,10 +168,10 @@ class _Prober:
         Returns the maximum over ranks of each of ``seconds``, then of the probe's seconds and sent bytes.
         """
         took, sent = timers[0].now() - timers[0].began, sum(timer.sent for timer in timers)
-        for part in map(
-            self.buffers.config.compression.compressor.part, self.buffers.config.compression.compressor.kinds
-        ):
-            unobserved(part).retain(self.buffers.keys())
+        compressor = self.buffers.config.compression.compressor
+        for part in map(compressor.part, compressor.kinds):
+            assert part is not None  # of each of its kinds it has one
+            part.unobserved.retain(self.buffers.keys())
         told = self._max_over_ranks(*seconds, took, sent)
         self.budget.spend(told[-2], told[-1])
         return told

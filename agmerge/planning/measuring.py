@@ -17,7 +17,7 @@ from agmerge.step.importance import Energies
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Lane, Slot
 from merging import Measurements
-from sparsifiers import Compressor, Kind, LowRank, Quantiser
+from sparsifiers import Compressor, Kind, Quantiser
 from sparsifiers.quantising.blocks import block_size, blocks_in
 
 LOW_RANK, BY_NAME = "low rank", "by name"  # a fact of measurements, and its value where tensors have different ranks
@@ -70,7 +70,7 @@ def measurements(buffers: MergeBuffers, step: int, ready: Seconds, costs: Measur
 def _low_rank_facts(compressor: Compressor) -> tuple[tuple[str, str], ...]:
     """Return the rank of all factors as a fact, or that it differs from tensor to tensor; empty where none are sent."""
     low_rank = compressor.part(Kind.LOW_RANK)
-    if not isinstance(low_rank, LowRank):
+    if low_rank is None or low_rank.rank is None:
         return ()
     alike = compressor is low_rank and isinstance(low_rank.rank, int)
     return ((LOW_RANK, str(low_rank.rank) if alike else BY_NAME),)

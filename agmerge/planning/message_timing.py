@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -12,8 +13,7 @@ from agmerge.exchanges import Exchange, InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Segment
-from sparsifiers import Compressor, Kind, Selection, Sparsifier
-from sparsifiers.observed import Observed
+from sparsifiers import Kind, Selection, Sparsifier
 
 PIECE_OF_WORK = torch.ones(128, 128)  # its product with itself takes about a tenth of a millisecond
 BURST = 4  # small messages in a row
@@ -132,8 +132,9 @@ class MessageTimer:
         """Select from the segment under a key of its own; return None where it is sent dense."""
         if not self._exchange.sparse or not self.segment.lane.sparse:
             return None
-        sparsifier = unobserved(self.buffers.config.compression.compressor.part(Kind.SPARSE))
-        assert isinstance(sparsifier, Sparsifier)  # the tensor class is a sparse one
+        part = self.buffers.config.compression.compressor.part(Kind.SPARSE)
+        assert part is not None  # the tensor class is a sparse one
+        sparsifier = cast(Sparsifier, part.unobserved)  # figures are of training, and not of probes
         work, k, shapes = self.buffers.vector(self.segment, self.step)
         return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)
 
@@ -168,9 +169,3 @@ def _in_use(segment_buffers: SegmentBuffers) -> SegmentBuffers:
     work = torch.linspace(-1.0, 1.0, segment_buffers.segment.length, device=segment_buffers.work.device)
     update = torch.empty_like(segment_buffers.update)
     return SegmentBuffers(segment_buffers.segment, work.to(segment_buffers.work.dtype), update)
-
-
-def unobserved(compressor: Compressor | None) -> Compressor:
-    """Return the compressor without its observer: figures are of training, and not of probes."""
-    assert compressor is not None
-    return compressor.wrapped if isinstance(compressor, Observed) else compressor

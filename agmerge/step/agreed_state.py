@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -285,7 +285,8 @@ class AgreedState:
     @property
     def is_observed(self) -> bool:
         """Return whether figures of selections are recorded."""
-        return isinstance(self.config.compression.compressor.part(Kind.SPARSE), Observed)
+        sparsifier = self.config.compression.compressor.part(Kind.SPARSE)
+        return sparsifier is not None and sparsifier.unobserved is not sparsifier
 
     def adopt(self, config: Config) -> None:
         """Use ``config`` from the next agreement on. The facts that ranks compare must not differ."""
@@ -366,11 +367,10 @@ class AgreedState:
 def observing(config: Config, on: bool) -> Config:
     """Return ``config`` with a sparsifier that records figures of its selections (``on``), or without. Nothing else."""
     compressor, sparsifier = config.compression.compressor, config.compression.compressor.part(Kind.SPARSE)
-    if not isinstance(sparsifier, Sparsifier):
+    if sparsifier is None:
         return config
-    sparsifier = sparsifier.wrapped if isinstance(sparsifier, Observed) else sparsifier
-    sparsifier = Observed(sparsifier) if on else sparsifier
-    return config.changed(compressor=compressor.replaced(sparsifier))
+    bare = cast(Sparsifier, sparsifier.unobserved)
+    return config.changed(compressor=compressor.replaced(Observed(bare) if on else bare))
 
 
 def weight_factor(op: ReduceOp, before: int, now: int) -> float:
