@@ -25,13 +25,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from agmerge import testing
-from agmerge.backends import Backend, Handle
+from agmerge.backends import Handle
 from agmerge.backends.local import LocalBackend
-from agmerge.exchanges import Commit, Exchange, ExchangeContext, SegmentBuffers, SparseExchange
+from agmerge.exchanges import Exchange, ExchangeContext, Ranks, SegmentBuffers, SparseExchange, Store
 from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.exchanges.message.pairs import PairFormat
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
@@ -198,11 +199,8 @@ def measure(kind: type[Exchange], case: str, workers: int, k: int, numel: int, s
         assert isinstance(world, LocalBackend)
         work, found = torch.zeros(segment.length), []
 
-        def taken(part: Segment, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
-            commit(work, indices, sent)
-
         comm = Counting(world)
-        exchange = _made(kind, comm, taken)
+        exchange = kind(ExchangeContext(Ranks(comm, WAIT), Average, _Work(work)))
         load = SegmentBuffers(segment, work, torch.zeros(segment.length))
         for step in range(steps):
             comm.sent.clear()
@@ -221,8 +219,14 @@ def measure(kind: type[Exchange], case: str, workers: int, k: int, numel: int, s
     return Volume(**worst)
 
 
-def _made(kind: type[Exchange], comm: Backend, taken: Commit) -> Exchange:
-    return kind(ExchangeContext(comm, Average, taken, WAIT))
+class _Work(Store):
+    """Store of one segment, of which the residual is ``work``."""
+
+    def __init__(self, work: torch.Tensor) -> None:
+        self._work = work
+
+    def subtract_sent(self, segment: Segment, indices: torch.Tensor | None, sent: Any) -> None:
+        commit(self._work, indices, sent)
 
 
 def _volume(comm: Counting, k: int, kept: int, whole: bool) -> Volume:

@@ -18,8 +18,8 @@ from agmerge.exchanges.low_rank import bases
 from agmerge.exchanges.node_shards import shard_shape
 from agmerge.runtime import workers
 from agmerge.step import dense_cutoff
+from agmerge.step.flat_buffers import State
 from agmerge.step.gradient_exchange import GradientExchange
-from agmerge.step.merge_buffers import State
 from agmerge.tensors import nonfinite
 from agmerge.tensors.dtensors import is_dtensor, like, local_of, set_gradient, shard_of
 

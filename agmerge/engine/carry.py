@@ -158,13 +158,13 @@ class Applied(Carry):
     def way(self, name: str) -> Difference:
         way = super().way(name)
         buffers = self._exchange.buffers
-        if self._overlap and buffers is not None and buffers.goes_whole(buffers.slot_of[name]):
+        if self._overlap and buffers is not None and buffers.goes_dense(buffers.slot_of[name]):
             self._whole[name] = way.tensor().reshape(-1)
         return way
 
     def take_in(self, combined: Combined) -> None:
         updates = {name: update for name, update in combined.updates.items() if update is not None}
-        lists = lists_by_name(combined.buffers.received)
+        lists = lists_by_name(combined.buffers.store.received)
         sent = self._sent(combined, [*updates, *lists])
         for name, of_name in lists.items():  # they have no update
             if self._goes_along(name):
@@ -200,10 +200,10 @@ class Applied(Carry):
         """Return the pieces that this rank has sent of ``names``, by name of the parameter."""
         buffers, whole = combined.buffers, self._whole
         self._whole = {}
-        sent = pieces_by_name(buffers.sent)
+        sent = pieces_by_name(buffers.store.sent)
         for name in names:
             slot, pieces = buffers.slot_of[name], sent.setdefault(name, [])
-            if buffers.goes_whole(slot) and all(piece.values is None for piece in pieces):
+            if buffers.goes_dense(slot) and all(piece.values is None for piece in pieces):
                 # The parameter is `base` then, unless the optimizer has moved it since it was sent.
                 sent[name] = [Piece(0, slot.numel, 0, None, whole[name])] if name in whole else [WHOLE]
         return sent

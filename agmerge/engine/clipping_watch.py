@@ -149,7 +149,7 @@ class ClippingWatch:
 
     def _norms(self) -> Norms:
         assert self._buffers is not None
-        return norms_of(self._buffers.parameters)
+        return norms_of(self._buffers.flat.parameters)
 
     def _tell(self, factor: float, bound: float, seen: Norms) -> None:
         """Refuse or warn: gradients have been clipped to ``bound`` by ``factor``."""

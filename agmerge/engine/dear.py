@@ -72,7 +72,7 @@ class DearReducer(Reducer):
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans:
         """Hook the present parameters and modules, and return a planner that measures backward and forward."""
         check_readers(self.model, self._optimizer)  # it may have got more parameters
-        self._hooks.attach(buffers.parameters, self.members, alone=self.alone)
+        self._hooks.attach(buffers.flat.parameters, self.members, alone=self.alone)
         self._modules.attach(self.model)
         self._times = ForwardTimes(buffers.clock, self._modules.readers)
         return Replanner(buffers, times, DearMeasurer(buffers, times, self))
@@ -191,7 +191,7 @@ class DearReducer(Reducer):
     def forward_seconds(self) -> Seconds:
         """Return the seconds of forward of each tensor of the merge buffers, (n,), as measured on this rank."""
         assert self.exchange.buffers is not None and self._times is not None
-        return self._times.of(self.exchange.buffers.parameters)
+        return self._times.of(self.exchange.buffers.flat.parameters)
 
     # -- guards ---------------------------------------------------------------------------------------------
 

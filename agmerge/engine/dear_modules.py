@@ -149,7 +149,7 @@ class Updates:
         buffers = combined.buffers
         assert isinstance(buffers.dense, ScatterExchange)
         self._optimizer, self._buffers, self._exchange = optimizer, buffers, buffers.dense
-        self._slot_of = dict(zip(buffers.parameters, buffers.layout.slots, strict=True))  # by parameter
+        self._slot_of = dict(zip(buffers.flat.parameters, buffers.layout.slots, strict=True))  # by parameter
         self._groups = [_snapshot(group) for group in optimizer.param_groups]  # hyper-parameters as of this step
         self._group_of: dict[torch.Tensor, int] = {}  # parameters with a pending update, in the optimizer's order
         self._left_over: set[torch.Tensor] = set()  # of these, parameters that no rank used in this step
@@ -160,7 +160,7 @@ class Updates:
                     continue
                 if combined.used[slot.index] or zero_unused:
                     self._group_of[parameter] = number
-                elif buffers.arena_of[slot.index].memory.has_residual:  # known once it has arrived
+                elif buffers.flat.arena_of[slot.index].memory.has_residual:  # known once it has arrived
                     self._group_of[parameter] = number
                     self._left_over.add(parameter)
         self._arriving: dict[int, InFlight] = {  # by slot: messages not yet waited for
@@ -173,7 +173,7 @@ class Updates:
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:
         """Return all parameters that take part: first those with an update, in the optimizer's order."""
-        return tuple(dict.fromkeys([*self._group_of, *self._buffers.parameters]))
+        return tuple(dict.fromkeys([*self._group_of, *self._buffers.flat.parameters]))
 
     @property
     def done(self) -> bool:
@@ -197,7 +197,7 @@ class Updates:
                 self._check_same(parameter)
                 group = self._group_of.pop(parameter)
                 left_over = parameter in self._left_over
-                if not left_over or self._buffers.left_over(self._slot_of[parameter]):
+                if not left_over or self._buffers.flat.left_over(self._slot_of[parameter]):
                     groups.setdefault(group, []).append(parameter)
         if groups:
             self._step([{**self._groups[number], "params": chosen} for number, chosen in groups.items()])
@@ -210,7 +210,7 @@ class Updates:
         kept = given[:]
         try:
             for parameter in chosen:
-                parameter.grad = self._buffers.update(self._slot_of[parameter])
+                parameter.grad = self._buffers.flat.update(self._slot_of[parameter])
             given[:] = groups
             with ExitStack() as stack:
                 # The forward around this may be one for inference, or in lower precision; the update is not.

@@ -81,7 +81,7 @@ def last_to_join(reducer: Synchronizer, alone: int) -> int:
 def _discard(reducer: Reducer) -> None:
     """Discard the last round, in which no rank has trained: residuals and everything else are as before it."""
     assert reducer.exchange.buffers is not None
-    for parameter in reducer.exchange.buffers.parameters:
+    for parameter in reducer.exchange.buffers.flat.parameters:
         parameter.grad = None
     reducer.discard()
 

@@ -81,7 +81,7 @@ class Reducer(Synchronizer):
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans | None:
         """Hook the parameters that take part now, and return a planner of their exchange."""
         self._gradients = Gradients()
-        self._hooks.attach(buffers.parameters, self.members, alone=self.alone)
+        self._hooks.attach(buffers.flat.parameters, self.members, alone=self.alone)
         return super()._on_agreement(buffers, times)
 
     # -- backward -------------------------------------------------------------------------------------------------
@@ -203,9 +203,9 @@ class Reducer(Synchronizer):
         assert self.exchange.buffers is not None
         buffers = self.exchange.buffers
         slot = buffers.slot_of[name]
-        parameter = buffers.parameters[slot.index]
+        parameter = buffers.flat.parameters[slot.index]
         gradient = self._gradient(parameter, name)
-        if gradient is not None and buffers.will_overwrite(slot, gradient):
+        if gradient is not None and buffers.flat.will_overwrite(slot, gradient):
             # The last update, made zero by zero_grad(): sums may be written there, and the round be repeated.
             gradient = gradient.clone()
             self._gradients.set(parameter, gradient)
@@ -216,14 +216,14 @@ class Reducer(Synchronizer):
         self._check_attachable(combined)
         self._clipping.note(combined)
         set_gradient = self._gradients.set
-        for parameter, update in zip(combined.buffers.parameters, combined.updates.values(), strict=True):
+        for parameter, update in zip(combined.buffers.flat.parameters, combined.updates.values(), strict=True):
             set_gradient(parameter, update)
-        self.scaling.multiply(p.grad for p in combined.buffers.parameters if p.grad is not None)
+        self.scaling.multiply(p.grad for p in combined.buffers.flat.parameters if p.grad is not None)
 
     def _check_attachable(self, combined: Combined) -> None:
         """Raise where a parameter has changed during backward; warn once where no rank has a gradient."""
         buffers = combined.buffers
-        for slot, parameter in zip(buffers.layout.slots, buffers.parameters, strict=True):
+        for slot, parameter in zip(buffers.layout.slots, buffers.flat.parameters, strict=True):
             if parameter.dtype != slot.lane.dtype or parameter.device != slot.lane.device:
                 raise AGMergeError(
                     f"parameter {slot.name!r} changed from {slot.lane.dtype} on {slot.lane.device} to "
@@ -232,7 +232,7 @@ class Reducer(Synchronizer):
         if not any(combined.used) and self._flag == Flag.ACTIVE:
             warnings.warn(NO_GRADIENT, stacklevel=7)
         if self.exchange.changed:
-            known = set(buffers.parameters)
+            known = set(buffers.flat.parameters)
             for member in self.exchange.members():
                 if member.parameter not in known and member.parameter.grad is not None:
                     raise AGMergeError(

@@ -73,4 +73,3 @@ def level_replicas(
         )
     broadcast_parameters(parameters, root_rank=root)
     broadcast_optimizer_state(optimizer, root_rank=root)
-

@@ -202,20 +202,20 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
     """
     rows = [("buffer", "tensor", "shape", "lane", "density", "elements")]
     sparse = factored = 0
-    for slot in buffers.tensors.slots:
+    for slot in buffers.flat.tensors.slots:
         density = "1"
         if slot.lane.sparse:
             sent = config.compression.density.at(step, slot.lane.density)
             if buffers.budgets.are_chosen:
                 sent = buffers.budgets.of_tensor(slot, step) / slot.numel
             density, sparse = f"{sent:.3g}", sparse + slot.numel
-        elif slot.lane.kind is Kind.LOW_RANK and buffers.bases is not None:
-            density, factored = f"{buffers.bases.elements(slot) / slot.numel:.3g}", factored + slot.numel
+        elif slot.lane.kind is Kind.LOW_RANK and buffers.flat.bases is not None:
+            density, factored = f"{buffers.flat.bases.elements(slot) / slot.numel:.3g}", factored + slot.numel
         shape = "x".join(map(str, slot.shape)) or "scalar"
         lane = slot.lane.kind.value
         rows.append((str(buffers.buffer_of[slot.index]), slot.name, shape, lane, density, str(slot.numel)))
     lines = _aligned(rows)
-    total = buffers.tensors.numel
+    total = buffers.flat.tensors.numel
     counts: tuple[tuple[int, str], ...] = ((sparse, "selected from"), (factored, "factorised"))
     if Kind.LOW_RANK not in config.compression.compressor.kinds:
         counts = counts[:1]
@@ -235,7 +235,7 @@ def merge_buffers_table(buffers: MergeBuffers, measured: merging.Measurements | 
         measured: the measurements behind the plan; None: nothing is predicted.
         times: of a typical step; None: there was no step.
     """
-    plan, slots = buffers.plan, buffers.tensors.slots
+    plan, slots = buffers.plan, buffers.flat.tensors.slots
     spans: Sequence[merging.Span] = ()
     if measured is not None:
         spans = merging.predict(plan, measured.profile, measured.costs, mode_of(plan, measured)).spans

@@ -39,7 +39,7 @@ def places_in(buffers: MergeBuffers) -> list[Place]:
 
     None where a tensor is a DTensor, of which a rank has one shard.
     """
-    named = list(zip(buffers.slot_of, buffers.parameters, strict=True))
+    named = list(zip(buffers.slot_of, buffers.flat.parameters, strict=True))
     if any(is_dtensor(parameter) for _, parameter in named):
         return []
     by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}

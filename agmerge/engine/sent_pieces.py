@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from agmerge.step.merge_buffers import Received, Sent
+from agmerge.step.sent_values import Received, Sent
 from agmerge.tensors.layout import Segment, Slot
 from sparsifiers import kernel_updates
 

@@ -1,8 +1,8 @@
 """Combine the messages of all ranks: one exchange a file, by name in ``table``.
 
-``base``: what an exchange is; ``multi_round``: one of several rounds. ``dense``, ``sparse``, ``masked`` (with
-``mask_votes``), ``oktopk/``, ``low_rank/`` and ``reduce_scatter`` are the exchanges; ``all_reduce``: sums that
-several need.
+``base``: what an exchange is; ``store``: the owner of residuals, as exchanges see it; ``multi_round``: an exchange of
+several rounds. ``dense``, ``sparse``, ``masked`` (with ``mask_votes``), ``oktopk/``, ``low_rank/`` and
+``reduce_scatter`` are the exchanges; ``all_reduce``: sums that several need.
 ``node_shards``: the stage inside a node. ``message/``: the format of a message. ``routing`` and ``splitting``: which
 segments of a merge buffer share one; ``send_mode``: how a merge buffer is sent. ``traffic``: the bytes that are moved.
 
@@ -11,23 +11,25 @@ May import backends/, tensors/ and the package ``sparsifiers``.
 
 from __future__ import annotations
 
-from agmerge.exchanges.base import Commit, Exchange, ExchangeContext, InFlight, Noise, SegmentBuffers
+from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, Noise, Ranks, SegmentBuffers
 from agmerge.exchanges.dense import DenseExchange
 from agmerge.exchanges.low_rank.exchange import LowRankExchange
 from agmerge.exchanges.masked import MaskedExchange
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 from agmerge.exchanges.sparse import SparseExchange
+from agmerge.exchanges.store import Store
 
 __all__ = [
-    "Commit",
     "DenseExchange",
     "Exchange",
     "ExchangeContext",
-    "SegmentBuffers",
+    "InFlight",
     "LowRankExchange",
     "MaskedExchange",
-    "OkTopkExchange",
-    "InFlight",
     "Noise",
+    "OkTopkExchange",
+    "Ranks",
+    "SegmentBuffers",
     "SparseExchange",
+    "Store",
 ]

@@ -1,14 +1,14 @@
 """Contract of an exchange: ``start`` sends, ``wait`` receives, ``finish`` writes the update.
 
-An exchange never touches a residual. It calls ``commit`` with this rank's contribution to the update as soon as that
-is known: in ``start`` where it is the sent values (dense, sparse), in ``finish`` where the ranks decide together (a
-global threshold, an agreed mask, low-rank factors). Conservation holds for every exchange by construction.
+An exchange never touches a residual. It tells its :class:`agmerge.exchanges.Store` this rank's contribution to the
+update as soon as that is known: in ``start`` where it is the sent values (dense, sparse), in ``finish`` where the ranks
+decide together (a global threshold, an agreed mask, low-rank factors). So every exchange conserves gradients.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,69 +16,44 @@ import torch
 
 from agmerge.backends import Backend, Handle
 from agmerge.backends.streams import streams_of
-from agmerge.exchanges.low_rank.bases import Bases
 from agmerge.exchanges.message.format import Format, RoundHeader
+from agmerge.exchanges.store import Store
 from agmerge.ops import ReduceOp
-from agmerge.tensors.arena import Unwritten, Write
 from agmerge.tensors.layout import Segment, Slot
 from sparsifiers import Kind, Quantiser, Selection
 
-# commit(segment, indices, sent) subtracts this rank's contribution from the segment's work: work[indices] -= sent.
-# indices: int32 or int64, (n,), or None: all its elements. sent: (n,), or None: all of work, as it is.
-Commit = Callable[[Segment, "torch.Tensor | None", "torch.Tensor | Unwritten | None"], None]
 
-# take(segment, write) has the selected values of a segment written to its message unrounded, and subtracts them from
-# the segment's work in the same pass. Returns False, with nothing done, where that takes two passes.
-Take = Callable[[Segment, Write], bool]
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks that exchange messages, as one of them sees them."""
 
-# retain(segment, indices, values) adds to the segment's work the quantisation error of sums that this rank has encoded
-# for all ranks: work[indices] += values. indices: int32 or int64, (n,), ascending; values: (n,).
-Retain = Callable[[Segment, torch.Tensor, torch.Tensor], None]
+    comm: Backend
+    timeout: float  # seconds, of every wait for a collective
+    second: Backend | None = None  # another communicator of the same ranks, for second phases; None: there are none
+    gradients: int | None = None  # number of gradients in a sum; None: one of each rank of `comm`
+    place: int = 0  # of these ranks in their nodes: which shards of tensors they exchange
 
-# receive(segment, sent, factor): (indices, values) of a segment by rank, and the factor of these values. Returns
-# whether the callee needs no more than these: then no update is written.
-Receive = Callable[[Segment, "list[tuple[torch.Tensor, torch.Tensor]]", float], bool]
-# observe(values, count): some of them may be copied; the first `count` are in use.
-Observe = Callable[[torch.Tensor, "int | torch.Tensor"], None]
-
-
-UpdateOf = Callable[[Slot], torch.Tensor]  # in the shape of the tensor, contiguous, in the gradient's dtype
-
-
-def _no_update(slot: Slot) -> torch.Tensor:
-    raise NotImplementedError(f"{slot.name}: it was prepared, and ExchangeContext.update_of was not given")
-
-
-def _nobody_retains(segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
-    raise NotImplementedError(f"{segment.key}: a codec rounds sums, and ExchangeContext.retain was not given")
+    @property
+    def terms(self) -> int:
+        """Number of gradients in a sum: of all workers, also where a node's ranks have added up theirs before."""
+        return self.comm.size if self.gradients is None else self.gradients
 
 
 @dataclass(frozen=True)
 class ExchangeContext:
-    """Options, callbacks and communicators of an exchange, which reads the fields that concern it."""
+    """Ranks, options and buffers of an exchange, which reads the fields that concern it."""
 
-    comm: Backend  # the ranks that exchange messages
+    ranks: Ranks
     op: ReduceOp  # Average or Sum
-    commit: Commit  # subtracts from the work what this rank has sent
-    timeout: float  # seconds, of every wait for a collective
+    store: Store  # has the residuals, and is told what was sent
     wire: str = "auto"  # value codec of sparse sections, see agmerge.exchanges.message.value_codec
     ordered: bool = False  # add in rank order: a sum then does not depend on where an element lies in its message
     same_on_all_ranks: bool = False  # all ranks choose the same coordinates by themselves: no vote is needed
     predivide: float = 1.0  # f: dense sums are of `work / f`, and multiplied by f afterwards
     cast: torch.dtype | None = None  # dtype of dense segments on the wire; None: the gradient's own
-    rounds_whole: bool = False  # dense segments on the host may be rounded: their `work` keeps the error
-    has_residual: bool = False  # some `work` has a residual, so that sent values are committed
-    receive: Receive = lambda segment, parts, scale: False  # asked where ranks' selections are at hand, one by one
-    take: Take = lambda segment, write: False  # asked where a message has the values themselves
-    retain: Retain = _nobody_retains  # takes the quantisation error of sums of all ranks
-    observe: Observe = lambda values, count: None  # told of the values that are sent, before they are rounded
-    bases: Bases | None = None  # of low-rank tensors; None: there are none
-    workers: int | None = None  # number of gradients in a sum; None: one of each rank of `comm`
+    rounds_dense: bool = False  # dense segments on the host may be rounded: their `work` keeps the error
     quantiser: Quantiser | None = None  # of quantised tensors; None: there are none
-    feedback: bool = False  # the quantisation error stays in `work`, so that sent values are committed
-    second: Backend | None = None  # another communicator of the same ranks, for second phases; None: there are none
-    place: int = 0  # of these ranks in their nodes: which shards of tensors they exchange
-    update_of: UpdateOf = _no_update  # where the update of a quantised tensor is written
+    feedback: bool = False  # the quantisation error stays in `work`, so that sent values are subtracted
 
 
 @dataclass(frozen=True)
@@ -145,8 +120,9 @@ class Exchange(ABC):
     pipelines_parts: ClassVar[bool] = False  # several messages of one merge buffer overlap in time
 
     def __init__(self, context: ExchangeContext) -> None:
-        self.context, self.comm, self.commit, self.timeout = context, context.comm, context.commit, context.timeout
-        self.scale = context.op.scale(context.workers or context.comm.size)  # factor of sums over ranks
+        self.context, self.store = context, context.store
+        self.comm, self.timeout = context.ranks.comm, context.ranks.timeout
+        self.scale = context.op.scale(context.ranks.terms)  # factor of sums over ranks
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}  # buffers, by key, dtype and device
         self._formats: dict[str, Format] = {}  # by message, as it was last
 

@@ -42,7 +42,7 @@ class DenseExchange(Exchange):
     def __init__(self, context: ExchangeContext) -> None:
         super().__init__(context)
         self.cast, self.predivide = context.cast, context.predivide
-        self.keeps = context.has_residual or context.feedback
+        self.keeps = context.store.has_residual or context.feedback
         self.ordered = context.ordered
 
     def start(
@@ -60,7 +60,7 @@ class DenseExchange(Exchange):
             self._pack(load, payload)
             if self.keeps:
                 # Before it leaves: the message is summed in place.
-                self.commit(load.segment, None, self._sent(load, payload))
+                self.store.subtract_sent(load.segment, None, self._sent(load, payload))
         write_tail(control, message[elements:end])
         received = self.keep(("received", name), length, dtype, message.device) if self.ordered else None
         sums = [
@@ -128,7 +128,7 @@ class DenseExchange(Exchange):
             else:
                 load.update.copy_(total).mul_(factor)  # widened first: the product is not rounded to the wire's dtype
             if self.keeps and total is load.work:
-                self.commit(load.segment, None, None)  # all of it was sent
+                self.store.subtract_sent(load.segment, None, None)  # all of it was sent
 
     def _totals(self, pending: InFlight) -> Iterator[tuple[SegmentBuffers, torch.Tensor]]:
         """Yield each load with its sum over the ranks."""

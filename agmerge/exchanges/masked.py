@@ -180,8 +180,8 @@ class MaskedExchange(MultiRoundExchange):
             by_load = (torch.split(sums, lengths), torch.split(seen, lengths), rest.by_part([0, *accumulate(lengths)]))
             for i, total, sent, unread in zip(members, *by_load, strict=True):
                 state.totals[i], segment, mask = total, pending.loads[i].segment, state.masks[i]
-                self.commit(segment, mask, sent)
-                self.context.retain(segment, mask[unread.indices], unread.values)
+                self.store.subtract_sent(segment, mask, sent)
+                self.store.add_unsent(segment, mask[unread.indices], unread.values)
 
     def _send(self, name: str, loads: Sequence[SegmentBuffers], state: _State, tail: torch.Tensor) -> None:
         """Collective. Start the sums of values at the masks, one for each dtype; ``tail`` goes behind the first.
@@ -200,7 +200,7 @@ class MaskedExchange(MultiRoundExchange):
             *parts, sent_tail, rest = torch.split(message, [*lengths, behind.numel(), length - used])
             for i, part in zip(members, parts, strict=True):
                 part.copy_(_values(loads[i], state.masks[i], self.comm.size))
-                self.commit(loads[i].segment, state.masks[i], part)  # before it leaves: it is summed in place
+                self.store.subtract_sent(loads[i].segment, state.masks[i], part)  # before it is summed in place
                 state.totals[i] = part
             sent_tail.copy_(behind)
             rest.zero_()

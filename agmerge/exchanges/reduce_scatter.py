@@ -71,7 +71,7 @@ class ScatterExchange(DenseExchange):
             return
         payload = self.keep(("payload",), load.segment.length, rows.dtype, rows.device)
         self._pack(load, payload)
-        self.commit(load.segment, None, self._sent(load, payload))
+        self.store.subtract_sent(load.segment, None, self._sent(load, payload))
         for sent, part in _pieces(payload, rows):
             part.copy_(sent)
 

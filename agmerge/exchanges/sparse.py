@@ -33,7 +33,7 @@ class SparseExchange(Exchange):
     2. One all-gather brings every message to every rank, under backward; a rank receives ``(W - 1) * size`` bytes.
     3. Each rank checks all messages, then adds ``scale * values`` to the update, rank by rank.
 
-    ``context.wire`` is the value codec of sparse sections. With ``context.rounds_whole`` dense segments in the message
+    ``context.wire`` is the value codec of sparse sections. With ``context.rounds_dense`` dense segments in the message
     are rounded, too (:data:`agmerge.exchanges.message.values.WHOLE`), as a section of which every element is selected.
     """
 
@@ -74,21 +74,21 @@ class SparseExchange(Exchange):
 
     def _keeps_rounding(self, device: torch.device) -> bool:
         """Return whether ``work`` of dense segments on ``device`` keeps their quantisation error."""
-        return self.context.rounds_whole and device.type == "cpu"
+        return self.context.rounds_dense and device.type == "cpu"
 
     def _write_whole(self, load: SegmentBuffers, section: Section, message: torch.Tensor) -> int:
         """Write all of one segment, and commit it if its work has a residual; return the count to announce."""
         where = message[section.values]
         if section.value is not None:
-            self.commit(load.segment, None, section.value.encode(load.work, where))
+            self.store.subtract_sent(load.segment, None, section.value.encode(load.work, where))
             return load.segment.length
         sent = where.view(load.segment.lane.dtype)
-        if not self.context.has_residual:
+        if not self.store.has_residual:
             sent.copy_(load.work)
             return 0
         # With the residual, a gradient of 16 bits may be beyond its dtype.
         sent.copy_(load.work if sent.dtype == load.work.dtype else saturated(load.work, torch.finfo(sent.dtype).max))
-        self.commit(load.segment, None, sent)
+        self.store.subtract_sent(load.segment, None, sent)
         return 0
 
     def _write(
@@ -103,7 +103,7 @@ class SparseExchange(Exchange):
         chosen = offer.values
         if chosen is None:
             chosen = clear_behind(load.work.index_select(0, offer.indices), offer.count)
-        self.context.observe(chosen, offer.count)
+        self.store.observe(chosen, offer.count)
         if not section.value.has_zero:
             offer, chosen = without_zeros(offer, chosen)
         if isinstance(section.index, Everything):
@@ -115,7 +115,7 @@ class SparseExchange(Exchange):
             count = offer.count
             fused.encode_indices(section, offer.indices, count, message)
             sent = section.value.encode(chosen, message[section.values], count)
-        self.commit(load.segment, offer.indices, sent)
+        self.store.subtract_sent(load.segment, offer.indices, sent)
         return count
 
     def _take(self, load: SegmentBuffers, offer: Selection, section: Section, message: torch.Tensor) -> bool:
@@ -124,21 +124,21 @@ class SparseExchange(Exchange):
         if values is None or isinstance(offer.count, torch.Tensor):
             return False
         indices, taken = offer.indices[: offer.count], values[: offer.count]
-        if not self.context.take(
+        if not self.store.write_and_subtract(
             load.segment,
             lambda commit, momentum: commit and kernel_message.take(load.work, indices, taken, momentum),
         ):
             return False
-        self.context.observe(clear_behind(values, offer.count), offer.count)
+        self.store.observe(clear_behind(values, offer.count), offer.count)
         fused.encode_indices(section, offer.indices, offer.count, message)
         return True
 
     def _take_on_device(self, load: SegmentBuffers, offer: Deferred, section: Section, message: torch.Tensor) -> bool:
         """Write and subtract with kernels, which select while they write; False: nothing was done."""
         places = fused.places(section, message)
-        if places is None or not self.context.take(load.segment, functools.partial(offer.write, *places)):
+        if places is None or not self.store.write_and_subtract(load.segment, functools.partial(offer.write, *places)):
             return False
-        self.context.observe(places[0].values, offer.count)
+        self.store.observe(places[0].values, offer.count)
         return True
 
     def wait(self, pending: InFlight) -> RoundHeader:
@@ -178,7 +178,7 @@ class SparseExchange(Exchange):
         messages = pending.received.view(self.comm.size, -1)
         parts = self._decode(pending, messages)  # all of them before anything is written
         for load, section, sparse in zip(pending.loads, layout.sections, parts, strict=True):
-            if section.capacity is not None and self.context.receive(load.segment, sparse, self.scale):
+            if section.capacity is not None and self.store.takes_selections(load.segment, sparse, self.scale):
                 continue
             total = self.accumulator(load)
             if section.capacity is None:

@@ -49,10 +49,10 @@ def choose_cutoff(buffers: MergeBuffers, planner: merging.Planner, measured: mer
     in_use, density = cutoff.elements, config.compression.density.target
 
     def decide() -> dict[str, int]:
-        sizes = [slot.numel for slot in buffers.tensors.slots]  # whole tensors, where ranks have shards of them
+        sizes = [slot.numel for slot in buffers.flat.tensors.slots]  # whole tensors, where ranks have shards of them
         exempt = [
             config.compression.dense(slot.name, local)
-            for slot, local in zip(buffers.tensors.slots, buffers.locals, strict=True)
+            for slot, local in zip(buffers.flat.tensors.slots, buffers.flat.locals, strict=True)
         ]
         if not dense_cutoff.feasible(sizes, exempt, density):
             return {"elements": in_use}

@@ -83,7 +83,7 @@ def residual_energy(buffers: MergeBuffers) -> Energies | None:
     """
     residuals: dict[str, torch.Tensor] = {}
     if buffers.config.compression.compressor.compresses:
-        residuals = {name: tensor for (kind, name), tensor in buffers.state().items() if kind == "residual"}
+        residuals = {name: tensor for (kind, name), tensor in buffers.flat.state().items() if kind == "residual"}
     norms = [
         float(torch.linalg.vector_norm(residuals[slot.name])) if slot.name in residuals else 0.0
         for slot in buffers.layout.slots
@@ -133,8 +133,8 @@ def _elements_sent(buffers: MergeBuffers, slot: Slot, step: int) -> int:
     """Return how many elements a step sends of a tensor: selected ones, those of its factors, or all of them."""
     if slot.lane.sparse:
         return min(buffers.budgets.of_tensor(slot, step), slot.numel)
-    if slot.lane.kind is Kind.LOW_RANK and buffers.bases is not None:
-        return buffers.bases.elements(slot)
+    if slot.lane.kind is Kind.LOW_RANK and buffers.flat.bases is not None:
+        return buffers.flat.bases.elements(slot)
     return slot.numel
 
 

@@ -42,7 +42,7 @@ class MessageTimer:
         self.sent = 0  # bytes handed to collectives
         self._busy = backward / 2  # seconds, about, that backward goes on after a message has left
         self.prepares = exchange.prepares is not None  # factors are made of segments, or few bits, tensor by tensor
-        self.segment_buffers = buffers.load(segment)
+        self.segment_buffers = buffers.flat.operands(segment)
         if not exchange.sparse:
             quantises = exchange.prepares is Kind.QUANTISED
             self.segment_buffers = _in_use(self.segment_buffers) if quantises else _zeros(self.segment_buffers)
@@ -124,8 +124,8 @@ class MessageTimer:
 
     def _elements(self) -> int:
         """Return the elements of a message."""
-        if self.factorises and self.buffers.bases is not None:
-            return sum(map(self.buffers.bases.elements, self.segment.slots))
+        if self.factorises and self.buffers.flat.bases is not None:
+            return sum(map(self.buffers.flat.bases.elements, self.segment.slots))
         return self.segment.numel if self.selection is None else self.selection.indices.numel()
 
     def _select(self) -> Selection | None:

@@ -85,7 +85,7 @@ class Replanner:
         self._measurer.whole.end()
         self._step = step
         if self._is_sampling:
-            values = self.buffers.sampled_values()
+            values = self.buffers.store.end_sample()
             self._values = self._values if values is None else values  # a step that overflows has none
         yield from self._decide(step)
         plans_soon = self._under_way is not None or self._may_plan_after(self._steps + 1)

@@ -18,7 +18,8 @@ from agmerge.ops import Average, ReduceOp
 from agmerge.step.agreement import model_facts, open_merge_buffers
 from agmerge.step.config import TWO_LEVEL, Config
 from agmerge.step.dense_cutoff import DenseCutoff
-from agmerge.step.merge_buffers import MergeBuffers, State
+from agmerge.step.flat_buffers import State
+from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.plan_status import PlanStatus
 from agmerge.step.treatments import assign_lanes, check_parameter, with_cutoff_for
 from agmerge.tensors.parameters import ParameterInfo, check_spread_alike
@@ -211,7 +212,7 @@ class AgreedState:
         )
         self._check_shapes(buffers)
         self.step, self._carried_plan, self._carried_budgets = self.steps, None, None
-        buffers.restore_state(self._carried)
+        buffers.flat.restore(self._carried, buffers.across, self.config.guards.timeout)
         self.buffers, self._snapshot, self._stale = buffers, self.table.snapshot(), False
         self._forget_measurements(buffers)
         self.plans = self._on_agreement(buffers, self.times)
@@ -311,7 +312,7 @@ class AgreedState:
 
     def state(self) -> State:
         """Return this rank's state between steps, by kind ("residual", "momentum") and name: views."""
-        current = self.buffers.state() if self.buffers is not None and not self._stale else {}
+        current = self.buffers.flat.state() if self.buffers is not None and not self._stale else {}
         return {**self._carried, **current}
 
     def copy_state(self) -> State:

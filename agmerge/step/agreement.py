@@ -15,7 +15,8 @@ from agmerge.exchanges.send_mode import OWN, send_mode, why_labels_are_wrong, wi
 from agmerge.exchanges.splitting import why_parts_impossible
 from agmerge.step.config import AUTO, FASTEST, Config
 from agmerge.step.counted_links import Count
-from agmerge.step.merge_buffers import MergeBuffers, State
+from agmerge.step.flat_buffers import State
+from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.parameters import ParameterInfo
 
 ADVICE = "Change parameters (add_param_group, requires_grad, dtype, device) on every rank at the same step."

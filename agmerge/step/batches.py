@@ -23,7 +23,7 @@ class Batches:
     def hold(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         """Keep a gradient until :meth:`accumulate` is called for its merge buffer; None: the tensor has none."""
         batches = self._waiting.setdefault(self._buffers.buffer_of[slot.index], {})
-        batches.setdefault(self._buffers.arena_of[slot.index], []).append((slot, gradient))
+        batches.setdefault(self._buffers.flat.arena_of[slot.index], []).append((slot, gradient))
 
     def accumulate(self, buffer: int) -> None:
         """Write ``work = residual + gradient`` for all waiting tensors of a merge buffer, class by class."""

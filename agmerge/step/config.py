@@ -65,7 +65,7 @@ class Config:
         return sparsifiers.memory("residual") if has_unsent and sends_all and not keeps else memory
 
     @property
-    def rounds_whole(self) -> bool:
+    def rounds_dense(self) -> bool:
         """Return whether small dense tensors in messages of selections may be rounded on the host.
 
         Not those that a script names, and not where the quantisation error would be lost.

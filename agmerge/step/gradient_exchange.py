@@ -48,28 +48,28 @@ class Combined:
         """Return the combined tensor of each name, in the shape and strides of the table's.
 
         None: no rank had one, and no residual of it was sent. All are infinite in a skipped step. Nothing is computed
-        in a step in which this is not read. Tensors in ``buffers.received`` are missing.
+        in a step in which this is not read. Tensors in ``buffers.store.received`` are missing.
         """
-        received = {slot.name for segment, *_ in self.buffers.received for slot in segment.slots}
+        received = {slot.name for segment, *_ in self.buffers.store.received for slot in segment.slots}
         updates = {
-            slot.name: self.buffers.update(slot) if self._zero_unused or self._round.has_update(slot) else None
+            slot.name: self.buffers.flat.update(slot) if self._zero_unused or self._round.has_update(slot) else None
             for slot in self._round.slots()
             if slot.name not in received
         }
         if self._norm is not None:
             self._look_at([slot for slot in self._round.slots() if updates.get(slot.name) is not None], self._norm)
-        self.buffers.in_place.let_go()  # else gradients would be held until the next backward pass
+        self.buffers.flat.in_place.let_go()  # else gradients would be held until the next backward pass
         return updates
 
     def _look_at(self, slots: Sequence[Slot], norm: GradientNorm) -> None:
         """Give the updates of ``slots``, which exist, to ``norm``."""
-        of, noises = self.buffers.updates.of, self._round.noises
+        of, noises = self.buffers.flat.updates.of, self._round.noises
         noisy = {slot.index for slot in slots if noises and self.buffers.is_quantised(slot)}
         norm.take(
             (of(slot) for slot in slots if slot.index not in noisy),
             (of(slot) for slot in slots if slot.index in noisy),
             noises,
-            may_hold=not any(slot.index in self.buffers.in_place for slot in slots),
+            may_hold=not any(slot.index in self.buffers.flat.in_place for slot in slots),
         )
 
 
@@ -204,9 +204,9 @@ class GradientExchange(AgreedState):
         residual and momentum stay as before the step.
         """
         assert self.buffers is not None and self._round is not None
-        self.buffers.commit_residuals(self._round.left_out(unused=drops_unused))
+        self.buffers.flat.end_step(self._round.left_out(unused=drops_unused))
         self.steps = self.step = self.step + 1
-        layout, tensors = self.buffers.layout, self.buffers.tensors
+        layout, tensors = self.buffers.layout, self.buffers.flat.tensors
         self.totals.stepped(len(self.buffers.messages), layout.numel, tensors.numel)
         self._handed, self._round = {}, None
 
@@ -214,7 +214,7 @@ class GradientExchange(AgreedState):
         """Discard the step: residuals and the compressor's state are as before it."""
         if self._round is not None:
             self._round.undo()
-            self._round.buffers.in_place.let_go()
+            self._round.buffers.flat.in_place.let_go()
         self._handed, self._round = {}, None
 
     def leave(self) -> None:
@@ -274,7 +274,7 @@ class GradientExchange(AgreedState):
         if self.buffers is None or not self.agreed or name not in self.buffers.slot_of:
             return self.state().get(("residual", name))
         slot = self.buffers.slot_of[name]
-        return self.buffers.arena_of[slot.index].residual_of(slot)
+        return self.buffers.flat.arena_of[slot.index].residual_of(slot)
 
     def _attempt(self, flags: int = Flag.ACTIVE, due: Due | None = None, nonfinite: Sequence[str] = ()) -> Round | None:
         """Return the round under way; None before the first agreement. It begins with the first tensor of a step."""

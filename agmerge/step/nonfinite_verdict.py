@@ -37,10 +37,10 @@ def resolve_nonfinite(attempt: Round) -> AGMergeError | None:
     config = buffers.config
     policy = config.guards.nonfinite
     if config.sync.updates is None and policy == SKIP:
-        totals.skipped(buffers.layout.numel, buffers.tensors.numel)
+        totals.skipped(buffers.layout.numel, buffers.flat.tensors.numel)
         if totals.skipped_in_a_row < MOST_IN_A_ROW:
             for slot in buffers.layout.slots:
-                buffers.updates.of(slot).fill_(torch.inf)
+                buffers.flat.updates.of(slot).fill_(torch.inf)
             return None
     own = json.dumps([attempt.guard.given_up, attempt.guard.parameters_found()])
     texts = gather_texts(buffers.comm, own.encode(), "nonfinite", buffers.config.guards.timeout)

@@ -107,7 +107,7 @@ class Round:
         """
         if not self._added:
             self.recorder.begin()
-        moves = not (self.dirty or stays) and self.buffers.may_move[slot.index]
+        moves = not (self.dirty or stays) and self.buffers.flat.may_move[slot.index]
         if gradient is not None and moves and slot.lane.on_device:
             gradient = self._moved(slot, gradient)  # it may wait for its merge buffer: it has to lie where it is read
         self._on_gradient(slot, gradient, moves)
@@ -127,7 +127,7 @@ class Round:
         self._drain()
 
     def _on_added(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
-        self._added[slot.index] = gradient is not None or self.buffers.has_unsent(slot)
+        self._added[slot.index] = gradient is not None or self.buffers.flat.has_unsent(slot)
         self.recorder.ready(slot.index)
         if slot.lane.on_device:
             self.buffers.side.note(slot.lane.device)
@@ -143,8 +143,8 @@ class Round:
     def _moved(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         """Return the tensor to use in a gradient's place: its copy where the update will be, or itself."""
         if slot.index in self._has_moved:
-            return self.buffers.arena_of[slot.index].gradients[slot.index]
-        return self.buffers.arena_of[slot.index].move_to_update(slot, gradient)
+            return self.buffers.flat.arena_of[slot.index].gradients[slot.index]
+        return self.buffers.flat.arena_of[slot.index].move_to_update(slot, gradient)
 
     def _accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None, moves: bool) -> None:
         """Write ``work = residual + gradient``, without gradients that are not finite.
@@ -153,14 +153,14 @@ class Round:
         """
         if self.dirty:
             return
-        if slot.index in self.buffers.in_place:
+        if slot.index in self.buffers.flat.in_place:
             self._prepare_in_place(slot, gradient)
             return
         if slot.index in self.buffers.batched and (gradient is not None or slot.lane.on_device):
             gradient = gradient.tensor() if isinstance(gradient, Difference) else gradient
             self._batches.hold(slot, gradient)
             return
-        arena, notes = self.buffers.arena_of[slot.index], self.buffers.kernels.notes(slot)
+        arena, notes = self.buffers.flat.arena_of[slot.index], self.buffers.kernels.notes(slot)
         home = arena.home_of(slot, gradient) if moves and isinstance(gradient, torch.Tensor) else None
         finite = arena.accumulate(slot, gradient, self._add_and_prepare(slot, home is not None), notes, home)
         if home is not None:
@@ -175,7 +175,7 @@ class Round:
     def _prepare_in_place(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         """Prepare a tensor from where its gradient lies: its class has no residual."""
         gradient = gradient.tensor() if isinstance(gradient, Difference) else gradient
-        values = self.buffers.in_place.hold(slot, gradient)
+        values = self.buffers.flat.in_place.hold(slot, gradient)
         finite = self.buffers.prepared[slot.index].prepare(slot, values, self.step)
         self._is_prepared.add(slot.index)
         if values is not None and not finite:
@@ -219,7 +219,7 @@ class Round:
             self._offers[slot.index] = self._select(segment)
         exchange = self.buffers.prepared.get(slot.index)
         if exchange is not None and not self.dirty and slot.index not in self._is_prepared:
-            exchange.prepare(slot, self.buffers.arena_of[slot.index].work_of(slot), self.step)
+            exchange.prepare(slot, self.buffers.flat.arena_of[slot.index].work_of(slot), self.step)
 
     def _send(self, buffer: int) -> None:
         """Start the messages of a merge buffer in turn: one is selected and encoded while the one before travels."""
@@ -248,10 +248,10 @@ class Round:
         return in_flight
 
     def _load(self, segment: Segment) -> SegmentBuffers:
-        load = self.buffers.load(segment)
-        if segment.slots[0].index in self.buffers.in_place:
+        load = self.buffers.flat.operands(segment)
+        if segment.slots[0].index in self.buffers.flat.in_place:
             return load  # its work is not read
-        if self.dirty and self.buffers.arenas[segment.lane].in_place:
+        if self.dirty and self.buffers.flat.arenas[segment.lane].in_place:
             # Its gradients may lie there, views of the last updates, and are needed once ranks have agreed again.
             load = replace(load, work=torch.zeros_like(load.work))
         return load
@@ -336,8 +336,8 @@ class Round:
                 self.recorder.mark(buffer)
                 self._poll()
         if agreed and not self.nonfinite:
-            self.buffers.settle(self.used)
-            self.totals.sent(self.buffers.gather_node_updates(), 0)
+            self.buffers.flat.settle(self.used)
+            self.totals.sent(self.buffers.flat.updates.gather(self.buffers.flat.arenas), 0)
         return agreed
 
     def _headers_said(self, messages: Sequence[SentMessage], said: dict[int, list[torch.Tensor]]) -> list[RoundHeader]:
@@ -382,7 +382,7 @@ class Round:
 
     def has_update(self, slot: Slot) -> bool:
         """Return whether a tensor has an update: a rank used it, or a residual of it was sent."""
-        return self.used[slot.index] or (not self.nonfinite and self.buffers.left_over(slot))
+        return self.used[slot.index] or (not self.nonfinite and self.buffers.flat.left_over(slot))
 
     # -- 3. an attempt that fails -----------------------------------------------------------------------------------
 

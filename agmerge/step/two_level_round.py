@@ -37,8 +37,8 @@ class TwoLevelRound(Round):
         """Store the arguments of :class:`Round`, without ``due``: a node adds up all of its merge buffers."""
         super().__init__(buffers, step, totals, **options)
         assert self.whole
-        assert isinstance(buffers.updates, NodeShards)
-        self._shards = buffers.updates
+        assert isinstance(buffers.flat.updates, NodeShards)
+        self._shards = buffers.flat.updates
         self._summed: list[RoundHeader] = []  # by merge buffer: this rank's header in the node's sum
         self._overflowed: list[Slot] = []  # on the host, with a node sum that is not finite
 
@@ -54,7 +54,7 @@ class TwoLevelRound(Round):
         assert not isinstance(gradient, Difference)  # a node's sum, here
         if self.dirty:
             return
-        arena = self.buffers.arena_of[slot.index]
+        arena = self.buffers.flat.arena_of[slot.index]
         finite = arena.accumulate(slot, gradient, notes=self.buffers.kernels.notes(slot))
         if gradient is None or not arena.memory.has_residual or gradient.device.type != "cpu":
             return
@@ -95,13 +95,13 @@ class TwoLevelRound(Round):
         if agreed and not self.nonfinite:
             if self.noises:
                 self.noises = self._of_all_shards(self.noises)
-            for arena in self.buffers.arenas.values():
+            for arena in self.buffers.flat.arenas.values():
                 # A device is not asked first. The momentum of an average is equal on all ranks, and so are the elements
                 # that are set to 0 in it.
                 if arena.work.device.type != "cpu" or arena.memory.averages:
                     arena.drop_nonfinite()
             for slot in self._overflowed:
-                self.buffers.arena_of[slot.index].drop_nonfinite(slot)
+                self.buffers.flat.arena_of[slot.index].drop_nonfinite(slot)
         return agreed
 
     def _of_all_shards(self, noises: Sequence[Noise]) -> list[Noise]:

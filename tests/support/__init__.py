@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import agmerge
 import merging
 from agmerge import testing
-from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.step.sent_values import SentValues
 from agmerge.tensors.arena import Write
 from agmerge.tensors.layout import Segment
 
@@ -181,36 +181,36 @@ class Sent:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.of: dict[int, dict[str, Tensor]] = {}
-        commits, takes = MergeBuffers.commit, MergeBuffers.take
+        subtract, write = SentValues.subtract_sent, SentValues.write_and_subtract
 
-        def note(session: MergeBuffers, segment: Segment, indices: Tensor | None, sent: Tensor | None) -> None:
+        def note(segment: Segment, indices: Tensor | None, sent: Tensor | None) -> None:
             assert sent is not None  # segments that are summed where they lie are larger than any here
             full = torch.zeros(segment.length, dtype=segment.lane.storage)
             if indices is None:
                 full += sent
             else:
                 full.index_add_(0, indices, sent.to(full.dtype))
-            mine = self.of.setdefault(session.comm.rank, {})
+            mine = self.of.setdefault(agmerge.rank(), {})
             for slot in segment.slots:
                 start, stop = segment.inside(slot)  # perhaps not all of the tensor: another message has the rest
                 whole = mine.setdefault(slot.name, torch.zeros(slot.shape, dtype=full.dtype))
                 at = slot.offset - segment.start
                 whole.view(-1)[start:stop] = full[at + start : at + stop]
 
-        def commit(session: MergeBuffers, segment: Segment, indices: Tensor | None, sent: Tensor | None) -> None:
-            note(session, segment, indices, sent)
-            commits(session, segment, indices, sent)
+        def subtracted(store: SentValues, segment: Segment, indices: Tensor | None, sent: Tensor | None) -> None:
+            note(segment, indices, sent)
+            subtract(store, segment, indices, sent)
 
-        def take(session: MergeBuffers, segment: Segment, write: Write) -> bool:
-            work = session.load(segment).work
+        def written(store: SentValues, segment: Segment, writes: Write) -> bool:
+            work = store._flat.operands(segment).work
             before = work.clone()
-            done = takes(session, segment, write)
+            done = write(store, segment, writes)
             if done:
-                note(session, segment, None, before - work)
+                note(segment, None, before - work)
             return done
 
-        monkeypatch.setattr(MergeBuffers, "commit", commit)
-        monkeypatch.setattr(MergeBuffers, "take", take)
+        monkeypatch.setattr(SentValues, "subtract_sent", subtracted)
+        monkeypatch.setattr(SentValues, "write_and_subtract", written)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:

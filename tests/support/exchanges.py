@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from agmerge import testing
-from agmerge.exchanges import Commit, DenseExchange, Exchange, ExchangeContext, SegmentBuffers, SparseExchange
+from agmerge.exchanges import DenseExchange, Exchange, ExchangeContext, Ranks, SegmentBuffers, SparseExchange, Store
 from agmerge.exchanges.masked import MaskedExchange
 from agmerge.exchanges.message.format import RoundHeader, Section
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
@@ -24,7 +24,7 @@ WAIT = 30.0
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-Make = Callable[[Callable[..., None]], Exchange]
+Make = Callable[[Store], Exchange]
 
 
 def put(message: torch.Tensor, section: Section, offer: Selection, values: torch.Tensor) -> torch.Tensor:
@@ -58,35 +58,32 @@ class Seen:
     control: RoundHeader
 
 
-class Books:
-    """Hold what an exchange tells of each segment, and what is left of it."""
+class Books(Store):
+    """What an exchange tells of each segment, and what is left of it."""
 
     def __init__(self, segments: Sequence[Segment], works: list[torch.Tensor]) -> None:
         self.segments, self.works = segments, works
         self.sent: list[Pair | None] = [None] * len(segments)
         self.kept: list[list[Pair]] = [[] for _ in segments]
 
-    def __call__(self, segment: Segment, indices: torch.Tensor | None, values: torch.Tensor) -> None:
+    def subtract_sent(self, segment: Segment, indices: torch.Tensor | None, sent: Any) -> None:
         index = self.segments.index(segment)
         assert self.sent[index] is None  # once a step
-        self.sent[index] = (None if indices is None else indices.clone(), values.clone())
-        commit(self.works[index], indices, values)
+        self.sent[index] = (None if indices is None else indices.clone(), sent.clone())
+        commit(self.works[index], indices, sent)
 
-    def retain(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
+    def add_unsent(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
         index = self.segments.index(segment)
         self.kept[index].append((indices.clone(), values.clone()))
         self.works[index].index_add_(0, indices, values.to(self.works[index].dtype))
 
 
-class Quiet(Books):
-    """Nobody keeps anything."""
+class Quiet(Store):
+    """A store that keeps nothing."""
 
-    def __init__(self) -> None:
-        super().__init__([], [])
+    def subtract_sent(self, segment: Segment, indices: torch.Tensor | None, sent: Any) -> None: ...
 
-    def __call__(self, segment: Segment, indices: torch.Tensor | None, values: torch.Tensor) -> None: ...
-
-    def retain(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None: ...
+    def add_unsent(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None: ...
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,20 +149,20 @@ def exchange(
     return seen
 
 
-def context(commit: Commit, op: ReduceOp = Average, **options: Any) -> ExchangeContext:
+def context(store: Store, op: ReduceOp = Average, *, gradients: int | None = None, **options: Any) -> ExchangeContext:
     """Return what an exchange of this rank is made from, in the group that the test runs in."""
-    return ExchangeContext(workers.world(), op, commit, WAIT, **options)
+    return ExchangeContext(Ranks(workers.world(), WAIT, gradients=gradients), op, store, **options)
 
 
 def dense(op: ReduceOp, cast: torch.dtype | None = None, predivide: float = 1.0, ordered: bool = False) -> Make:
     keeps = cast is not None
-    return lambda record: DenseExchange(
-        context(record, op, has_residual=keeps, cast=cast, predivide=predivide, ordered=ordered)
+    return lambda store: DenseExchange(
+        context(store, op, feedback=keeps, cast=cast, predivide=predivide, ordered=ordered)
     )
 
 
 def sparse(op: ReduceOp) -> Make:
-    return lambda record: SparseExchange(context(record, op))
+    return lambda store: SparseExchange(context(store, op))
 
 
 def draw_offer(length: int, capacity: int, seed: int, on_device: bool) -> Selection:
@@ -187,12 +184,7 @@ Works = Callable[[int, int], torch.Tensor]
 
 
 def oktopk(op: ReduceOp = Average, wire: str = "auto") -> Make:
-    return lambda record: OkTopkExchange(context(record, op, **coded(record, wire)))
-
-
-def coded(record: Callable[..., None], wire: str) -> dict[str, Any]:
-    """Return the options of an exchange whose values have a codec: somebody keeps what it rounds off sums."""
-    return {"wire": wire, "retain": record.retain} if isinstance(record, Books) else {"wire": wire}
+    return lambda store: OkTopkExchange(context(store, op, wire=wire))
 
 
 def draws(
@@ -217,9 +209,7 @@ def apart(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def masked(op: ReduceOp = Average, *, drawn: bool = False, ordered: bool = False, wire: str = "auto") -> Make:
-    return lambda record: MaskedExchange(
-        context(record, op, same_on_all_ranks=drawn, ordered=ordered, **coded(record, wire))
-    )
+    return lambda store: MaskedExchange(context(store, op, same_on_all_ranks=drawn, ordered=ordered, wire=wire))
 
 
 @dataclass(frozen=True)

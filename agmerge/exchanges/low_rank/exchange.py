@@ -55,9 +55,9 @@ class LowRankExchange(MultiRoundExchange):
 
     def __init__(self, context: ExchangeContext) -> None:
         super().__init__(context)
-        assert context.bases is not None
-        self.bases: Bases = context.bases
-        self.ordered, self.keeps = context.ordered, context.has_residual or context.feedback
+        assert context.store.bases is not None
+        self.bases: Bases = context.store.bases
+        self.ordered, self.keeps = context.ordered, context.store.has_residual or context.feedback
         self.wire = WIRES[context.wire]
         self.carries_dense = self.wire is None and context.predivide == 1.0
         self._projected: dict[str, Matrix] = {}  # by name, of tensors in messages that have not started
@@ -68,7 +68,7 @@ class LowRankExchange(MultiRoundExchange):
     def prepare(self, slot: Slot, work: torch.Tensor | None, step: int) -> None:
         """Project one tensor of a message to come on its basis; commit the product if no second factor follows."""
         assert work is not None
-        self._project(slot, work, self.context.update_of(slot))
+        self._project(slot, work, self.store.update_of(slot))
 
     def _project(self, slot: Slot, work: torch.Tensor, update: torch.Tensor) -> None:
         """Project one tensor on its basis, for :meth:`prepare`. ``work``, ``update``: in the tensor's shape, or 1-D."""
@@ -114,7 +114,7 @@ class LowRankExchange(MultiRoundExchange):
         """Keep a projected tensor for its message; commit it if no second factor follows, unless ``taken_off``."""
         matrix.round_factor(self.comm.size)
         if not matrix.both and not taken_off:
-            self.commit(matrix.segment, None, matrix.product())
+            self.store.subtract_sent(matrix.segment, None, matrix.product())
         self._projected[matrix.slot.name] = matrix
 
     def wire_of(self, slot: Slot) -> torch.dtype:
@@ -139,7 +139,7 @@ class LowRankExchange(MultiRoundExchange):
         parts = [*(matrix.factor.view(-1) for matrix in state.matrices), *(load.work for load in riding), tail]
         state.first, views = self._send(name, parts, dtype)
         for load in riding if self.keeps else ():  # once it is in the message
-            self.commit(load.segment, None, load.work.to(load.segment.lane.dtype))
+            self.store.subtract_sent(load.segment, None, load.work.to(load.segment.lane.dtype))
         for matrix, view in zip(state.matrices, views, strict=False):
             matrix.factor = view.view_as(matrix.factor)
         state.riding = list(zip(riding, views[len(state.matrices) : -1], strict=True))
@@ -207,7 +207,7 @@ class LowRankExchange(MultiRoundExchange):
         total, views = self._send(f"{pending.name}/second", [matrix.factor.view(-1) for matrix in matrices], dtype)
         for matrix, view in zip(matrices, views, strict=True):
             # While it travels: the message is summed in place, not the factor.
-            self.commit(matrix.segment, None, matrix.product())
+            self.store.subtract_sent(matrix.segment, None, matrix.product())
             matrix.factor = view.view_as(matrix.factor)
         pending.bytes += total.bytes
         pending.elements += sum(view.numel() for view in views)

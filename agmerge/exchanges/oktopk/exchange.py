@@ -160,11 +160,11 @@ class OkTopkExchange(MultiRoundExchange):
         parts = (pairs.by_part(state.starts) for pairs in (state.kept, sent))
         for load, total, own in zip(pending.loads, *parts, strict=True):
             load.update.zero_().index_copy_(0, total.indices.long(), total.values.to(load.update.dtype))
-            self.commit(load.segment, own.indices, own.values)
+            self.store.subtract_sent(load.segment, own.indices, own.values)
         for rest in state.unread:
             if len(rest.indices):
                 for load, part in zip(pending.loads, rest.by_part(state.starts), strict=True):
-                    self.context.retain(load.segment, part.indices, part.values)
+                    self.store.add_unsent(load.segment, part.indices, part.values)
 
 
 def _budget(layout: Format) -> int:

@@ -32,7 +32,7 @@ class State:
 
     layout: MessageLayout
     squares: Tensor  # float64[1]: of all quantised elements that this rank sends
-    # By slot: where to write the update of a tensor that was not prepared; the others': see ExchangeContext.update_of.
+    # By slot: where to write the update of a tensor that was not prepared; the others': see Store.update_of.
     outputs: dict[int, Tensor] = field(default_factory=dict)
     sums: Tensor | None = None  # uint8[W * longest]: the second phase, by owner; None: not begun
 
@@ -41,7 +41,7 @@ class QuantisedExchange(Exchange):
     """Message of quantised gradients: what the gathered and the two-phase all-reduce have in common.
 
     Tensors are quantised in :meth:`prepare`, as soon as each is complete, and updates are written where
-    ``context.update_of`` says, so that no memory of their size is needed. Dense segments travel as they are, and are
+    ``store.update_of`` says, so that no memory of their size is needed. Dense segments travel as they are, and are
     added up by the owner of each shard. ``shards``: into so many a message is cut, each with an owner.
     """
 
@@ -87,9 +87,9 @@ class QuantisedExchange(Exchange):
             for piece, where in layout.pieces_of[slot.index]:
                 draws = [Draws(key, piece.first)]
                 self.quantiser.decode_sum([message[where]], draws, piece.size, 1.0, sent[piece.elements])
-            self.commit(Segment(slot.lane, (slot,)), None, sent)
-        elif self.context.has_residual:
-            self.commit(Segment(slot.lane, (slot,)), None, None)
+            self.store.subtract_sent(Segment(slot.lane, (slot,)), None, sent)
+        elif self.store.has_residual:
+            self.store.subtract_sent(Segment(slot.lane, (slot,)), None, None)
         return squares
 
     # -- messages leave -----------------------------------------------------------------------------------------------
@@ -137,8 +137,8 @@ class QuantisedExchange(Exchange):
             for run, where in shard.plain:
                 part[where].view(run.segment.lane.dtype).copy_(work_of[run.segment][run.start : run.stop])
         for load in loads:
-            if load.segment.lane.kind is not Kind.QUANTISED and self.context.has_residual:
-                self.commit(load.segment, None, load.work.to(load.segment.lane.dtype))
+            if load.segment.lane.kind is not Kind.QUANTISED and self.store.has_residual:
+                self.store.subtract_sent(load.segment, None, load.work.to(load.segment.lane.dtype))
 
     # -- messages are read --------------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class QuantisedExchange(Exchange):
         """Return where the update of a tensor is written: 1-D."""
         known = state.outputs.get(slot.index)
         if known is None:
-            known = state.outputs[slot.index] = self.context.update_of(slot).view(-1)
+            known = state.outputs[slot.index] = self.store.update_of(slot).view(-1)
         return known
 
     # -- layouts and keys ---------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class QuantisedExchange(Exchange):
         In the second phase ``sender`` is 0: words do not depend on the owner of a block. Shards of a tensor, which lie
         on the places of a node, have words of their own.
         """
-        key = _key_of_message(SEED, step, phase, sender, self.context.place)
+        key = _key_of_message(SEED, step, phase, sender, self.context.ranks.place)
         return key if slot is None else mixed(key ^ number_of(slot.name))
 
 

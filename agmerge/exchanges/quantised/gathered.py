@@ -80,8 +80,8 @@ class AloneExchange(GatheredExchange):
                 out.copy_(values)
             if self.scale != 1.0:  # between nodes, of which there is one
                 out.mul_(self.scale)
-            if self.context.feedback or self.context.has_residual:
-                self.commit(Segment(slot.lane, (slot,)), None, None)
+            if self.context.feedback or self.store.has_residual:
+                self.store.subtract_sent(Segment(slot.lane, (slot,)), None, None)
         super().finish(pending)
 
     def noise(self, pending: InFlight) -> Noise | None:

@@ -23,8 +23,8 @@ class TwoPhaseExchange(QuantisedExchange):
     """All-to-all of shards, then an all-gather of their means: a rank sends 2 (W-1)/W times its message.
 
     Each owner is sent its shard of all messages, adds them up in rank order, and quantises the mean once more; that is
-    gathered. The second phase has a communicator of its own, ``context.second``, on which all ranks call in plan order.
-    It begins wherever arrivals are polled, as soon as the first one has ended.
+    gathered. The second phase has a communicator of its own, ``ranks.second``, where all ranks call in plan order. It
+    begins wherever arrivals are polled, as soon as the first one has ended.
 
     Sources: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023
     (arXiv 2306.10209); Li et al., "THC: Accelerating Distributed Deep Learning Using Tensor Homomorphic Compression",
@@ -32,9 +32,9 @@ class TwoPhaseExchange(QuantisedExchange):
     """
 
     def __init__(self, context: ExchangeContext) -> None:
-        super().__init__(context, shards=context.comm.size)
-        assert context.second is not None
-        self._second = context.second
+        super().__init__(context, shards=context.ranks.comm.size)
+        assert context.ranks.second is not None
+        self._second = context.ranks.second
         self._first_phase: deque[InFlight] = deque()  # messages without a second phase so far, in plan order
 
     def start(

@@ -145,14 +145,14 @@ def test_where_nothing_is_carried_parameters_are_the_common_ones_to_the_bit(comp
                 carry, take_in = reducer_of(optimizer).carry, reducer_of(optimizer).carry.take_in
 
                 def remembered(combined: Combined, take_in: Callable[[Combined], None] = take_in) -> None:
-                    sent.update(pieces_by_name(combined.buffers.sent))
+                    sent.update(pieces_by_name(combined.buffers.store.sent))
                     take_in(combined)
 
                 carry.take_in = remembered
                 continue
             for name, parameter in model.named_parameters():
                 flat, base = parameter.detach().view(-1), base_of(optimizer)[name].view(-1)
-                if buffers.goes_whole(buffers.slot_of[name]):
+                if buffers.goes_dense(buffers.slot_of[name]):
                     assert digest([flat]) == digest([base])
                     continue
                 for piece in sent[name]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.exchanges import (
     CPU,
     Make,
+    Quiet,
     context,
     control_of,
     dense,
@@ -299,9 +300,9 @@ def test_buffers_are_reused_and_leak_nothing(kind: str) -> None:
     }[kind]
 
     def steps(rank: int, keep: bool) -> tuple[list[list[torch.Tensor]], list[int]]:
-        updates, places, here = [], [], make(lambda *_: None)
+        updates, places, here = [], [], make(Quiet())
         for step, capacity in enumerate(capacities):
-            here = here if keep else make(lambda *_: None)
+            here = here if keep else make(Quiet())
             loads = [
                 SegmentBuffers(s, draw_work(s, 10 * step + rank, 10.0**-step), torch.full((s.length,), torch.nan))
                 for s in segments
@@ -337,7 +338,7 @@ def test_ranks_at_different_places_are_the_same_error_on_every_rank(kind: str, f
         if rank == odd:
             control = replace(control, **{field: getattr(control, field) - 1})
         load = SegmentBuffers(segment, torch.ones(segment.length), torch.full((segment.length,), torch.nan))
-        here = make(lambda *_: None)
+        here = make(Quiet())
         pending = here.start("buffer 3", [load], [draw_offer(64, 9, rank, False)], control)
         try:
             here.wait(pending)
@@ -369,7 +370,7 @@ def test_an_index_out_of_range_names_the_rank_that_sent_it(wrong: int, odd: int)
 
     def body(rank: int) -> None:
         load = SegmentBuffers(segment, torch.ones(segment.length), torch.zeros(segment.length))
-        here = SparseExchange(context(lambda *_: None))
+        here = SparseExchange(context(Quiet()))
         offer = Selection(torch.zeros(1, dtype=torch.int32), 1)
         pending = here.start("buffer 3", [load], [offer], control_of(rank, [segment]))
         here.wait(pending)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exchanges import CPU, control_of, draw_offer, masked, same, segments_of
+from support.exchanges import CPU, Quiet, control_of, draw_offer, masked, same, segments_of
 
 from agmerge import testing
 from agmerge.backends.local import Call
@@ -81,7 +81,7 @@ def told(odd: int, damage: Callable[[torch.Tensor], None] | None = None, offer: 
 
     def body(rank: int) -> None:
         load = SegmentBuffers(segment, torch.ones(1000)[: segment.length], torch.zeros(segment.length))
-        here = masked()(lambda *_: None)
+        here = masked()(Quiet())
         mine = draw_offer(640, 90, 0, False) if offer is None or rank != odd else offer
         here.wait(here.start("b", [load], [mine], control_of(0, [segment])))
 

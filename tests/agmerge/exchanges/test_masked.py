@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.exchanges import (
     CPU,
+    Quiet,
     control_of,
     dense,
     draw_offer,
@@ -145,7 +146,7 @@ def bytes_of(size: int, drawn: bool) -> tuple[int, int]:
 
     def body(rank: int) -> tuple[int, int]:
         load = SegmentBuffers(segment, torch.randn(segment.length), torch.zeros(segment.length))
-        here = masked(drawn=drawn)(lambda *_: None)
+        here = masked(drawn=drawn)(Quiet())
         pending = here.start("b", [load], [offers[0 if drawn else rank]], control_of(rank, [segment]))
         here.wait(pending)
         here.finish(pending)
@@ -194,7 +195,7 @@ def test_several_messages_under_way_make_the_same_calls_on_every_rank(size: int,
     parts = [segments_of([(numel, FP32)])[0] for numel in (40, 70, 33)]
 
     def body(rank: int) -> tuple[list[tuple[str, str, int]], list[torch.Tensor]]:
-        here, pending, updates = masked(drawn=drawn)(lambda *_: None), [], []
+        here, pending, updates = masked(drawn=drawn)(Quiet()), [], []
         for step in range(3):
             for number, part in enumerate(parts):
                 load = SegmentBuffers(part, draw_work(part, 9 * step + rank, 1.0), torch.zeros(part.length))
@@ -226,7 +227,7 @@ def test_a_round_that_will_be_repeated_writes_nothing_and_sends_no_values(drawn:
 
     def body(rank: int) -> tuple[int, int, bool]:
         load = SegmentBuffers(segment, torch.ones(64), torch.full((64,), torch.nan))
-        here = masked(drawn=drawn)(lambda *_: None)
+        here = masked(drawn=drawn)(Quiet())
         empty = Selection(torch.zeros(9, dtype=torch.int32), 0)
         control = replace(control_of(rank, [segment]), flags=Flag.REPLAN if rank == 1 else 0)
         flags = here.wait(here.start("b", [load], [empty if rank == 1 else draw_offer(64, 9, 0, False)], control)).flags
@@ -253,7 +254,7 @@ def test_ranks_at_different_places_are_told_so(drawn: bool, what: str) -> None:
         if rank == 1:
             control = control if what == "draw" else replace(control, **{what: getattr(control, what) - 1})
             seed = 3 if what == "draw" else 0
-        here = masked(drawn=drawn)(lambda *_: None)
+        here = masked(drawn=drawn)(Quiet())
         here.wait(here.start("b", [load], [draw_offer(64, 9, seed, False)], control))
 
     errors = testing.run(3, body, return_errors=True)
@@ -277,6 +278,6 @@ def test_a_checksum_tells_draws_apart() -> None:
 def test_a_segment_without_a_selection_has_no_place() -> None:
     (segment,) = segments_of([(64, FP32)])
     load = SegmentBuffers(segment, torch.ones(64), torch.zeros(64))
-    here = testing.run(1, lambda rank: masked()(lambda *_: None))[0]
+    here = testing.run(1, lambda rank: masked()(Quiet()))[0]
     with pytest.raises(ValueError, match="without a selection"):
         here.start("b", [load], [None], control_of(0, [segment]))

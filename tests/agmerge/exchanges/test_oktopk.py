@@ -13,6 +13,7 @@ from support.exchanges import (
     CPU,
     SUM_INPUTS,
     Offers,
+    Quiet,
     Seen,
     SumInput,
     apart,
@@ -181,7 +182,7 @@ def test_nothing_on_offer_is_one_call() -> None:
     (segment,) = segments_of([(64, FP32)])
 
     def body(rank: int) -> list[str]:
-        here = oktopk()(lambda *_: None)
+        here = oktopk()(Quiet())
         load = SegmentBuffers(segment, torch.ones(64), torch.full((64,), torch.nan))
         pending = here.start("buffer 3", [load], [draw_offer(64, 0, rank, False)], control_of(rank, [segment]))
         here.wait(pending)
@@ -247,12 +248,12 @@ def test_a_lane_of_another_kind_is_refused() -> None:
                 SegmentBuffers(part, torch.ones(64), torch.ones(64, dtype=part.lane.dtype)) for part in (first, other)
             ]
             with pytest.raises(ValueError, match="buffer 3: oktopk sends what is selected from one lane, and was"):
-                oktopk()(lambda *_: None).start(
+                oktopk()(Quiet()).start(
                     "buffer 3", loads, [draw_offer(64, 3, 1, False), offer], control_of(rank, [first, other])
                 )
 
         with pytest.raises(ValueError, match="oktopk sends what is selected"):
             load = SegmentBuffers(first, torch.ones(64), torch.ones(64))
-            oktopk()(lambda *_: None).start("buffer 3", [load], [None], control_of(rank, [first]))
+            oktopk()(Quiet()).start("buffer 3", [load], [None], control_of(rank, [first]))
 
     testing.run(1, body)

@@ -9,7 +9,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.exchanges import CPU, apart, control_of, draw_offer, draw_work, draws, exchange, oktopk, same, segments_of
+from support.exchanges import (
+    CPU,
+    Quiet,
+    apart,
+    control_of,
+    draw_offer,
+    draw_work,
+    draws,
+    exchange,
+    oktopk,
+    same,
+    segments_of,
+)
 
 from agmerge import testing
 from agmerge.backends.local import Call
@@ -30,9 +42,9 @@ def test_buffers_are_reused_and_leak_nothing() -> None:
     capacities = [200, 5, 0, 3, 200, 60]
 
     def steps(rank: int, keep: bool) -> list[torch.Tensor]:
-        updates, here = [], oktopk()(lambda *_: None)
+        updates, here = [], oktopk()(Quiet())
         for step, capacity in enumerate(capacities):
-            here = here if keep else oktopk()(lambda *_: None)
+            here = here if keep else oktopk()(Quiet())
             work = draw_work(segment, 10 * step + rank, 10.0**-step)
             load = SegmentBuffers(segment, work, torch.full((segment.length,), torch.nan))
             offer = draw_offer(640, capacity, 10 * step + rank, False)
@@ -51,7 +63,7 @@ def test_messages_under_way_advance_together_in_the_same_order_everywhere() -> N
     offers = [0.3, 0.0, 0.1]
 
     def body(rank: int) -> tuple[list[tuple[str, str]], list[torch.Tensor], int]:
-        here = oktopk()(lambda *_: None)
+        here = oktopk()(Quiet())
         loads = [
             SegmentBuffers(part, draw_work(part, rank, 1.0), torch.full((part.length,), torch.nan)) for part in segments
         ]
@@ -89,7 +101,7 @@ def test_after_an_error_nothing_of_it_goes_on() -> None:
     (segment,) = segments_of([(640, FP32)])
 
     def body(rank: int) -> list[str]:
-        here = oktopk()(lambda *_: None)
+        here = oktopk()(Quiet())
 
         def start(name: str) -> InFlight:
             load = SegmentBuffers(segment, draw_work(segment, rank, 1.0), torch.full((segment.length,), torch.nan))
@@ -120,7 +132,7 @@ def errors_of(inject: Callable[[Call], None] | None = None, odd: int = -1, field
         if rank == odd:
             control = replace(control, **{field: getattr(control, field) - 1})
         load = SegmentBuffers(segment, draw_work(segment, rank, 1.0), torch.full((segment.length,), torch.nan))
-        here = oktopk()(lambda *_: None)
+        here = oktopk()(Quiet())
         # With the seeds 0, 3, 6 an offer is as large as it may be.
         pending = here.start("buffer 3", [load], [draw_offer(segment.length, 400, 3 * rank, False)], control)
         try:
@@ -213,7 +225,7 @@ def test_what_a_sparsifier_may_not_select_is_the_same_error_on_every_rank(odd: i
     def body(rank: int) -> None:
         load = SegmentBuffers(segment, torch.ones(4096), torch.full((segment.length,), torch.nan))
         indices = torch.tensor(wrong if rank == odd else [1, 2, 3000], dtype=torch.int32)
-        here = oktopk()(lambda *_: None)
+        here = oktopk()(Quiet())
         here.wait(here.start("buffer 3", [load], [Selection(indices, 3)], control_of(rank, [segment])))
 
     found = testing.run(3, body, return_errors=True)
@@ -234,7 +246,7 @@ def test_what_was_told_of_an_offer_is_only_about_speed() -> None:
 
     def body(rank: int) -> torch.Tensor:
         load = SegmentBuffers(segment, work(rank, 0), torch.full((segment.length,), torch.nan))
-        here = oktopk()(lambda *_: None)
+        here = oktopk()(Quiet())
         pending = here.start("buffer 3", [load], [offer(rank, 0)], control_of(rank, [segment]))
         here.wait(pending)
         here.finish(pending)

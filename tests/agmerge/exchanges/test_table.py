@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import agreed, mlp, on_ranks, seeded, train, wrap
-from support.exchanges import context
+from support.exchanges import Quiet, context
 
 import sparsifiers
 from agmerge import testing
@@ -29,7 +29,7 @@ class Head(sparsifiers.Sparsifier):
 
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_an_exchange_is_made_from_a_context_and_trains_by_its_name(name: str) -> None:
-    made = testing.run(2, lambda rank: EXCHANGES[name](context(lambda *_: None)))
+    made = testing.run(2, lambda rank: EXCHANGES[name](context(Quiet())))
     assert all(one.sparse and type(one) is EXCHANGES[name] for one in made)
     agreed(
         on_ranks(2, SMALL, lambda rank, model: train(model, wrap(model, exchange=name, density=0.1), rank, range(2)))
@@ -38,8 +38,8 @@ def test_an_exchange_is_made_from_a_context_and_trains_by_its_name(name: str) ->
 
 def test_a_sum_counts_the_workers_whose_gradients_it_has() -> None:
     def scales(rank: int) -> list[float]:
-        some = [{"op": Average}, {"op": Average, "workers": 6}, {"op": Sum, "workers": 6}]
-        return [DENSE(context(lambda *_: None, **options)).scale for options in some]
+        some = [{"op": Average}, {"op": Average, "gradients": 6}, {"op": Sum, "gradients": 6}]
+        return [DENSE(context(Quiet(), **options)).scale for options in some]
 
     assert testing.run(2, scales) == [[1 / 2, 1 / 6, 1.0]] * 2
 

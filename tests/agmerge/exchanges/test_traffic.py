@@ -8,14 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.exchanges import CPU, Make, Quiet, control_of, draw_work, masked, oktopk, segments_of
+from support.exchanges import CPU, Make, Quiet, context, control_of, draw_work, masked, oktopk, segments_of
 
 from agmerge import testing
-from agmerge.exchanges import ExchangeContext, SegmentBuffers, SparseExchange
+from agmerge.exchanges import SegmentBuffers, SparseExchange
 from agmerge.exchanges.message.format import section_codecs
 from agmerge.exchanges.traffic import exchanged_by, traffic_of
-from agmerge.ops import Average
-from agmerge.runtime import workers as runtime
 from agmerge.tensors.layout import Lane
 from merging import Curve
 from sparsifiers import Kind, Selection
@@ -25,7 +23,7 @@ LENGTH, K = 400_000, 20_000
 
 
 def gathered(wire: str) -> Make:
-    return lambda record: SparseExchange(ExchangeContext(runtime.world(), Average, record, 30.0, wire=wire))
+    return lambda store: SparseExchange(context(store, wire=wire))
 
 
 MAKE: dict[str, Callable[[str], Make]] = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exchanges import CPU, Make, context, draw_offer, draw_work, exchange, same, segments_of
+from support.exchanges import CPU, Make, Quiet, context, draw_offer, draw_work, exchange, same, segments_of
 
 from agmerge import testing
 from agmerge.exchanges import SegmentBuffers, SparseExchange
@@ -25,7 +25,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def coded(op: ReduceOp, wire: str) -> Make:
-    return lambda record: SparseExchange(context(record, op, wire=wire))
+    return lambda store: SparseExchange(context(store, op, wire=wire))
 
 
 def arrives(wire: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -282,7 +282,7 @@ def test_bytes_of_an_element_are_those_of_the_table(density: float) -> None:
 def test_a_format_is_made_once_for_the_same_segments_and_capacities() -> None:
     segments = segments_of([(100, Lane(CPU, torch.float32, Kind.SPARSE)), (9, Lane(CPU, torch.float32, Kind.DENSE))])
     loads = [SegmentBuffers(part, torch.zeros(part.length), torch.zeros(part.length)) for part in segments]
-    here = testing.run(1, lambda rank: SparseExchange(context(lambda *_: None, wire="fp16")))[0]
+    here = testing.run(1, lambda rank: SparseExchange(context(Quiet(), wire="fp16")))[0]
     first = here.format_of("buffer 0", loads, [4, None], "fp16")
     assert here.format_of("buffer 0", list(loads), [4, None], "fp16") is first
     assert here.format_of("buffer 1", loads, [4, None], "fp16") is not first

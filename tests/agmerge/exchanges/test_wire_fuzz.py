@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from support.exchanges import CPU, context, control_of, draw_offer, draw_work, get, put, segments_of
+from support.exchanges import CPU, Quiet, context, control_of, draw_offer, draw_work, get, put, segments_of
 
 from agmerge import testing
 from agmerge.backends.local import Call
@@ -185,7 +185,7 @@ def test_in_a_group_all_ranks_raise_the_same_and_write_nothing(kind: str, damage
                 for s, c in zip(segments, capacities, strict=True)
             ]
             updates[rank] = empty
-            here = SparseExchange(context(lambda *_: None))
+            here = SparseExchange(context(Quiet()))
             pending = here.start("buffer 3", loads, offers, control_of(rank, segments))
             here.wait(pending)
             here.finish(pending)

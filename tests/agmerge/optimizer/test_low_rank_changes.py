@@ -147,7 +147,7 @@ def test_ranks_that_differ_are_told(odd: dict[str, Any], words: str) -> None:
 
 
 def spoil_bases(optimizer: Any) -> None:
-    for kept in optimizer._reducer.exchange.buffers.bases._kept.values():
+    for kept in optimizer._reducer.exchange.buffers.flat.bases._kept.values():
         kept.rows[0].mul_(0.5)
 
 

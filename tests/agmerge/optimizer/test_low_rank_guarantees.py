@@ -334,7 +334,7 @@ def test_gradients_of_sparse_layout_are_made_dense_on_request(compression: str) 
 
 
 @pytest.mark.parametrize("compression", LOW_RANK)
-def test_what_would_save_nothing_or_is_exempt_goes_whole(compression: str) -> None:
+def test_what_would_save_nothing_or_is_exempt_goes_dense(compression: str) -> None:
     """4.weight of (10, 32) has fewer than 1024 elements; at rank 20 the factors of 2.weight (32, 48) are larger."""
 
     def body(rank: int, model: nn.Module, options: dict[str, Any]) -> set[str]:

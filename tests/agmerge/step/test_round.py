@@ -39,11 +39,11 @@ def attempt(buffers: MergeBuffers, step: int = 1, **options: Any) -> Round:
 def received(round_: Round, gradient_of: Callable[[str], Tensor | None]) -> tuple[bool, str]:
     """Receive with all tensors late; whether it holds, and the digest of all updates."""
     agreed_on = round_.receive(gradient_of)
-    return agreed_on, digest(round_.buffers.update(slot) for slot in round_.buffers.layout.slots)
+    return agreed_on, digest(round_.buffers.flat.update(slot) for slot in round_.buffers.layout.slots)
 
 
 def kept(buffers: MergeBuffers) -> str:
-    return digest(buffers.state().values())
+    return digest(buffers.flat.state().values())
 
 
 def test_messages_leave_in_plan_order_as_soon_as_they_are_complete() -> None:
@@ -68,7 +68,7 @@ def test_an_attempt_can_be_made_again_until_residuals_are_committed(options: dic
         before, tensors = kept(buffers), drawn(rank, 1)
         first, second = (received(attempt(buffers), tensors.get) for _ in range(2))
         assert first == second and first[0] and kept(buffers) == before
-        buffers.commit_residuals()
+        buffers.flat.end_step()
         assert (kept(buffers) == before) == (not options)
         return first[1], before if not options else ""
 
@@ -155,7 +155,7 @@ def test_only_what_is_due_is_asked_for_sent_and_written(options: dict[str, objec
         assert {*names, *others} == set(SHAPES) and not {*names} & {*others}
         for name in names:
             slot = buffers.slot_of[name]
-            assert under_way.used[slot.index] and digest([buffers.update(slot)]) == digest([twin.update(slot)])
+            assert under_way.used[slot.index] and digest([buffers.flat.update(slot)]) == digest([twin.update(slot)])
         assert not any(under_way.used[buffers.slot_of[name].index] for name in others)
         return asked, sent
 
@@ -169,13 +169,13 @@ def test_what_is_kept_of_what_is_not_due_stays_as_it_was(memory: Memory) -> None
 
     def body(rank: int) -> None:
         buffers = opened(rank, memory=memory, **SPARSE)
-        before = {key: tensor.clone() for key, tensor in buffers.state().items()}
+        before = {key: tensor.clone() for key, tensor in buffers.flat.state().items()}
         under_way = attempt(buffers, due=(1,))
         under_way.receive(drawn(rank, 1).get)
-        buffers.commit_residuals(under_way.slots(due=False))
+        buffers.flat.end_step(under_way.slots(due=False))
         (moved,) = (slot.name for slot in under_way.slots())
         assert {name for (_, name) in before} == set(SHAPES)
-        for (kind, name), tensor in buffers.state().items():
+        for (kind, name), tensor in buffers.flat.state().items():
             assert torch.equal(before[kind, name], tensor) == (name != moved), (kind, name)
 
     testing.run(2, body)
@@ -199,7 +199,7 @@ def test_where_nothing_is_due_nobody_says_anything() -> None:
         buffers, begun = opened(rank, **SPARSE), len(testing.calls())
         before, under_way = kept(buffers), attempt(buffers, due=(), flags=Flag.ACTIVE)
         assert under_way.receive(lambda name: pytest.fail(name)) and under_way.flags_of_all == 0
-        buffers.commit_residuals(under_way.slots(due=False))
+        buffers.flat.end_step(under_way.slots(due=False))
         assert kept(buffers) == before and len(testing.calls()) == begun
 
     testing.run(2, body)
@@ -249,7 +249,7 @@ def test_a_dirty_rank_sends_nothing_of_its_own_and_keeps_what_lies_where_sums_ar
         exchange.commit()
         buffers = exchange.buffers
         assert buffers is not None
-        update = buffers.update(buffers.slot_of["large"])
+        update = buffers.flat.update(buffers.slot_of["large"])
         update.fill_(rank + 1.0)
         holds = attempt(buffers, dirty=rank == 0).receive(lambda name: torch.zeros(LARGE))
         if rank == 0:

@@ -1,0 +1,104 @@
+"""Log of what a round sends and receives of flat buffers: subtracted at once, or recorded for the caller."""
+
+from __future__ import annotations
+
+import torch
+
+from agmerge.exchanges.message.sample import ValueSample
+from agmerge.exchanges.store import Store
+from agmerge.step.flat_buffers import FlatBuffers
+from agmerge.tensors.arena import Unwritten, Write
+from agmerge.tensors.layout import Segment, Slot
+from sparsifiers import kernel_updates
+
+# Of a segment: indices (None: all elements) and values that were sent (None: exactly those of `work`).
+Sent = tuple[Segment, "torch.Tensor | None", "torch.Tensor | None"]
+# Of a segment: the indices and values of each rank, and the factor of the values.
+Received = tuple[Segment, "list[tuple[torch.Tensor, torch.Tensor]]", float]
+
+
+class SentValues(Store):
+    """Store of the exchanges of one agreement, and the log of the round under way.
+
+    Sent values are subtracted from ``work``, which becomes the residual. Of tensor classes whose memory hands back they
+    are recorded in ``sent`` instead, and all ranks' selections in ``received`` where these take the place of an update.
+    """
+
+    def __init__(self, flat: FlatBuffers) -> None:
+        self._flat, self.bases = flat, flat.bases
+        self.has_residual = any(arena.memory.has_residual for arena in flat.arenas.values())
+        self.sent: list[Sent] = []
+        self.received: list[Received] = []
+        self._sample: ValueSample | None = None  # of selected values; None: not asked for
+
+    def subtract_sent(
+        self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | Unwritten | None
+    ) -> None:
+        """Subtract sent values from ``work``, as :meth:`Arena.commit`, or record them, to hand others back."""
+        arena = self._flat.arena_with(segment)
+        if not arena.memory.hands_back:
+            arena.commit(segment, indices, sent)
+            return
+        if indices is not None:  # copies: the buffers of a message are written again
+            # As many as there are are all, unless a codec without a 0 has moved them up. A device is not asked.
+            full = indices.numel() == segment.length and indices.device.type == "cpu"
+            everything = full and int(indices[-1]) == segment.length - 1
+            indices = None if everything else indices.clone()
+        if isinstance(sent, torch.Tensor):
+            sent = sent.to(arena.work.dtype, copy=True)
+        elif sent is not None:
+            sent = sent.tensor().view(-1)
+        self.sent.append((segment, indices, sent))
+
+    def write_and_subtract(self, segment: Segment, write: Write) -> bool:
+        """Write sent values to their message and subtract them, in one pass, as :meth:`Arena.take` does."""
+        return self._flat.arena_with(segment).take(segment, write)
+
+    def add_unsent(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Add unsent values of sums to ``work``, as :meth:`Arena.retain`, or record them in ``sent``, negated."""
+        arena = self._flat.arena_with(segment)
+        if arena.memory.hands_back:
+            self.subtract_sent(segment, indices, -values)
+        else:
+            arena.retain(segment, indices, values)
+
+    def takes_selections(
+        self, segment: Segment, selections: list[tuple[torch.Tensor, torch.Tensor]], factor: float
+    ) -> bool:
+        """Record all ranks' selections, and return True, if they are few and one pass can apply them."""
+        lane, arena = segment.lane, self._flat.arena_with(segment)
+        if sum(len(indices) for indices, _ in selections) > segment.length // 2 or not (
+            arena.memory.hands_back and kernel_updates.takes_in(lane.dtype, lane.device)
+        ):
+            return False
+        self.received.append((segment, selections, factor))
+        return True
+
+    def update_of(self, slot: Slot) -> torch.Tensor:
+        """Return where the update of a tensor, or of this rank's shard of it, is written, in its shape, contiguous."""
+        if slot.index in self._flat.in_place:
+            return self._flat.in_place.of(slot)
+        return self._flat.arena_of[slot.index].gradients[slot.index]
+
+    def forget(self) -> None:
+        """Forget the values of a round: it has been applied, or comes to nothing."""
+        self.sent.clear()
+        self.received.clear()
+        if self.bases is not None:
+            self.bases.forget()
+
+    # -- a sample of values, for the choice of codecs -------------------------------------------------------------
+
+    def start_sample(self, elements: int) -> None:
+        """Copy some of the values of the next step, which selects so many ``elements``, for :meth:`end_sample`."""
+        self._sample = ValueSample(elements)
+
+    def observe(self, values: torch.Tensor, count: int | torch.Tensor) -> None:
+        """Copy some of the values that a message has of a segment, in a step that is asked for a sample."""
+        if self._sample is not None:
+            self._sample.take(values, count)
+
+    def end_sample(self) -> torch.Tensor | None:
+        """Return the sample, as :meth:`ValueSample.values` does, and stop sampling; None: none was asked for."""
+        sample, self._sample = self._sample, None
+        return None if sample is None else sample.values()
