@@ -59,7 +59,7 @@ class Config:
         """
         memory, has_unsent = self.compression.memory, has_unsent and self.sync.updates is None
         if lane.kind not in self.compression.compressor.kinds:  # dense beside compressed tensors
-            return memory.for_dense_lane(has_residual=has_unsent or (self.rounds_whole and not lane.on_device))
+            return memory.for_dense_lane(has_residual=has_unsent or (self.rounds_dense and not lane.on_device))
         keeps = memory.has_residual or memory.has_momentum or memory.hands_back
         sends_all = lane.kind in (Kind.DENSE, Kind.QUANTISED)
         return sparsifiers.memory("residual") if has_unsent and sends_all and not keeps else memory

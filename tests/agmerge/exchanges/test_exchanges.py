@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.exchanges import (
     CPU,
+    DTYPES,
     Make,
     Quiet,
     context,
@@ -34,7 +35,6 @@ from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.tensors.layout import Lane, Segment
 from sparsifiers import Kind, Selection
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 CASTS = [None, torch.float16, torch.bfloat16]
 LIGHT = settings(deadline=None)
 

@@ -155,7 +155,8 @@ def test_only_what_is_due_is_asked_for_sent_and_written(options: dict[str, objec
         assert {*names, *others} == set(SHAPES) and not {*names} & {*others}
         for name in names:
             slot = buffers.slot_of[name]
-            assert under_way.used[slot.index] and digest([buffers.flat.update(slot)]) == digest([twin.flat.update(slot)])
+            assert under_way.used[slot.index]
+            assert digest([buffers.flat.update(slot)]) == digest([twin.flat.update(slot)])
         assert not any(under_way.used[buffers.slot_of[name].index] for name in others)
         return asked, sent
 
