@@ -104,7 +104,7 @@ def inspect(optimizer: Any) -> Inspection:
     buffers = exchange.buffers
     return Inspection(
         plan=exchange.plan(),
-        residuals={name: residual.clone() for name, residual in reducer.unsent().items()},
+        residuals={name: residual.clone() for name, residual in reducer.replica.unsent().items()},
         measurements=exchange.plans.status().measured if exchange.plans is not None and exchange.agreed else None,
         lanes={} if buffers is None else {slot.name: slot.lane for slot in buffers.layout.slots},
     )

@@ -73,6 +73,7 @@ def watched() -> Clocks:
     """Clocks on what one step consists of."""
     from agmerge.backends.base import Handle
     from agmerge.backends.torch import TorchBackend
+    from agmerge.engine.backward_passes import BackwardPasses
     from agmerge.engine.reducer import Reducer
     from agmerge.exchanges import SparseExchange
     from agmerge.step.round import Round
@@ -80,7 +81,7 @@ def watched() -> Clocks:
 
     clocks = Clocks()
     for owner, name, row in (
-        (Reducer, "on_gradient", "hooks: their own work"),
+        (BackwardPasses, "on_gradient", "hooks: their own work"),
         (Arena, "accumulate", "hooks: residual + gradient, and move"),
         (Arena, "move_to_update", "hooks: others move to where their updates will be"),
         (Round, "_select", "select"),

@@ -128,7 +128,7 @@ class ResidualState:
     @property
     def _set(self) -> list[int]:
         """Return the ranks of the world that exchange with this one; empty: all."""
-        return self._optimizer._reducer.config.sync.process_set.members
+        return self._optimizer._reducer.exchange.config.sync.process_set.members
 
 
 def _parsed(key: str) -> tuple[list[int], int, int, str]:

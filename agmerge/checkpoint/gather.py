@@ -23,7 +23,7 @@ def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
     residuals are then kept (docs/checkpoints.md). Rank 0 needs memory for the residuals of all ranks. With
     ``process_set=`` that is the first rank of each set, and the result is of that set; None outside of the sets.
     """
-    config, exchange = optimizer._reducer.config, optimizer._reducer.exchange
+    config, exchange = optimizer._reducer.exchange.config, optimizer._reducer.exchange
     if exchange.outside:
         return None
     optimizer.flush()  # messages under way, on all ranks alike

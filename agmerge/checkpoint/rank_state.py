@@ -13,7 +13,7 @@ import merging
 from agmerge.checkpoint.redistribute import displacements, redistribute
 from agmerge.checkpoint.section_check import check_section
 from agmerge.engine.optimizer_states import SECTIONS, marked, unmark
-from agmerge.engine.synchronizer import Synchronizer
+from agmerge.engine.reducers import AnyReducer
 from agmerge.exchanges.low_rank import bases
 from agmerge.exchanges.node_shards import shard_shape
 from agmerge.runtime import workers
@@ -61,7 +61,7 @@ class Wrapper(Protocol):
     _inner: torch.optim.Optimizer  # of several optimizers, their group
 
     @property
-    def _reducer(self) -> Synchronizer: ...
+    def _reducer(self) -> AnyReducer: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state and, under ``SECTION``, that of this rank."""
@@ -70,7 +70,7 @@ class Wrapper(Protocol):
         """Apply updates that ``merging="dear"`` leaves to the next forward."""
 
 
-def save(reducer: Synchronizer) -> dict[str, Any]:
+def save(reducer: AnyReducer) -> dict[str, Any]:
     """Return this rank's section: residuals by name (copies), the plan, the step count, rank and size.
 
     ``window``: where a step has begun, how many backward passes each parameter has seen, and its gradient so far.
@@ -94,12 +94,12 @@ def save(reducer: Synchronizer) -> dict[str, Any]:
         "shares": exchange.budgets(),
         "compressor": (repr(compressor), compressor.state_dict()),
         "window": _window(reducer),
-        "updates": reducer.saved_updates(),
+        "updates": reducer.replica.saved(),
         **{plural: _copies(exchange, kind) for kind, plural in KINDS.items()},
     }
 
 
-def whole_state(reducer: Synchronizer, inner: Mapping[str, Any]) -> dict[str, Any]:
+def whole_state(reducer: AnyReducer, inner: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a wrapper: ``inner``, the plain optimizer's, and this rank's section.
 
     Where the section has residuals or the like, the state is marked: a plain optimizer that loads it has not got all of
@@ -139,11 +139,11 @@ class Restored:
     budgets: dict[str, int] | None = None  # by name, where they were chosen by importance
     window: Mapping[str, Any] = field(default_factory=dict)  # of the step that had begun, as in save()
     origin: tuple[int, int] | None = None  # (rank, size) that saved it, if not connected yet
-    updates: Mapping[str, Any] | None = None  # a result of saved_updates() of a reducer
+    updates: Mapping[str, Any] | None = None  # a result of LocalReplica.saved()
     inner: dict[str, Any] | None = None  # of the inner optimizer, where the section has it
 
 
-def load(reducer: Synchronizer, section: Mapping[str, Any] | None, *, own: bool = False) -> dict[str, Any] | None:
+def load(reducer: AnyReducer, section: Mapping[str, Any] | None, *, own: bool = False) -> dict[str, Any] | None:
     """Collective. Load the result of :func:`save` on this rank, or those of all ranks; drop anything else.
 
     Ranks communicate only where a step had begun, and its gradients complete a merge buffer. One warning names what is
@@ -179,12 +179,12 @@ def load(reducer: Synchronizer, section: Mapping[str, Any] | None, *, own: bool 
             exchange.config.changed(partial=dense_cutoff.from_checkpoint(exchange.config.compression.partial, section))
         )
     exchange.restore(restored.state, restored.steps, restored.plan, restored.budgets, restored.origin, restored.shard)
-    reducer.restore_updates(restored.updates)
+    reducer.replica.restore(restored.updates)
     _reopen_step(reducer, restored.window)
     return restored.inner
 
 
-def _read(reducer: Synchronizer, section: Mapping[str, Any], own: bool) -> Restored:
+def _read(reducer: AnyReducer, section: Mapping[str, Any], own: bool) -> Restored:
     """Return what this rank loads of a section: all of it if it is the rank's own, else steps and plan alone.
 
     Restores the compressor's state, too. Warns where residuals or the like are dropped.
@@ -221,7 +221,7 @@ def _read(reducer: Synchronizer, section: Mapping[str, Any], own: bool) -> Resto
     return restored
 
 
-def _at_home(reducer: Synchronizer, inner: dict[str, Any] | None) -> dict[str, Any] | None:
+def _at_home(reducer: AnyReducer, inner: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return an optimizer's state, perhaps saved by other ranks, with its DTensors on the mesh of its parameters."""
     if inner is None:
         return None
@@ -249,13 +249,13 @@ def _section_among(section: dict[str, Any], parameters: list[torch.Tensor]) -> d
     return {**section, "state": state}
 
 
-def _dtensors(reducer: Synchronizer) -> dict[str, str]:
+def _dtensors(reducer: AnyReducer) -> dict[str, str]:
     """Return, by name, which shard this rank has of each parameter that is a DTensor."""
     members = reducer.members
     return {members.name_of(p): shard_of(p) for p in members.name_all() if is_dtensor(p)}
 
 
-def _other_part(reducer: Synchronizer, section: Mapping[str, Any]) -> str:
+def _other_part(reducer: AnyReducer, section: Mapping[str, Any]) -> str:
     """Return a warning for a section's first parameter of another shard than this rank's; "" if there is none."""
     saved, own = section["dtensors"], _dtensors(reducer)
     kept = {name for plural in KINDS.values() for name in section[plural]}
@@ -282,7 +282,7 @@ def _restore_compressor(exchange: GradientExchange, section: Mapping[str, Any]) 
     return True
 
 
-def _check_shapes(reducer: Synchronizer, state: State, shard: tuple[int, int] | None) -> None:
+def _check_shapes(reducer: AnyReducer, state: State, shard: tuple[int, int] | None) -> None:
     """Raise ``ValueError`` for a tensor of another shape than its parameter, or this rank's shard of it.
 
     Bases that do not fit are no error: new ones are drawn, as after a change of rank.
@@ -298,7 +298,7 @@ def _check_shapes(reducer: Synchronizer, state: State, shard: tuple[int, int] | 
             )
 
 
-def _check_updates(reducer: Synchronizer, updates: Mapping[str, Any] | None) -> None:
+def _check_updates(reducer: AnyReducer, updates: Mapping[str, Any] | None) -> None:
     """Raise ``ValueError`` for parameters of another shape than the optimizer's, or that are not finite."""
     for what, key in (("shared value", "base"), ("value", "own"), ("displacement", "displacements")):
         state = {(what, name): tensor for name, tensor in ((updates or {}).get(key) or {}).items()}
@@ -332,12 +332,12 @@ def _own_part(exchange: GradientExchange, section: Mapping[str, Any]) -> Mapping
     return redistribute(ranks, comm.rank, comm.size, exchange.config.sync.op)
 
 
-def _window(reducer: Synchronizer) -> dict[str, Any]:
+def _window(reducer: AnyReducer) -> dict[str, Any]:
     """Return the gradients of the step under way: by name, the number of backward passes and a copy of the gradient.
 
     Those accumulated in no_sync() are included, and those of parameters without a hook so far.
     """
-    counted = reducer.window()
+    counted = {} if reducer.passes is None else reducer.passes.window()
     return {
         reducer.members.name_of(p): (counted.get(p, 0), _copy(p.grad))
         for p in (reducer.members.name_all() if counted else [])
@@ -345,13 +345,14 @@ def _window(reducer: Synchronizer) -> dict[str, Any]:
     }
 
 
-def _reopen_step(reducer: Synchronizer, window: Mapping[str, Any]) -> None:
+def _reopen_step(reducer: AnyReducer, window: Mapping[str, Any]) -> None:
     """Collective. Resume the step that had begun: restore its gradients, and count its backward passes."""
     for parameter in reducer.members.name_all():
         if reducer.members.name_of(parameter) in window:
             fired, gradient = window[reducer.members.name_of(parameter)]
             set_gradient(parameter, None if gradient is None else gradient.clone().to(parameter.device))
-            reducer.count(parameter, fired)
+            if reducer.passes is not None:
+                reducer.passes.resume(parameter, fired)
 
 
 def _copies(exchange: GradientExchange, kind: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from agmerge.engine.carry import place
+from agmerge.engine.shared_parameters import place
 from agmerge.ops import ReduceOp
 from agmerge.step.agreed_state import weight_factor
 from agmerge.step.updates import APPLY
@@ -50,7 +50,7 @@ def redistribute(sections: Sequence[Section], rank: int, size: int, op: ReduceOp
 def displacements(updates: Mapping[str, Any], residuals: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the differences between a rank's expected and own parameters, by name; ``residuals`` are not included.
 
-    ``updates``: a result of :meth:`agmerge.engine.update_reducer.UpdateReducer.saved_updates`.
+    ``updates``: a result of :meth:`agmerge.engine.local_replica.LocalReplica.saved`.
     """
     shown = residuals if updates["carry"] == APPLY else {}
     moved = {

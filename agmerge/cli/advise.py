@@ -63,7 +63,7 @@ class AdvisedOptimizer(wrapping.DistributedOptimizer):
             if now.wire != "auto":
                 sys.stdout.write(f"with selected values in {now.wire}: {now.wire_why}\n")
             sys.stdout.flush()
-        comm.barrier("advise").wait(reducer.config.guards.timeout)
+        comm.barrier("advise").wait(reducer.exchange.config.guards.timeout)
         raise Enough
 
 

@@ -6,20 +6,25 @@ change when the owner of the buckets rearranges these.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from agmerge.backends import status
 from agmerge.engine.clipping_watch import ClippingWatch
 from agmerge.engine.grad_hooks import refuse_owned
-from agmerge.engine.synchronizer import Synchronizer
+from agmerge.engine.grad_scaler import LossScale
+from agmerge.engine.participation import Participation, open_exchange
+from agmerge.engine.replicas import SyncedReplica
 from agmerge.engine.withheld_momentum import take_over
 from agmerge.errors import IN_BACKWARD, AGMergeError, NonFiniteError
 from agmerge.exchanges.message.format import Flag
+from agmerge.planning.replanner import Replanner
 from agmerge.step.config import Config
 from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
 
-class BucketReducer(Synchronizer):
+class BucketReducer:
     """Reducer that combines the gradients of each backward pass: there is no ``step()`` to wait for.
 
     :meth:`hand_over` for each parameter, in the same order on every rank, then :meth:`combine`. From then on the update
@@ -28,10 +33,15 @@ class BucketReducer(Synchronizer):
     has a parameter, or the momentum of ``optimizer``, to be applied here, is of other parameters.
     """
 
-    combines_gradients = True
+    combines_gradients: Literal[True] = True  # p.grad becomes the combined gradient
+    passes = None  # the owner of the buckets counts them
 
     def __init__(self, members: ParameterTable, config: Config, optimizer: torch.optim.Optimizer | None = None) -> None:
-        super().__init__(members, members, config)
+        self.members = members
+        self.exchange = open_exchange(members, members, config, Replanner)
+        self.replica = SyncedReplica(members, self.exchange)
+        self.group = Participation(self.exchange, self.replica.compared)
+        self.scaling = LossScale(None)
         refuse_owned(members.name_all(), members)
         self._optimizer = optimizer
         self._check_momentum(config)
@@ -40,8 +50,20 @@ class BucketReducer(Synchronizer):
         # Several optimizers step one by one: it looks when the first of them does.
         self._looks = [] if optimizer is None else [self._clipping.follow(each) for each in optimizers_of(optimizer)]
 
-    def _averaged_too(self) -> str:
-        return ""  # the owner of the buckets leaves the average to this reducer
+    def connect(self) -> None:
+        """Collective. Connect to the present workers, if this has not happened."""
+        if self.group.outdated:
+            self.leave()
+        if not self.group.connected:
+            self.group.connect()
+
+    def leave(self) -> None:
+        """Forget the group of workers."""
+        self.group.leave()
+
+    def attach_scaler(self, scaling: LossScale) -> None:
+        """Divide gradients by another loss scale from now on."""
+        self.scaling = scaling
 
     def _check_momentum(self, config: Config) -> None:
         """Raise ``ValueError`` where a momentum to be applied here is not that of exactly these parameters."""
@@ -56,22 +78,24 @@ class BucketReducer(Synchronizer):
             )
 
     def reconfigure(self, config: Config, what: str, advice: str) -> None:
-        """Collective. See :meth:`Synchronizer.reconfigure`."""
+        """Collective. Use another config, as :meth:`Participation.reconfigure`. Raises in a backward pass."""
         self._check_momentum(config)
-        super().reconfigure(config, what, advice)
+        self.check_idle(what)
+        self.group.reconfigure(config, what, advice)
+        self.discard()
 
     @torch.no_grad()
     def hand_over(self, parameter: torch.Tensor, gradient: torch.Tensor, *, used: bool = True) -> None:
         """Collective. Hand over the gradient of a parameter, and send the merge buffers that are complete now.
 
         ``gradient``: of the shape of ``parameter``, not to be changed before :meth:`combine`, which writes the update
-        there. ``used``: whether this rank has one; if not, and in :meth:`joined`, ``gradient`` is zero.
+        there. ``used``: whether this rank has one; if not, and where this rank has joined, ``gradient`` is zero.
         """
         if not self._gradients:
             status.current().enter("is in a backward pass", self.exchange.step)
         name = self.members.name_of(parameter)
         self._gradients[name] = gradient
-        if self._flag == Flag.ACTIVE:  # of one that has joined, everything leaves in combine()
+        if self.group.flag == Flag.ACTIVE:  # of one that has joined, everything leaves in combine()
             self.exchange.ready(name, self.scaling.divided(parameter, gradient) if used else None, stays=True)
 
     @torch.no_grad()
@@ -86,10 +110,9 @@ class BucketReducer(Synchronizer):
             take_over(self.exchange, self.members, self._optimizer)
         status.current().enter("combines gradients", self.exchange.step)
         try:
-            combined = self.exchange.finish(flags=self._flag)
+            combined = self.exchange.finish(flags=self.group.flag)
         except NonFiniteError as error:
             raise NonFiniteError(IN_BACKWARD.format(where=error.where), error.where) from None
-        self.flags_of_all = combined.flags
         with self.exchange.breaking():
             if self._optimizer is not None:
                 self._clipping.note(combined)
@@ -101,16 +124,15 @@ class BucketReducer(Synchronizer):
                 self.exchange.commit(drops_unused=True)
         self._end_pass()
         if not combined.skipped:
-            self.end_exchange()
+            # Not before the optimizer has stepped, and not where it does not: on a rank that has joined.
+            self.group.end_exchange(compares=self.exchange.steps > 1 and not combined.flags & Flag.JOINED)
 
-    def _compare_replicas(self) -> None:
-        # Not before the optimizer has stepped, and not where it does not: on a rank that has joined.
-        if self.exchange.steps > 1 and not self.flags_of_all & Flag.JOINED:
-            super()._compare_replicas()
+    def flush(self) -> None:
+        """Apply updates that are on their way: there are none, each pass ends with its own."""
 
     def discard(self) -> None:
         """Discard the pass that has begun."""
-        super().discard()
+        self.exchange.discard()
         self._end_pass()
 
     def _end_pass(self) -> None:
@@ -126,4 +148,4 @@ class BucketReducer(Synchronizer):
         """Close the communicators, and stop watching the optimizer's steps."""
         for handle in self._looks:
             handle.remove()
-        super().close()
+        self.exchange.close()

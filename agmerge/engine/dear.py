@@ -16,8 +16,9 @@ import torch
 from agmerge.engine.dear_modules import ModuleHooks, Parameters, Updates, check_hooks, check_readers
 from agmerge.engine.dear_times import DearMeasurer, ForwardTimes
 from agmerge.engine.gathered import gathered_of
-from agmerge.engine.reducer import Reducer
+from agmerge.engine.reducer import Reducer, check_attachable
 from agmerge.errors import AGMergeError
+from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
 from agmerge.planning.replanner import Replanner
@@ -59,7 +60,7 @@ class DearReducer(Reducer):
         check_hooks(self._optimizer)
         if gathered_of(members):
             raise ValueError("merging='dear' has no place for SparseAdam's gradients, which are gathered: use another")
-        super().__init__(members, config)
+        super().__init__(members, config, listener=self)
         self._modules.attach(self.model)
 
     def leave(self) -> None:
@@ -72,7 +73,7 @@ class DearReducer(Reducer):
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans:
         """Hook the present parameters and modules, and return a planner that measures backward and forward."""
         check_readers(self.model, self._optimizer)  # it may have got more parameters
-        self._hooks.attach(buffers.flat.parameters, self.members, alone=self.alone)
+        super()._on_agreement(buffers, times)
         self._modules.attach(self.model)
         self._times = ForwardTimes(buffers.clock, self._modules.readers)
         return Replanner(buffers, times, DearMeasurer(buffers, times, self))
@@ -80,8 +81,8 @@ class DearReducer(Reducer):
     # -- a step ---------------------------------------------------------------------------------------------
 
     def on_gradient(self, parameter: torch.Tensor, name: str) -> None:
-        """Collective. See :meth:`Reducer.on_gradient`; the last update of ``parameter`` must have been taken before."""
-        with self._lock:
+        """Collective. See :meth:`BackwardPasses.on_gradient`; the last update must have been taken before."""
+        with self.passes.lock:
             if self._times is not None:
                 self._times.end()
             if self._updates is not None:
@@ -89,7 +90,7 @@ class DearReducer(Reducer):
                     if parameter in self._updates:
                         raise AGMergeError(STALE.format(name=name))
                     self._updates.receive(parameter)  # its message must be free before the next one is written
-        super().on_gradient(parameter, name)
+        self.passes.on_gradient(parameter, name)
 
     def synchronize(self) -> None:
         """Refuse, with ``ValueError``: combined gradients exist in the next forward only."""
@@ -112,7 +113,7 @@ class DearReducer(Reducer):
         check_hooks(self._optimizer)
         if self.exchange.outside:
             return self._optimizer.step()
-        with self._lock:
+        with self.passes.lock:
             self.exchange.check_unbroken()
             self.flush()
             super().synchronize()
@@ -121,19 +122,19 @@ class DearReducer(Reducer):
                 return None
             with torch.no_grad(), self.exchange.breaking():
                 assert self._combined is not None
-                self._updates = Updates(self._optimizer, self._combined, self.config.sync.zero_unused)
+                self._updates = Updates(self._optimizer, self._combined, self.exchange.config.sync.zero_unused)
                 self._combined = None
             self.end_step()
         return None
 
     def _attach(self, combined: Combined) -> None:
         """Store the combined gradients. The updates are not there yet, and ``p.grad`` stays the script's own."""
-        self._check_attachable(combined)
+        check_attachable(combined, self.exchange, is_active=self.group.flag == Flag.ACTIVE)
         self._combined = combined
 
     def end_step(self) -> None:
         """Collective. See :meth:`Reducer.end_step`; replicas are compared with all updates applied."""
-        every = self.config.guards.check_every
+        every = self.exchange.config.guards.check_every
         if every and (self.exchange.step + 1) % every == 0:  # the first comparison is of the initial parameters
             self.flush()
         super().end_step()
@@ -152,7 +153,7 @@ class DearReducer(Reducer):
         times = self._times
         if times is None or (self._updates is None and not times.open):
             return
-        with self._lock:
+        with self.passes.lock:
             mark = times.mark()
             if self._updates is None:
                 times.reached(number, mark)
@@ -170,16 +171,12 @@ class DearReducer(Reducer):
 
         Its messages are under way already, so that ranks need not call this at the same time.
         """
-        with self._lock:
+        with self.passes.lock:
             updates, self._updates = self._updates, None
             if updates is not None:
                 with self.exchange.breaking():
                     self._receive(updates, updates.parameters)
                     updates.apply(updates.parameters)
-
-    def prepare_to_save(self) -> None:
-        """Collective. Apply every pending update, as :meth:`flush` does."""
-        self.flush()
 
     def _receive(self, updates: Updates, parameters: Parameters) -> None:
         """Collective. Wait for the messages of these parameters; the time counts as exposed."""
@@ -194,14 +191,6 @@ class DearReducer(Reducer):
         return self._times.of(self.exchange.buffers.flat.parameters)
 
     # -- guards ---------------------------------------------------------------------------------------------
-
-    def admit_group(self) -> None:
-        """Remove the optimizer's last group again, with ``ValueError``, if the model does not contain it."""
-        try:
-            check_readers(self.model, self._optimizer)
-        except ValueError:
-            self._optimizer.param_groups.pop()
-            raise
 
     def check_idle(self, what: str) -> None:
         """Collective. See :meth:`Reducer.check_idle`; updates that are pending are applied."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-import merging as planning
+import merging
 from agmerge.engine.dear_modules import Parameters
 from agmerge.metrics.running_times import KEEP, RunningStepTimes
 from agmerge.metrics.step_times import Clock, Seconds
@@ -40,7 +40,7 @@ class DearMeasurer(Measurer):
 
     def measure(
         self, step: int, look: Look | None = None, *, at_once: bool = False
-    ) -> Iterator[planning.Measurements | None]:
+    ) -> Iterator[merging.Measurements | None]:
         """Collective. Measure. Pending updates are applied first: nothing is in flight while exchanges are timed."""
         self._reducer.flush()
         for part in super().measure(step, look, at_once=at_once):
@@ -51,12 +51,12 @@ class DearMeasurer(Measurer):
         """Return None: messages in backward are only one half of each exchange."""
         return None
 
-    def with_costs(self, step: int, ready: Seconds, costs: MeasuredCosts) -> planning.Measurements:
+    def with_costs(self, step: int, ready: Seconds, costs: MeasuredCosts) -> merging.Measurements:
         """Collective. Return the measurements for planning, with seconds of forward."""
         (forward,) = gather_seconds(self.buffers, self._reducer.forward_seconds())
         measured = super().with_costs(step, ready, costs)
         profile = measured.profile
-        with_forward = planning.Profile(**{**profile.plain(), "forward": forward.max(axis=0)})
+        with_forward = merging.Profile(**{**profile.plain(), "forward": forward.max(axis=0)})
         return replace(measured, profile=with_forward, modes=("dear",))
 
 

@@ -11,15 +11,13 @@ from collections.abc import Callable
 
 from agmerge.backends.handshake import gather_bytes
 from agmerge.engine.reducer import Reducer
-from agmerge.engine.reducers import AnyReducer
 from agmerge.engine.replicas import level_replicas
-from agmerge.engine.synchronizer import Synchronizer
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.exchanges.message.format import Flag
 from agmerge.runtime import workers
 
 
-def join(reducer: AnyReducer, step: Callable[[], object]) -> int:
+def join(reducer: Reducer | UpdateReducer, step: Callable[[], object]) -> int:
     """Collective. Take part without gradients until every rank has joined; return the world's rank that did so last.
 
     Of ranks that join at the same step the highest counts as the last one. If replicas differ in the end (the others
@@ -31,9 +29,9 @@ def join(reducer: AnyReducer, step: Callable[[], object]) -> int:
         reducer: of the optimizer that joins.
         step: takes a step with the gradients as ``synchronize()`` left them.
     """
-    if reducer.config.sync.model is not None:
+    if reducer.exchange.config.sync.model is not None:
         raise ValueError("join() with merging='dear' is not built yet: give every rank the same number of batches")
-    if isinstance(reducer, UpdateReducer):
+    if not reducer.combines_gradients:
         return join_with_updates(reducer)
     reducer.connect()
     reducer.check_idle("join()")
@@ -41,7 +39,7 @@ def join(reducer: AnyReducer, step: Callable[[], object]) -> int:
     if comm is None:  # not of the process set
         return workers.rank()
     alone = 0  # steps that this rank has taken without batches
-    with reducer.joined():
+    with reducer.group.joined():
         while True:
             reducer.synchronize()
             if not reducer.flags_of_all & Flag.ACTIVE:
@@ -50,7 +48,7 @@ def join(reducer: AnyReducer, step: Callable[[], object]) -> int:
             alone += 1
     _discard(reducer)
     last = last_to_join(reducer, alone)
-    level_replicas(comm, reducer.members, reducer.members.optimizer, last, reducer.config.guards.timeout)
+    level_replicas(comm, reducer.members, reducer.members.optimizer, last, reducer.exchange.config.guards.timeout)
     return world_rank(reducer, last)
 
 
@@ -63,17 +61,19 @@ def join_with_updates(reducer: UpdateReducer) -> int:
     if reducer.exchange.outside:
         return workers.rank()
     waited = 0
-    with reducer.joined():
-        while not reducer.alone and reducer.exchange_alone() & Flag.ACTIVE:
+    with reducer.group.joined():
+        while not reducer.group.alone and reducer.exchange_alone() & Flag.ACTIVE:
             waited += 1
     reducer.consolidate()
     return world_rank(reducer, last_to_join(reducer, waited))
 
 
-def last_to_join(reducer: Synchronizer, alone: int) -> int:
+def last_to_join(reducer: Reducer | UpdateReducer, alone: int) -> int:
     """Collective. Return the rank that joined last; of several the highest. ``alone``: steps that this one waited."""
     assert reducer.exchange.comm is not None
-    texts = gather_bytes(reducer.exchange.comm, alone.to_bytes(8, "little"), "join", reducer.config.guards.timeout)
+    texts = gather_bytes(
+        reducer.exchange.comm, alone.to_bytes(8, "little"), "join", reducer.exchange.config.guards.timeout
+    )
     waited = [int.from_bytes(text, "little") for text in texts]
     return max(rank for rank, steps in enumerate(waited) if steps == min(waited))
 
@@ -86,7 +86,7 @@ def _discard(reducer: Reducer) -> None:
     reducer.discard()
 
 
-def world_rank(reducer: Synchronizer, rank: int) -> int:
+def world_rank(reducer: Reducer | UpdateReducer, rank: int) -> int:
     """Return the world's number of a rank of the process set."""
-    ranks = reducer.config.sync.process_set.members
+    ranks = reducer.exchange.config.sync.process_set.members
     return ranks[rank] if ranks else rank

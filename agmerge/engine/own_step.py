@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 
+from agmerge.errors import NonFiniteError, and_more
+from agmerge.step.gradient_exchange import GradientExchange
+from agmerge.step.nonfinite_verdict import MOST_IN_A_ROW
 from agmerge.tensors.dtensors import local_of
-from agmerge.tensors.nonfinite import is_finite
+from agmerge.tensors.nonfinite import RAISE, is_finite
 from agmerge.tensors.parameters import ParameterTable
 
 
@@ -22,6 +25,45 @@ class OwnStep:
     stepped: bool = True  # False: gradients were not finite
     scaled: bool = False  # by a GradScaler, which checks for that itself
     bad: tuple[str, ...] = ()  # parameters with gradients that were not finite, if checked in this file
+
+
+class OwnSteps:
+    """Steps of this worker's optimizer: how many, and which gradients were not finite since the last exchange."""
+
+    def __init__(self) -> None:
+        self.count = 0  # of the optimizer's steps, exchanged or not
+        self._bad: tuple[str, ...] = ()  # parameters with gradients that were not finite, since the last exchange
+        self._skipped_in_a_row = 0
+
+    def made(self) -> None:
+        """Count a step."""
+        self.count += 1
+
+    def check(self, step: OwnStep, exchange: GradientExchange, *, alone: bool) -> None:
+        """Count a step that was left out. Where that is an error, all ranks raise it at the next exchange.
+
+        A worker that is ``alone`` raises :class:`agmerge.NonFiniteError` at once.
+        """
+        if step.stepped:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        exchange.totals.skipped(0, 0)
+        raises = exchange.config.guards.nonfinite == RAISE and not step.scaled
+        if raises or self._skipped_in_a_row >= MOST_IN_A_ROW:
+            self._bad = tuple(dict.fromkeys([*self._bad, *(step.bad or ("(found by the GradScaler)",))]))
+            if alone:
+                names = and_more(self.handed_on())
+                raise NonFiniteError(f"gradients are infinite or NaN: {names}. The optimizer has not stepped")
+
+    def handed_on(self) -> tuple[str, ...]:
+        """Return the parameters with gradients that were not finite, and forget them: the next exchange says so."""
+        bad, self._bad = self._bad, ()
+        return bad
+
+    def restart(self, count: int) -> None:
+        """Begin after so many steps."""
+        self.count, self._bad = count, ()
 
 
 def own_step(members: ParameterTable, wrapper: Any, closure: Callable[[], Any] | None) -> OwnStep:

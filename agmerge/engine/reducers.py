@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.dear import DearReducer
 from agmerge.engine.dear_modules import check_readers
 from agmerge.engine.reducer import Reducer
@@ -13,10 +14,10 @@ from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.step.config import Config
 from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
-AnyReducer = Reducer | UpdateReducer
+AnyReducer = Reducer | BucketReducer | UpdateReducer
 
 
-def reducer_for(optimizer: torch.optim.Optimizer, named: Any, config: Config) -> AnyReducer:
+def reducer_for(optimizer: torch.optim.Optimizer, named: Any, config: Config) -> Reducer | UpdateReducer:
     """Return the reducer that ``config`` asks for. Without ``named`` parameters, DeAR's have the names of its model."""
     if config.sync.updates is not None:
         return UpdateReducer(ParameterTable(optimizer, named), config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -12,6 +13,8 @@ from agmerge.backends.handshake import gather_bytes, ranks_of
 from agmerge.errors import DivergenceError
 from agmerge.runtime import workers
 from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters, plain_state
+from agmerge.step.gradient_exchange import GradientExchange
+from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.fingerprint import fingerprints
 from agmerge.tensors.parameters import ParameterTable
 
@@ -73,3 +76,34 @@ def level_replicas(
         )
     broadcast_parameters(parameters, root_rank=root)
     broadcast_optimizer_state(optimizer, root_rank=root)
+
+
+class SyncedReplica:
+    """Replica of the parameters that is equal on all ranks after every step, where gradients are exchanged."""
+
+    def __init__(self, members: ParameterTable, exchange: GradientExchange) -> None:
+        self._members, self._exchange = members, exchange
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps the optimizer has made."""
+        return self._exchange.steps
+
+    def compared(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that must be equal on all ranks after a step, by name: all parameters."""
+        return {self._members.name_of(parameter): parameter for parameter in self._members.name_all()}
+
+    def unsent(self) -> dict[str, torch.Tensor]:
+        """Return the residuals of this rank, by name, in the shape of the parameter or of this rank's shard."""
+        return self._exchange.residuals()
+
+    def saved(self) -> None:
+        """Return None: a rank has no state beside residuals and the optimizer's."""
+
+    @torch.no_grad()
+    def restore(self, saved: Mapping[str, Any] | None) -> None:
+        """Make the parameters the shared ones that a training with local steps has saved, if one has."""
+        base: Mapping[str, torch.Tensor] = {} if saved is None else saved["base"]
+        for name, parameter in self.compared().items():
+            if name in base:
+                local_of(parameter).copy_(base[name])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import merging
-from agmerge.engine.synchronizer import Synchronizer
+from agmerge.engine.reducers import AnyReducer
 from agmerge.errors import AGMergeError
 from agmerge.metrics.chrome_trace import Trace, path_of
 from agmerge.metrics.step_times import StepTimes
@@ -27,7 +27,7 @@ from sparsifiers import Kind
 class ReportingMixin:
     """Reports of :class:`agmerge.DistributedOptimizer`, none of which changes it."""
 
-    _reducer: Synchronizer
+    _reducer: AnyReducer
 
     @property
     def plan(self) -> merging.Plan:
@@ -48,7 +48,7 @@ class ReportingMixin:
         ``"density"`` is the compressor's own target, ``"merging"`` a planner with its options, ``"plan"`` and a digest,
         or ``"groups"``.
         """
-        return dict(self._reducer.config.facts())
+        return dict(self._reducer.exchange.config.facts())
 
     def stats(self) -> dict[str, Any]:
         """Return totals since construction, of this rank; ``buffers`` and ``residual_norm`` (L2) are as of now.
@@ -79,9 +79,9 @@ class ReportingMixin:
         figures = {} if sparsifier is None else sparsifier.figures()
         exchange.times.settle()
         now = plan_status(exchange)
-        norms = [float(torch.linalg.vector_norm(r.double())) for r in self._reducer.unsent().values()]
+        norms = [float(torch.linalg.vector_norm(r.double())) for r in self._reducer.replica.unsent().values()]
         return {
-            "steps": self._reducer.step_count(),
+            "steps": self._reducer.replica.steps,
             "exchanges": exchange.steps,
             "steps_skipped": totals.steps_skipped,
             "compressor": compressor.name,
@@ -125,7 +125,7 @@ class ReportingMixin:
         Raises :class:`agmerge.AGMergeError` before the first step, and with ``sync="updates"`` and ``merging="dear"``,
         where gradients are never together before the optimizer steps.
         """
-        config = self._reducer.config
+        config = self._reducer.exchange.config
         if config.sync.updates is not None or config.sync.model is not None:
             how = "sync='updates'" if config.sync.updates is not None else "merging='dear'"
             raise AGMergeError(f"grad_norm(): with {how} no combined gradients are there to look at")

@@ -70,42 +70,42 @@ def update_of(lists: Sequence[Lists], numel: int) -> torch.Tensor:
     return update
 
 
-def take_in(base: torch.Tensor, parameter: torch.Tensor, update: torch.Tensor, pieces: Sequence[Piece]) -> None:
-    """Subtract ``update`` from ``base`` and ``parameter``, all 1-D, and sent pieces from the parameter's difference.
+def apply_update(base: torch.Tensor, own: torch.Tensor, update: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    """Subtract ``update`` from ``base`` and ``own``, all 1-D, and sent pieces from the delta between the two.
 
-    At sent elements ``parameter = base - (difference - sent)`` afterwards, with ``difference = base - parameter``
-    before.
+    At sent elements ``own = base - (delta - sent)`` afterwards, with ``delta = base - own`` before.
     """
-    rest = base - parameter
-    take_off(rest, pieces)
+    unsent = base - own
+    subtract(unsent, pieces)
     base.sub_(update)
-    parameter.sub_(update)
+    own.sub_(update)
     for start, stop, first, indices, _ in pieces:
-        end, begin, left = base[start:stop], parameter[start:stop], rest[start:stop]
+        shared, moved, left = base[start:stop], own[start:stop], unsent[start:stop]
         if indices is None:
-            torch.sub(end, left, out=begin)
+            torch.sub(shared, left, out=moved)
         else:
             places = indices - first
-            begin[places] = end[places].sub_(left[places])
+            moved[places] = shared[places].sub_(left[places])
 
 
-def take_in_lists(base: torch.Tensor, parameter: torch.Tensor, lists: Sequence[Lists], pieces: Sequence[Piece]) -> None:
-    """Apply the update of ``lists`` as :func:`take_in` does, in one pass where that is possible."""
+def apply_lists(base: torch.Tensor, own: torch.Tensor, lists: Sequence[Lists], pieces: Sequence[Piece]) -> None:
+    """Apply the update of ``lists`` as :func:`apply_update` does, in one pass where that is possible."""
     for part, piece in zip(lists, pieces, strict=True):
-        end, begin = base[part.start : part.stop], parameter[part.start : part.stop]
+        shared, moved = base[part.start : part.stop], own[part.start : part.stop]
         indices, values = piece.indices, piece.values
         if (
             indices is None
             or values is None
-            or not kernel_updates.take_in(end, begin, part.first, part.lists, part.scale, (indices, values))
+            or not kernel_updates.take_in(shared, moved, part.first, part.lists, part.scale, (indices, values))
         ):
-            take_in(end, begin, _add_up(torch.zeros_like(end), part), [piece._replace(start=0, stop=None)])
+            update = _add_up(torch.zeros_like(shared), part)
+            apply_update(shared, moved, update, [piece._replace(start=0, stop=None)])
 
 
-def take_off(way: torch.Tensor, pieces: Iterable[Piece]) -> None:
-    """Subtract the sent pieces from ``way``, a pseudo-gradient, 1-D, in place."""
+def subtract(delta: torch.Tensor, pieces: Iterable[Piece]) -> None:
+    """Subtract the sent pieces from ``delta``, 1-D, in place."""
     for start, stop, first, indices, values in pieces:
-        part = way[start:stop]
+        part = delta[start:stop]
         if values is None:
             part.zero_()
         elif indices is None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
-from agmerge.engine.synchronizer import Synchronizer
+from agmerge.engine.reducers import AnyReducer
 
 
 class SharingMixin:
@@ -14,7 +14,7 @@ class SharingMixin:
     That may be a wrapped optimizer, one with hooks on its steps, or a model in DistributedDataParallel.
     """
 
-    _reducer: Synchronizer
+    _reducer: AnyReducer
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -23,7 +23,8 @@ class SharingMixin:
         With ``sync="updates"`` a worker's own parameters are ahead of these. They are restored afterwards, so that
         changes inside are lost. Nothing communicates. With ``sync="gradients"`` they are the same anyway.
         """
-        with self._reducer.shared():
+        reducer = self._reducer
+        with nullcontext() if reducer.combines_gradients else reducer.replica.showing():
             yield
 
     def consolidate(self) -> None:
@@ -31,7 +32,8 @@ class SharingMixin:
 
         With ``sync="gradients"`` they are anyway, and nothing happens.
         """
-        self._reducer.consolidate()
+        if not self._reducer.combines_gradients:
+            self._reducer.consolidate()
 
     def flush(self) -> None:
         """Collective. Apply updates left to a later step by ``overlap=``, or to the next forward by ``merging="dear"``.

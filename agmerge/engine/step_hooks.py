@@ -94,7 +94,7 @@ class _Together:
     def end(self, optimizer: Any, step: OwnStep) -> None:
         """Collective. Record a step of ``optimizer``; after that of the last one count it, and make the exchange due.
 
-        Raises as :meth:`UpdateReducer.count_step` does.
+        Raises as :meth:`UpdateReducer.after_step` does.
         """
         self._steps[id(optimizer)] = step
         if len(self._steps) < len(self._optimizers):
@@ -102,8 +102,8 @@ class _Together:
         steps, self._steps = self._steps.values(), {}
         left_out = [each for each in steps if not each.stepped]
         bad = tuple(name for each in left_out for name in each.bad)
-        self.reducer.count_step(not left_out, bad, scaled=all(each.scaled for each in left_out))
-        self.reducer.after_step()
+        scaled = all(each.scaled for each in left_out)
+        self.reducer.after_step(OwnStep(stepped=not left_out, scaled=scaled, bad=bad))
 
 
 def _closed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

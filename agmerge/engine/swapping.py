@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from agmerge.engine.synchronizer import Synchronizer
+from agmerge.engine.reducers import AnyReducer
 from agmerge.options import door, notices
 from agmerge.options.arguments import Options
 from agmerge.options.resolve import resolve
@@ -17,7 +17,7 @@ class SwappingMixin:
     """Method to change the compressor, for all that exchanges for a script."""
 
     _inner: torch.optim.Optimizer | None  # the one that steps; None: it is not known
-    _reducer: Synchronizer
+    _reducer: AnyReducer
     _options: Options  # those in use
 
     def set_compressor(
@@ -37,7 +37,7 @@ class SwappingMixin:
         in the next step. A momentum that the new memory does not have, and bases that the new compressor does not have,
         are kept, and saved, until a later one uses them; an SGD's own momentum then begins at zero.
         """
-        reducer, optimizer, before = self._reducer, self._inner, self._reducer.config
+        reducer, optimizer, before = self._reducer, self._inner, self._reducer.exchange.config
         chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
         changed = door.swapped(self._options, optimizer, compression, chosen, options)
         config = with_momentum_of(resolve(changed), optimizer)

@@ -123,7 +123,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         if self._inner is not None:
             self._note_whole, stop = unsaved.watch(self._reducer, optimizers_of(self._inner))
             self._attached.callback(stop)
-        if isinstance(self._reducer, UpdateReducer):
+        if not self._reducer.combines_gradients:
             # This object as a whole, which the script need not keep: no_sync() ends with its last reference.
             self._attached.callback(follow(self._reducer, lambda: self._check_apart(model)))
             self._attached.callback(show_shared(model.module, self._reducer))
@@ -135,7 +135,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         if self._inner is not None:
             self._attached.callback(withhold(self._reducer.exchange, self._inner))
             self._attached.callback(torch_helpers.hide_momentum(self._reducer.exchange, self._inner))
-            for each in optimizers_of(self._inner) if not self._reducer.config.guards.scaled else ():
+            for each in optimizers_of(self._inner) if not self._reducer.exchange.config.guards.scaled else ():
                 self._attached.callback(refuse_unknown(each))
 
     def _check_apart(self, model: DistributedDataParallel) -> None:

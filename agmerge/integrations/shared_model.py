@@ -58,8 +58,8 @@ class _Shown:
     @_disable_dynamo
     def _enter(self) -> None:
         reducer = self._reducer()
-        if reducer is not None and not reducer.alone and not reducer.in_shared:
-            shared = reducer.shared()
+        if reducer is not None and not reducer.group.alone and not reducer.replica.shared.is_shown:
+            shared = reducer.replica.showing()
             shared.__enter__()
             self._inside.append(shared)
 
@@ -70,9 +70,9 @@ class _Shown:
     def save(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Put copies of the shared parameters into ``state``, the result of ``state_dict()``."""
         reducer = self._reducer()
-        if reducer is None or reducer.alone or reducer.in_shared:
+        if reducer is None or reducer.group.alone or reducer.replica.shared.is_shown:
             return
-        values = reducer.shared_values()
+        values = reducer.replica.shared_values()
         for name, parameter in module.named_parameters(remove_duplicate=False):
             entry = state.get(f"{prefix}{name}")
             if parameter in values and entry is not None and not isinstance(entry, torch.nn.Parameter):

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from agmerge.checkpoint.rank_state import KINDS, LOST
-from agmerge.engine.synchronizer import Synchronizer
-from agmerge.engine.update_reducer import UpdateReducer
+from agmerge.engine.reducers import AnyReducer
 from agmerge.errors import warn
 
 NOT_SAVED = (
@@ -44,7 +43,7 @@ class _Seen:
 
 
 def watch(
-    reducer: Synchronizer, optimizers: Sequence[torch.optim.Optimizer]
+    reducer: AnyReducer, optimizers: Sequence[torch.optim.Optimizer]
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Warn, on rank 0, of checkpoints with the state of ``optimizers`` alone; return two functions.
 
@@ -77,10 +76,10 @@ def watch(
     return whole, end
 
 
-def _kept(reducer: Synchronizer) -> str:
+def _kept(reducer: AnyReducer) -> str:
     """Return the state of a reducer that no optimizer's state has, in words; "" for none."""
-    if isinstance(reducer, UpdateReducer):
-        return UPDATES if reducer.step_count() else ""
+    if not reducer.combines_gradients:
+        return UPDATES if reducer.replica.steps else ""
     kinds = [kind for kind, plural in KINDS.items() if plural in LOST]
     kept = (tensor for (kind, _), tensor in reducer.exchange.state().items() if kind in kinds)
     return RESIDUALS if any(bool(tensor.any()) for tensor in kept) else ""

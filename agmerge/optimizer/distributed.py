@@ -12,13 +12,15 @@ from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
 
 from agmerge.checkpoint import horovod_elastic, rank_state, torch_helpers
-from agmerge.engine import grad_scaler, join
+from agmerge.engine import dear_modules, grad_scaler, join
 from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
-from agmerge.engine.reducers import AnyReducer, reducer_for
+from agmerge.engine.reducer import Reducer
+from agmerge.engine.reducers import reducer_for
 from agmerge.engine.reporting import ReportingMixin
 from agmerge.engine.sharing import SharingMixin
 from agmerge.engine.swapping import SwappingMixin
+from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
 from agmerge.optimizer.saving import SavingMixin
@@ -35,8 +37,10 @@ ZERO_GRAD = (
     "their way, and the others step with them. If your script goes on after an exception between backward() and "
     "step(), call optimizer.step() first, as the other ranks do. If all of them had it: optimizer.reset() on all ranks."
 )
-
-
+NOT_OF_UPDATES = (
+    "{call}: with sync='updates' gradients are never combined, p.grad is this worker's own. Clip or change it between "
+    "backward() and step(), as without agmerge; accumulate with several backward passes a step"
+)
 INFERENCE = (
     "optimizer.step() in torch.inference_mode(): what is kept for the next step could not be changed in it. Step "
     "outside of it, or in torch.no_grad()"
@@ -190,7 +194,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         process_set = process_sets.by_ranks(options.process_set)
         self._options = replace(door.settled(options, optimizer), process_set=process_set)
         config = with_momentum_of(resolve(self._options), optimizer)
-        self._reducer: AnyReducer = reducer_for(optimizer, named, config)
+        self._reducer: Reducer | UpdateReducer = reducer_for(optimizer, named, config)
         self._stop_hiding = torch_helpers.hide_momentum(self._reducer.exchange, optimizer)
         self._take_scaler()
 
@@ -199,7 +203,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         # GradScaler.step() reads this first. Without it, scaled gradients would be stepped with.
         if not self._reducer.combines_gradients:
             return True  # the scaler then leaves infinities to step(), and calls it at every step
-        if self._reducer.scaling.scaler is None:
+        if self._reducer.passes.scaling.scaler is None:
             raise AGMergeError(grad_scaler.NOT_ATTACHED)
         return False  # whatever the inner optimizer does: unscaling is the scaler's
 
@@ -207,9 +211,12 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         return f"DistributedOptimizer({self._inner!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._reducer.prepare_to_save()
+        passes = self._options.backward_passes_per_step
+        if self._reducer.combines_gradients:
+            self._reducer.flush()
+            passes = self._reducer.passes.per_step
         named = [(self._reducer.members.name_of(p), p) for p in self._reducer.members.name_all()]
-        arguments = {**vars(self._options), "backward_passes_per_step": self._reducer.passes}
+        arguments = {**vars(self._options), "backward_passes_per_step": passes}
         given = optimizers_of(self._inner)
         inner = self._inner if len(given) == 1 else given
         return _restore, (inner, named, arguments, rank_state.save(self._reducer), type(self))
@@ -223,7 +230,9 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         if len(optimizers_of(self._inner)) == 1:  # else the next line but one refuses, before anything is sent
             self._reducer.check_idle("add_param_group()")
         self._inner.add_param_group(param_group)
-        self._reducer.admit_group()
+        model = self._reducer.exchange.config.sync.model
+        if model is not None:
+            dear_modules.admit_group(model, self._inner)
 
     # -- a step ---------------------------------------------------------------------------------------------
 
@@ -232,18 +241,18 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         if is_dynamo_compiling():
             _outside_graphs(DistributedOptimizer.synchronize, self)
             return
-        self._reducer.synchronize()
+        _of_gradients(self._reducer, "synchronize()").synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Make ``step()``, inside, use the gradients as ``synchronize()`` (and clipping) left them."""
-        with self._reducer.taking_combined("skip_synchronize()"):
+        with _of_gradients(self._reducer, "skip_synchronize()").taking_combined():
             yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate locally in backward passes inside: they are not counted and nothing is sent."""
-        with self._reducer.paused():
+        with _of_gradients(self._reducer, "no_sync()").passes.paused():
             yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -272,15 +281,15 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         if is_dynamo_compiling():
             _outside_graphs(DistributedOptimizer.zero_grad, self, set_to_none)
             return
-        if self._reducer.unfinished and not self._reducer.abandon():
+        if self._reducer.combines_gradients and not self._reducer.begin_anew():
             raise AssertionError(ZERO_GRAD)
-        self._reducer.begin_anew()
         self._inner.zero_grad(set_to_none=set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sum so many backward passes from the next step on. The same on every rank."""
         check_passes(passes)
-        self._reducer.set_passes(passes)
+        if self._reducer.combines_gradients or passes != 1:
+            _of_gradients(self._reducer, f"set_backward_passes_per_step({passes})").passes.set_per_step(passes)
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Collective. Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Between steps."""
@@ -288,22 +297,23 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         options = replace(self._options, scaler=scaler)
         config = resolve(options)
         grad_scaler.check_dtypes(self._reducer.members, config.guards.scaled)
-        config = self._reducer.config.changed(nonfinite=config.guards.nonfinite, scaled=config.guards.scaled)
+        config = self._reducer.exchange.config.changed(nonfinite=config.guards.nonfinite, scaled=config.guards.scaled)
         self._reducer.reconfigure(config, "attach_scaler()", "Attach the scaler on every rank, at the same step.")
         self._options = options
         self._take_scaler()
 
     def _take_scaler(self) -> None:
-        scaler = self._options.scaler if self._reducer.config.guards.scaled else None
+        scaler = self._options.scaler if self._reducer.exchange.config.guards.scaled else None
         grad_scaler.check_dtypes(self._reducer.members, scaler is not None)
-        if self._reducer.combines_gradients and scaler is not self._reducer.scaling.scaler:
-            self._reducer.attach_scaler(grad_scaler.LossScale(scaler))
+        if self._reducer.combines_gradients and scaler is not self._reducer.passes.scaling.scaler:
+            self._reducer.passes.attach_scaler(grad_scaler.LossScale(scaler))
             if scaler is not None:
                 scaler.unscale_ = grad_scaler.UnscaleHook(scaler, self)
 
     def _combine_for(self, scaler: torch.amp.GradScaler) -> None:
         """Collective. Combine the gradients: the scaler is about to unscale them, and to look for infinities."""
-        self._reducer.combine_for(scaler)
+        if self._reducer.combines_gradients:
+            self._reducer.combine_for(scaler)
 
     def join(self) -> int:
         """Collective. Take part without gradients until every rank does: for a rank that has no batches left.
@@ -315,7 +325,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
 
     def _step_combined(self) -> None:
         """Collective. Step with the combined gradients, through the scaler where there is one."""
-        scaler = self._reducer.scaling.scaler
+        scaler = None if self._reducer.passes is None else self._reducer.passes.scaling.scaler
         with self.skip_synchronize():
             if scaler is None:
                 self.step()
@@ -340,6 +350,13 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         """
         self._stop_hiding()
         self._reducer.close()
+
+
+def _of_gradients(reducer: Reducer | UpdateReducer, call: str) -> Reducer:
+    """Return ``reducer``, if it combines gradients. Raises ``ValueError`` where it exchanges updates."""
+    if reducer.combines_gradients:
+        return reducer
+    raise ValueError(NOT_OF_UPDATES.format(call=call))
 
 
 @_disable_dynamo

@@ -19,7 +19,6 @@ from agmerge.engine.outer import ScriptsOuter
 from agmerge.engine.reporting import ReportingMixin
 from agmerge.engine.sharing import SharingMixin
 from agmerge.engine.step_hooks import follow
-from agmerge.engine.synchronizer import Synchronizer
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import and_more
 from agmerge.exchanges.send_mode import SUMS
@@ -140,7 +139,7 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
 
     def close(self) -> None:
         """Close the communicators. Parameters stay as they are: call :meth:`consolidate` inside of the ``with``."""
-        Synchronizer.close(self._reducer)
+        self._reducer.exchange.close()
 
 
 def _scripts_outer(optimizer: Any, named: Sequence[tuple[str, torch.Tensor]]) -> ScriptsOuter:

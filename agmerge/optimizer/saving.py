@@ -12,7 +12,8 @@ from agmerge.checkpoint.gather import gather_state
 from agmerge.checkpoint.rank_state import Wrapper
 from agmerge.engine.optimizer_states import as_state, check_state, load_state, sections_of
 from agmerge.engine.optimizer_wrapper import OptimizerHolder
-from agmerge.engine.reducers import AnyReducer
+from agmerge.engine.reducer import Reducer
+from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.options import notices
 from agmerge.options.arguments import Options
 from agmerge.step.config import with_momentum_of
@@ -22,7 +23,7 @@ class SavingMixin:
     """State of :class:`agmerge.DistributedOptimizer`, in a dictionary that the plain optimizer can load, too."""
 
     _inner: torch.optim.Optimizer
-    _reducer: AnyReducer
+    _reducer: Reducer | UpdateReducer
     _options: Options
     # Of consolidate_state_dict(): how many steps had been made, and the state of all ranks.
     _gathered: tuple[int, dict[str, Any] | None] | None = None
@@ -36,9 +37,10 @@ class SavingMixin:
         """
         torch_helpers.refuse(cast("OptimizerHolder", self))
         gathered, self._gathered = self._gathered, None
-        if gathered is not None and gathered[0] == self._reducer.step_count() and gathered[1] is not None:
+        if gathered is not None and gathered[0] == self._reducer.replica.steps and gathered[1] is not None:
             return gathered[1]
-        self._reducer.prepare_to_save()
+        if self._reducer.combines_gradients:
+            self._reducer.flush()
         return rank_state.whole_state(self._reducer, self._inner.state_dict())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -51,7 +53,7 @@ class SavingMixin:
         if to != 0:
             raise ValueError(f"consolidate_state_dict(to={to}): only rank 0 gathers what all ranks keep; leave to out")
         self._gathered = None
-        self._gathered = (self._reducer.step_count(), gather_state(cast("Wrapper", self)))
+        self._gathered = (self._reducer.replica.steps, gather_state(cast("Wrapper", self)))
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Collective. Load the result of :meth:`state_dict` on this rank, or of :func:`agmerge.gather_state` on rank 0.
@@ -64,11 +66,11 @@ class SavingMixin:
         state = as_state(state_dict)
         inner = {key: value for key, value in state.items() if key != rank_state.SECTION}
         check_state(self._inner, inner)
-        before = self._reducer.config
+        before = self._reducer.exchange.config
         groups = [group for section in sections_of(self._inner, inner) for group in section["param_groups"]]
         rates = with_momentum_of(before, self._inner, groups).compression.rates
         inner = rank_state.load(self._reducer, state.get(rank_state.SECTION)) or inner
-        config = self._reducer.config.changed(rates=rates)
+        config = self._reducer.exchange.config.changed(rates=rates)
         self._reducer.exchange.adopt(config)
         load_state(self._inner, inner)
         notices.warn_of_changes(self._reducer.exchange, self._inner, before)

@@ -20,14 +20,14 @@ Tensors = dict[str, Tensor]
 
 
 def reducer_of(optimizer: Any) -> UpdateReducer:
-    """Return what is below a wrapper, with its carry and its exchange."""
+    """Return what is below a wrapper, with its replica and its exchange."""
     assert isinstance(optimizer._reducer, UpdateReducer)
     return optimizer._reducer
 
 
 def base_of(optimizer: Any) -> Tensors:
     """Return what all workers have in common: views."""
-    return reducer_of(optimizer).carry.base
+    return reducer_of(optimizer).replica.shared.base
 
 
 def exact(tensor: Tensor) -> Tensor:
@@ -57,8 +57,8 @@ class Seen:
 def x_of(optimizer: Any) -> Tensors:
     """Return x of this worker, float64, flat: what is common to all, less all that it has done beyond that."""
     reducer = reducer_of(optimizer)
-    unsent = reducer.unsent()
-    return {name: exact(base) - exact(unsent[name]) for name, base in reducer.carry.base.items()}
+    unsent = reducer.replica.unsent()
+    return {name: exact(base) - exact(unsent[name]) for name, base in reducer.replica.shared.base.items()}
 
 
 class Watch:
@@ -73,13 +73,13 @@ class Watch:
 
     def _note(self, *_: object) -> None:
         self._before = x_of(self.optimizer)
-        unsent = reducer_of(self.optimizer).unsent()
+        unsent = reducer_of(self.optimizer).replica.unsent()
         self._sizes = {n: exact(b).abs() + exact(unsent[n]).abs() for n, b in base_of(self.optimizer).items()}
 
     def step(self) -> None:
         """Step the optimizer, and remember."""
         self.optimizer.step()
-        after, unsent = x_of(self.optimizer), reducer_of(self.optimizer).unsent()
+        after, unsent = x_of(self.optimizer), reducer_of(self.optimizer).replica.unsent()
         base = base_of(self.optimizer)
         self.seen.append(
             Seen(
@@ -87,7 +87,7 @@ class Watch:
                 after=after,
                 magnitude={name: self._sizes[name] + exact(base[name]).abs() for name in self._before},
                 base=digest(base.values()),
-                parameters=digest(parameter for parameter in reducer_of(self.optimizer).carry.parameters.values()),
+                parameters=digest(parameter for parameter in reducer_of(self.optimizer).replica.shared.own.values()),
                 carried=sum(float(tensor.abs().sum()) for tensor in unsent.values()),
             )
         )
@@ -129,5 +129,5 @@ def assert_common(optimizer: Any) -> None:
     """Collective. Assert that after ``consolidate()`` every parameter is what all have in common, to the bit."""
     optimizer.consolidate()
     for name, base in base_of(optimizer).items():
-        parameter = reducer_of(optimizer).carry.parameters[name].detach()
+        parameter = reducer_of(optimizer).replica.shared.own[name].detach()
         assert torch.equal(parameter, base.to(parameter.dtype)), name

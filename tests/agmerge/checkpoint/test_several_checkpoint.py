@@ -55,7 +55,7 @@ def test_another_number_of_workers_takes_over_all_that_was_not_sent(case: str) -
     def whole(rank: int, model: nn.Module) -> Any:
         optimizer = both(model, **CASES[case])
         train(model, optimizer, rank, range(4))
-        unsent = {name: tensor.double() for name, tensor in optimizer._reducer.unsent().items()}
+        unsent = {name: tensor.double() for name, tensor in optimizer._reducer.replica.unsent().items()}
         return through_a_file(agmerge.gather_state(optimizer)), model.state_dict(), unsent
 
     saved = on_ranks(2, MODEL, whole)
@@ -66,7 +66,7 @@ def test_another_number_of_workers_takes_over_all_that_was_not_sent(case: str) -
         optimizer.load_state_dict(
             copy.deepcopy(saved[0][0])
         )  # torch's takes tensors as they are, and ranks share these
-        unsent = {name: tensor.double() for name, tensor in optimizer._reducer.unsent().items()}
+        unsent = {name: tensor.double() for name, tensor in optimizer._reducer.replica.unsent().items()}
         train(model, optimizer, rank, range(4, 6))
         optimizer.consolidate()
         return digest(model), unsent

@@ -12,7 +12,7 @@ from pretend import tensors
 from pretend.books import HOOK
 from support.device_training import Given, train
 
-from agmerge.engine.reducer import Reducer
+from agmerge.engine.backward_passes import BackwardPasses
 
 COMPILING = threading.Lock()  # the compiler belongs to the process, and ranks are threads
 
@@ -27,11 +27,11 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.slow
 def test_hooks_come_and_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[bool] = []
-    on_gradient = Reducer.on_gradient
+    on_gradient = BackwardPasses.on_gradient
 
-    def watching(reducer: Reducer, *arguments: Any) -> None:
+    def watching(passes: BackwardPasses, *arguments: Any) -> None:
         traced.append(torch.compiler.is_compiling())
-        on_gradient(reducer, *arguments)
+        on_gradient(passes, *arguments)
 
     def compiled(optimizer: Any, model: Given, rank: int, step: int) -> None:
         optimizer.zero_grad()
@@ -40,7 +40,7 @@ def test_hooks_come_and_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
             loss.backward()
         optimizer.step()
 
-    monkeypatch.setattr(Reducer, "on_gradient", watching)
+    monkeypatch.setattr(BackwardPasses, "on_gradient", watching)
     # What the pretended device does is no graph's, either: on a GPU it is what torch does below Python.
     monkeypatch.setattr(tensors, "perform", torch.compiler.disable(tensors.perform))
     ours = train(2, each=compiled, compression="topk", exchange="sparse", kernels=True, steps=3)

@@ -1,4 +1,4 @@
-"""Test what was sent of a segment, cut into pieces of tensors, and what is left of a way without it."""
+"""Test what was sent of a segment, cut into pieces of tensors, and what is left of a delta without it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from agmerge.engine.sent_pieces import (
     WHOLE,
     Piece,
+    apply_lists,
+    apply_update,
     lists_by_name,
     pieces_by_name,
-    take_in,
-    take_in_lists,
-    take_off,
+    subtract,
     update_of,
 )
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
@@ -105,15 +105,15 @@ PIECES = {
 
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
 def test_a_parameter_moves_with_the_base_but_for_what_was_sent(pieces: list[Piece]) -> None:
-    """Check that what ``take_in`` leaves between them is what ``take_off`` says of the way."""
+    """Check that what ``apply_update`` leaves between them is what ``subtract`` says of the delta."""
     source = torch.Generator().manual_seed(3)
     base, parameter, update = (torch.randint(-8, 8, (6,), generator=source).float() for _ in range(3))
-    way, before = base - parameter, base.clone()
-    take_off(way, pieces)
-    take_in(base, parameter, update, pieces)
-    assert torch.equal(base, before - update) and torch.equal(parameter, base - way)
+    delta, before = base - parameter, base.clone()
+    subtract(delta, pieces)
+    apply_update(base, parameter, update, pieces)
+    assert torch.equal(base, before - update) and torch.equal(parameter, base - delta)
     if pieces == [WHOLE]:
-        assert not way.any()
+        assert not delta.any()
 
 
 @given(st.data())
@@ -141,6 +141,6 @@ def test_lists_of_all_ranks_come_to_the_same_as_their_update(data: st.DataObject
         base, parameter = torch.randn(slot.numel, generator=source), torch.randn(slot.numel, generator=source)
         own_base, own_parameter = base.clone(), parameter.clone()
         assert torch.equal(update_of(lists[slot.name], slot.numel), updates[slot.name])
-        take_in(base, parameter, updates[slot.name], pieces[slot.name])
-        take_in_lists(own_base, own_parameter, lists[slot.name], pieces[slot.name])
+        apply_update(base, parameter, updates[slot.name], pieces[slot.name])
+        apply_lists(own_base, own_parameter, lists[slot.name], pieces[slot.name])
         assert torch.equal(own_base, base) and torch.equal(own_parameter, parameter)

@@ -136,19 +136,20 @@ def test_where_nothing_is_carried_parameters_are_the_common_ones_to_the_bit(comp
 
     def body(rank: int, model: nn.Module) -> int:
         optimizer = updating(model, compression=compression, wire="fp32", merging=merging, density=0.2)
-        checked, sent, carry = 0, {}, None
+        checked, sent, shared = 0, {}, None
         for seen in range(4):
             watched(rank, model, optimizer, [seen])
             buffers = reducer_of(optimizer).exchange.buffers
             assert buffers is not None
-            if carry is None:  # the first step has taken the parameters in
-                carry, take_in = reducer_of(optimizer).carry, reducer_of(optimizer).carry.take_in
+            if shared is None:  # the first step has taken the parameters in
+                shared = reducer_of(optimizer).replica.shared
+                apply = shared.apply
 
-                def remembered(combined: Combined, take_in: Callable[[Combined], None] = take_in) -> None:
+                def remembered(combined: Combined, apply: Callable[[Combined], None] = apply) -> None:
                     sent.update(pieces_by_name(combined.buffers.store.sent))
-                    take_in(combined)
+                    apply(combined)
 
-                carry.take_in = remembered
+                shared.apply = remembered
                 continue
             for name, parameter in model.named_parameters():
                 flat, base = parameter.detach().view(-1), base_of(optimizer)[name].view(-1)
@@ -256,7 +257,7 @@ def test_two_levels_keep_a_nodes_rest_in_shards(options: dict[str, Any]) -> None
         reducer = reducer_of(optimizer)
 
         def look() -> Any:
-            displaced = {name: exact(reducer.carry.displacement(name)) for name in base_of(optimizer)}
+            displaced = {name: exact(reducer.replica.shared.displacement(name)) for name in base_of(optimizer)}
             rests = {name: exact(rest) for name, rest in reducer.exchange.residuals().items()}
             return {name: exact(base) for name, base in base_of(optimizer).items()}, displaced, rests
 

@@ -62,7 +62,7 @@ def test_what_is_left_is_what_there_was_less_what_receivers_read(wire: str, carr
         optimizer = updating(model, inner, wire=wire, density=0.3, carry=carry)
         before: list[torch.Tensor] = []
         inner.register_step_post_hook(
-            lambda *_: before.append(reducer_of(optimizer).unsent()["weight"].clone().double())
+            lambda *_: before.append(reducer_of(optimizer).replica.unsent()["weight"].clone().double())
         )
         for step in range(6):
             source = torch.Generator().manual_seed(10 * step + rank)
@@ -73,7 +73,7 @@ def test_what_is_left_is_what_there_was_less_what_receivers_read(wire: str, carr
                 gradient[1:] = 0.0  # fewer than may be sent are new
             model.weight.grad = gradient
             optimizer.step()
-            after = reducer_of(optimizer).unsent()["weight"].double()
+            after = reducer_of(optimizer).replica.unsent()["weight"].double()
             assert after.abs().sum() <= before[-1].abs().sum() * (1 + 1e-6)
             sent = before[-1] - after
             changed = sent[sent.abs() > 1e-5 * before[-1].abs().max()].abs()

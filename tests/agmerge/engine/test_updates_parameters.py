@@ -23,7 +23,7 @@ from support.updates import assert_common, assert_kept, base_of, reducer_of, upd
 from torch import Tensor, nn
 
 import agmerge
-from agmerge.engine.carry import Applied, Kept
+from agmerge.engine.shared_parameters import UnsentInParameters, UnsentInResidual
 
 OPTIONS: list[dict[str, Any]] = [
     {"exchange": "sparse"},
@@ -61,9 +61,9 @@ def test_awkward_models_lose_nothing(options: dict[str, Any], half: torch.dtype)
     def body(rank: int, model: AwkwardModel) -> Any:
         inner = torch.optim.SGD(awkward_groups(model), lr=0.05, momentum=0.9)
         optimizer = updating(model, inner, density=0.05, **options)
-        carry = reducer_of(optimizer).carry
+        shared = reducer_of(optimizer).replica.shared
         seen = watched(rank, model, optimizer, range(6), backward_of_awkward)
-        assert type(carry) is (Kept if narrow or "carry" in options else Applied)
+        assert type(shared) is (UnsentInResidual if narrow or "carry" in options else UnsentInParameters)
         assert "late.weight" in base_of(optimizer) and "frozen.weight" not in base_of(optimizer)
         assert all(base.dtype.itemsize >= 4 for base in base_of(optimizer).values())
         assert_common(optimizer)

@@ -204,7 +204,7 @@ def test_hybrids_take_both_their_options() -> None:
         assert {(name, len(rows)) for (_, name), rows in bases(optimizer).items() if name[0] == "0"} == {
             ("0.weight", 2)
         }
-        assert optimizer._reducer.config.compression.density.target == 0.2
+        assert optimizer._reducer.exchange.config.compression.density.target == 0.2
 
     on_ranks(2, MODEL, body)
 

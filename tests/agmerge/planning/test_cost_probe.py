@@ -296,7 +296,7 @@ def test_a_probe_writes_nothing_that_anyone_can_see(case: str) -> None:
         optimizer = wrapped(model, **CASES[case])
         train(model, optimizer, rank, range(3))
         before, stats = kept(model, optimizer), optimizer.stats()
-        sparsifier = optimizer._reducer.config.compression.compressor
+        sparsifier = optimizer._reducer.exchange.config.compression.compressor
         state = repr(sparsifier.state_dict()) if sparsifier else ""
         costs_at_once(session_of(optimizer), 3)
         after = kept(model, optimizer)

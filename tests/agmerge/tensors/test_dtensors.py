@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from agmerge.backends import torch_objects
+from agmerge.engine.delta_table import DeltaTable
 from agmerge.engine.grad_hooks import HandedOver
-from agmerge.engine.way_table import WayTable
 from agmerge.runtime.process_sets import by_ranks, parse_process_set
 from agmerge.tensors.dtensors import (
     Gradients,
@@ -129,11 +129,11 @@ def test_a_table_of_parameters_has_the_shapes_of_shards_and_notices_another_memo
     first, second = table.active()
     assert first.shape == (3, 4) and first.local.numel() == 12 and first.shard == "shard 0/2 S(0)"
     assert second.shape == (0, 4) and second.local.numel() == 0
-    ways = WayTable(table)
-    before = ways.snapshot()
-    assert ways.snapshot() == before
+    deltas = DeltaTable(table)
+    before = deltas.snapshot()
+    assert deltas.snapshot() == before
     parameter._local_tensor = parameter.to_local().detach().clone()  # as FSDP2 does when a module has been moved
-    assert ways.snapshot() != before
+    assert deltas.snapshot() != before
 
 
 @pytest.mark.parametrize("change", ["foreach", "as a whole", "in place", "replaced"])

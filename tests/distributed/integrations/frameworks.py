@@ -94,7 +94,7 @@ def bytes_on_the_wire() -> int | None:
 
 def waiting(compressed: Any) -> dict[str, list[float]]:
     """Of what is still to come, as the mean over ranks, by parameter: the sum and the norm."""
-    members, unsent, found = compressed._reducer.members, compressed._reducer.unsent(), {}
+    members, unsent, found = compressed._reducer.members, compressed._reducer.replica.unsent(), {}
     for parameter in members.name_all():  # a rank that is new may have none
         name = members.name_of(parameter)
         mean = agmerge.allreduce(unsent.get(name, torch.zeros_like(parameter)).detach().double())

@@ -96,7 +96,7 @@ def load(mesh: DeviceMesh, cell: str, folder: Path) -> dict[str, Any]:
 
 def waiting(optimizer: Any, mesh: DeviceMesh) -> float:
     """The sum of all that replicas have not sent yet of this rank's shards, as an update."""
-    own = sum(float(tensor.double().sum()) for tensor in optimizer._reducer.unsent().values())
+    own = sum(float(tensor.double().sum()) for tensor in optimizer._reducer.replica.unsent().values())
     return float(agmerge.allreduce(torch.tensor([own], dtype=torch.float64), process_set=mesh[REPLICA]))
 
 

@@ -1,35 +1,40 @@
-"""Table of the pseudo-gradients that are exchanged, from this worker's parameters to the shared ones."""
+"""Table of the deltas that are exchanged: of the parameters, from this worker's to the shared ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
 
-from agmerge.engine.carry import wide
+from agmerge.engine.shared_parameters import wide
 from agmerge.tensors.dtensors import is_dtensor, local_of
 from agmerge.tensors.parameters import ParameterInfo, ParameterTable
 
 
-class WayTable:
-    """Table of the pseudo-gradients that are exchanged: of the parameters, in float32 or wider.
+class DeltaTable:
+    """Table of the deltas that are exchanged: of the parameters, in float32 or wider.
 
     A parameter that has taken part goes on, also when it is frozen: some of its updates may not have been sent yet.
     """
 
     def __init__(self, members: ParameterTable) -> None:
         self._members = members
-        self._kept: set[str] = set()  # parameters that take part whether they need a gradient or not
+        self._tracked: set[str] = set()  # parameters that take part whether they need a gradient or not
 
-    def keep(self, names: Iterable[str]) -> None:
+    def track(self, names: Iterable[str]) -> None:
         """Make these parameters take part from now on, whether they need a gradient or not."""
-        self._kept.update(names)
+        self._tracked.update(names)
 
     def parameters(self) -> list[ParameterInfo]:
         """Return the parameters that take part."""
-        return self._members.active(self._kept)
+        return self._members.active(self._tracked)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Return whether a parameter has 16 bits, which cannot hold its unsent updates exactly."""
+        return any(wide(member.dtype) != member.dtype for member in self.parameters())
 
     def active(self) -> list[ParameterInfo]:
-        """Return those of :meth:`parameters`, each with the dtype of its pseudo-gradient."""
+        """Return those of :meth:`parameters`, each with the dtype of its delta."""
         return [replace(member, dtype=wide(member.dtype)) for member in self.parameters()]
 
     def snapshot(self) -> object:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import agmerge
 import sparsifiers
 from agmerge import testing
-from agmerge.engine.carry import Applied, Carry, Kept, wide
+from agmerge.engine.shared_parameters import SharedParameters, UnsentInParameters, UnsentInResidual, wide
 from agmerge.step.gradient_exchange import Combined
 from sparsifiers.memories import HandBack
 
@@ -41,27 +41,27 @@ def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, T
     return {n: nn.Parameter(torch.randn(shape, generator=source).to(dtype)) for n, shape in SHAPES.items()}
 
 
-def opened(kind: str, shown: dict[str, Tensor], **options: Any) -> tuple[Carry, Callable[[], Combined]]:
-    """Return a carry of ``shown`` and what exchanges all ways. ``kind``: "apply", "hold", or "apply, beside"."""
+def opened(kind: str, shown: dict[str, Tensor], **options: Any) -> tuple[SharedParameters, Callable[[], Combined]]:
+    """Return shared parameters of ``shown``, and what exchanges deltas. ``kind``: "apply", "hold", "apply, beside"."""
     outer = options.pop("outer", None)
     memory = HandBack() if kind == "apply" else sparsifiers.memory("residual")
     options = {"compression": "topk", "density": 0.05, **options}
     config = config_of(**options).changed(memory=memory)
-    ways = {name: torch.empty(tensor.shape, dtype=wide(tensor.dtype)) for name, tensor in shown.items()}
-    exchange = connected(Table(ways), config)
-    carry: Carry = Applied(exchange, outer, overlap=False)
+    deltas = {name: torch.empty(tensor.shape, dtype=wide(tensor.dtype)) for name, tensor in shown.items()}
+    exchange = connected(Table(deltas), config)
+    shared: SharedParameters = UnsentInParameters(exchange, outer, overlap=False)
     if kind != "apply":
-        carry = Kept(exchange, outer, applied=kind != "hold")
-    carry.admit(shown)
+        shared = UnsentInResidual(exchange, outer, applied=kind != "hold")
+    shared.admit(shown)
 
     @torch.no_grad()
     def take() -> Combined:
-        combined = exchange.finish(carry.way)
+        combined = exchange.finish(shared.delta)
         exchange.commit()
-        carry.take_in(combined)
+        shared.apply(combined)
         return combined
 
-    return carry, take
+    return shared, take
 
 
 def moved(rank: int, step: int, shown: dict[str, Tensor]) -> None:
@@ -83,21 +83,21 @@ def test_what_is_unsent_and_what_is_common_are_all_there_is(kind: str, dtype: to
 
     def body(rank: int) -> Any:
         shown = parameters(dtype)
-        carry, take = opened(kind, shown)
+        shared, take = opened(kind, shown)
         sums = []
         for step in range(4):
             moved(rank, step, shown)
-            before = {name: carry.base[name] - carry.unsent(name) for name in SHAPES}
-            assert all(way.dtype == wide(dtype) for way in before.values())
+            before = {name: shared.base[name] - shared.unsent(name) for name in SHAPES}
+            assert all(delta.dtype == wide(dtype) for delta in before.values())
             take()
-            after = {name: carry.base[name] - carry.unsent(name) for name in SHAPES}
+            after = {name: shared.base[name] - shared.unsent(name) for name in SHAPES}
             sums.append({name: (after[name] - before[name]).double() for name in SHAPES})
             for name, tensor in shown.items():
                 if kind != "apply":
-                    assert not carry.displacement(name).any()
+                    assert not shared.displacement(name).any()
                 if kind == "hold":
-                    assert torch.equal(tensor.detach(), carry.base[name].to(dtype))
-        return sums, digest(carry.base.values())
+                    assert torch.equal(tensor.detach(), shared.base[name].to(dtype))
+        return sums, digest(shared.base.values())
 
     results = testing.run(3, body)
     agreed([bits for _, bits in results])
@@ -107,18 +107,18 @@ def test_what_is_unsent_and_what_is_common_are_all_there_is(kind: str, dtype: to
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_way_is_the_displacement(kind: str) -> None:
+def test_a_delta_is_the_displacement(kind: str) -> None:
     """It is written by the exchange; so it is where a caller asks for it."""
 
     def body(rank: int) -> None:
         shown = parameters()
-        carry, take = opened(kind, shown)
+        shared, take = opened(kind, shown)
         for step in range(2):
             moved(rank, step, shown)
             out = torch.empty(SHAPES["large"])
-            carry.way("large").write(out)
-            assert torch.equal(out, carry.displacement("large"))
-            assert torch.equal(carry.way("large").tensor(), out)
+            shared.delta("large").write(out)
+            assert torch.equal(out, shared.displacement("large"))
+            assert torch.equal(shared.delta("large").tensor(), out)
             take()
 
     testing.run(2, body)
@@ -130,26 +130,26 @@ def test_what_was_saved_is_restored_to_the_bit(kind: str) -> None:
 
     def body(rank: int) -> None:
         shown = parameters()
-        carry, take = opened(kind, shown)
+        shared, take = opened(kind, shown)
         for step in range(3):
             moved(rank, step, shown)
             take()
         moved(rank, 3, shown)
-        base = {name: tensor.clone() for name, tensor in carry.base.items()}
+        base = {name: tensor.clone() for name, tensor in shared.base.items()}
         own = {name: tensor.detach().clone() for name, tensor in shown.items()}
-        displaced = {name: carry.displacement(name) for name in SHAPES}
+        displaced = {name: shared.displacement(name) for name in SHAPES}
         bits = digest(shown.values())
         moved(rank, 4, shown)
-        carry.base["small"].zero_()
+        shared.base["small"].zero_()
         with torch.no_grad():
-            carry.restore(base, own, {})
-            assert digest(shown.values()) == bits and digest(carry.base.values()) == digest(base.values())
-            carry.restore(base, {}, displaced)
+            shared.restore(base, own, {})
+            assert digest(shown.values()) == bits and digest(shared.base.values()) == digest(base.values())
+            shared.restore(base, {}, displaced)
             for name in SHAPES:
-                torch.testing.assert_close(carry.displacement(name), displaced[name], rtol=0, atol=1e-6)
-            carry.restore(base, {}, {})  # nothing of it is known: what is common
+                torch.testing.assert_close(shared.displacement(name), displaced[name], rtol=0, atol=1e-6)
+            shared.restore(base, {}, {})  # nothing of it is known: what is common
             for name, tensor in shown.items():
-                assert torch.equal(tensor, carry.expected(name))
+                assert torch.equal(tensor, shared.expected(name))
 
     testing.run(2, body)
 
@@ -157,13 +157,13 @@ def test_what_was_saved_is_restored_to_the_bit(kind: str) -> None:
 def test_of_another_number_of_workers_it_carries_more_or_less() -> None:
     def body(rank: int) -> None:
         shown = parameters()
-        carry, _ = opened("apply", shown)
+        shared, _ = opened("apply", shown)
         moved(rank, 0, shown)
-        before = {name: carry.unsent(name) for name in SHAPES}
+        before = {name: shared.unsent(name) for name in SHAPES}
         with torch.no_grad():
-            carry.put({name: 2 * way for name, way in before.items()})
+            shared.put({name: 2 * delta for name, delta in before.items()})
         for name in SHAPES:
-            torch.testing.assert_close(carry.unsent(name), 2 * before[name], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(shared.unsent(name), 2 * before[name], rtol=1e-5, atol=1e-6)
 
     testing.run(2, body)
 
@@ -172,21 +172,21 @@ def test_of_another_number_of_workers_it_carries_more_or_less() -> None:
 def test_newcomers_begin_as_they_are_and_an_outer_momentum_goes_on(kind: str) -> None:
     def body(rank: int) -> str:
         shown = parameters()
-        carry, take = opened(kind, shown, outer=agmerge.Nesterov(), compression="none")
+        shared, take = opened(kind, shown, outer=agmerge.Nesterov(), compression="none")
         moved(rank, 0, shown)
         take()
-        state = carry.outer_state()
+        state = shared.outer_state()
         assert state is not None and len(state["state"]) == 2
         newcomer = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        carry.admit({**shown, "new": newcomer})
+        shared.admit({**shown, "new": newcomer})
         newcomer.data.fill_(5.0)
-        assert carry.base["new"].dtype == torch.float32 and torch.equal(carry.base["new"], torch.ones(3))
-        assert set(carry.parameters) == {*SHAPES, "new"}
-        again = carry.outer_state()
+        assert shared.base["new"].dtype == torch.float32 and torch.equal(shared.base["new"], torch.ones(3))
+        assert set(shared.own) == {*SHAPES, "new"}
+        again = shared.outer_state()
         assert again is not None and len(again["state"]) == 2 and len(again["param_groups"][0]["params"]) == 3
         heir = opened(kind, parameters(seed=5))[0]
-        heir.take_over(carry)
-        assert heir.base is carry.base and heir.outer_state() == again
-        return digest(carry.base.values())
+        heir.adopt(shared)
+        assert heir.base is shared.base and heir.outer_state() == again
+        return digest(shared.base.values())
 
     agreed(testing.run(2, body))

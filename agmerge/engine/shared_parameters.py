@@ -1,25 +1,26 @@
-"""Parameters that all workers share, and this worker's updates beyond them.
+"""Parameters that all workers share, and this worker's deltas beyond them.
 
-``base`` is the same on every rank, to the bit. After the optimizer has stepped, a worker's parameters differ from it:
-the pseudo-gradient ``base - parameter`` is exchanged. Its unsent remainder stays in the parameters
-(:class:`Applied`), or beside them in the exchange's residual (:class:`Kept`).
+``base`` is the same on every rank, to the bit. After the optimizer has stepped, a worker's own parameters differ from
+it: the delta ``base - own``, a pseudo-gradient, is exchanged. What is not sent of it stays in the parameters
+(:class:`UnsentInParameters`), or beside them in the exchange's residual (:class:`UnsentInResidual`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
 from agmerge.engine.sent_pieces import (
     WHOLE,
     Piece,
+    apply_lists,
+    apply_update,
     lists_by_name,
     pieces_by_name,
-    take_in,
-    take_in_lists,
-    take_off,
+    subtract,
     update_of,
 )
 from agmerge.step.gradient_exchange import Combined, GradientExchange
@@ -39,45 +40,58 @@ def place(base: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype)
     return (base if residual is None else base - residual).to(dtype).to(base.dtype)
 
 
-class Carry(ABC):
-    """Common parameters ``base``, moved with this worker's parameters by the combined updates.
+class SharedParameters(ABC):
+    """Shared parameters ``base``, and this worker's ``own``, which are moved together by the combined updates.
 
-    ``exchange``: of the pseudo-gradients. ``outer``: makes the optimizer that moves ``base`` by the combined ones;
-    None: ``base`` moves by exactly these. ``overlap``: the optimizer steps between sending and receiving a
-    pseudo-gradient.
+    ``exchange``: of the deltas. ``outer``: makes the optimizer that moves ``base`` by the combined ones;
+    None: ``base`` moves by exactly these. ``overlap``: the optimizer steps between sending and receiving a delta.
     """
 
     def __init__(self, exchange: GradientExchange, outer: Outer | None, *, overlap: bool) -> None:
         self.base: Tensors = {}
-        self.parameters: Tensors = {}  # the script's own, or this rank's shards of them
+        self.own: Tensors = {}  # the script's parameters, or this rank's shards of them
+        self.is_shown = False  # the script's parameters are the shared ones, see shown()
         self._exchange, self._make_outer, self._overlap = exchange, outer, overlap
         self._outer: torch.optim.Optimizer | None = None  # of the tensors of `base`
         self._whole: Tensors = {}  # sent dense and not received; the parameters have moved on since
 
     def admit(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Use these parameters from now on, by name; the values of new ones become part of ``base``."""
-        self.parameters = dict(parameters)
-        new = [name for name in self.parameters if name not in self.base]
+        self.own = dict(parameters)
+        new = [name for name in self.own if name not in self.base]
         for name in new:
-            parameter = self.parameters[name].detach()
+            parameter = self.own[name].detach()
             self.base[name] = parameter.to(wide(parameter.dtype), copy=True)
         if new and self._make_outer is not None:
             state = self._outer.state if self._outer is not None else {}
             bind = getattr(self._make_outer, "bind", None)  # the script's own one knows its parameters, no `base`
             values = list(self.base.values())
-            self._outer = self._make_outer(values) if bind is None else bind(self.base, self.parameters)
+            self._outer = self._make_outer(values) if bind is None else bind(self.base, self.own)
             if not isinstance(self._outer, torch.optim.Optimizer):
                 raise TypeError(
                     f"outer={self._make_outer!r} has returned {self._outer!r}, which is no torch.optim.Optimizer"
                 )
             self._outer.state.update(state)
 
-    def take_over(self, before: Carry) -> None:
-        """Adopt ``base``, parameters and outer optimizer of another carry, which this one replaces."""
-        self.base, self.parameters, self._outer = before.base, before.parameters, before._outer
+    def adopt(self, before: SharedParameters) -> None:
+        """Adopt the tensors and the outer optimizer of the object that this one replaces."""
+        self.base, self.own, self._outer = before.base, before.own, before._outer
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Make the script's parameters, inside, the shared ones: ``own`` are copies meanwhile, and put back after."""
+        parameters, was_shown = self.own, self.is_shown
+        copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        self.own, self.is_shown = copies, True
+        try:
+            _copy_all(parameters, self.base)
+            yield
+        finally:
+            self.own, self.is_shown = parameters, was_shown
+            _copy_all(parameters, copies)
 
     def forget_sent(self) -> None:
-        """Forget pseudo-gradients that were sent and not received: they count as not sent."""
+        """Forget deltas that were sent and not received: they count as not sent."""
         self._whole = {}
 
     @abstractmethod
@@ -86,19 +100,19 @@ class Carry(ABC):
 
     def displacement(self, name: str) -> torch.Tensor:
         """Return ``expected - parameter``, in the dtype and strides of ``base``."""
-        return self.expected(name) - self.parameters[name].detach()
+        return self.expected(name) - self.own[name].detach()
 
-    def way(self, name: str) -> Difference:
+    def delta(self, name: str) -> Difference:
         """Return :meth:`displacement` for the exchange, which computes it where it needs it."""
-        return Difference(self.expected(name), self.parameters[name].detach())
+        return Difference(self.expected(name), self.own[name].detach())
 
     @abstractmethod
-    def take_in(self, combined: Combined) -> None:
+    def apply(self, combined: Combined) -> None:
         """Move ``base`` and the parameters by the combined updates. The exchange has been committed."""
 
     @abstractmethod
     def unsent(self, name: str) -> torch.Tensor:
-        """Return the sum of this worker's updates of a parameter that were not sent."""
+        """Return the sum of this worker's deltas of a parameter that were not sent."""
 
     def restore(self, base: Mapping[str, torch.Tensor], own: Tensors, displacements: Tensors) -> None:
         """Restore a saved state: move the parameters to where they were.
@@ -106,19 +120,19 @@ class Carry(ABC):
         ``own``: this worker's saved parameters. ``displacements``: by name, ``expected - parameter`` for other
         parameters, where no worker of the present group had them so. Parameters in neither are set to :meth:`expected`.
         """
-        for name in self.parameters.keys() & base.keys():
+        for name in self.own.keys() & base.keys():
             self.base[name].copy_(base[name])
             if name in own:
-                self.parameters[name].detach().copy_(own[name])
+                self.own[name].detach().copy_(own[name])
                 continue
             expected = self.expected(name)
             moved = displacements.get(name)
-            self.parameters[name].detach().copy_(expected if moved is None else expected - moved.to(expected.device))
+            self.own[name].detach().copy_(expected if moved is None else expected - moved.to(expected.device))
 
     def put(self, displacements: Tensors) -> None:
         """Set parameters to :meth:`expected` less these displacements."""
         for name, moved in displacements.items():
-            self.parameters[name].detach().copy_(self.expected(name) - moved)
+            self.own[name].detach().copy_(self.expected(name) - moved)
 
     def outer_state(self) -> dict[str, torch.Tensor] | None:
         """Return the ``state_dict()`` of the outer optimizer; None without one."""
@@ -130,7 +144,7 @@ class Carry(ABC):
             self._outer.load_state_dict(state)
 
     def _move_base(self, updates: Tensors) -> None:
-        """Move ``base`` by the combined pseudo-gradients, or by an outer step with them as gradients."""
+        """Move ``base`` by the combined deltas, or by an outer step with them as gradients."""
         if not updates:
             return
         if self._outer is None:
@@ -143,8 +157,8 @@ class Carry(ABC):
             tensor.grad = None
 
 
-class Applied(Carry):
-    """Carry that keeps unsent updates in the parameters: a worker computes with all its updates (step-ahead).
+class UnsentInParameters(SharedParameters):
+    """Shared parameters with what is unsent in a worker's own: it computes with all its updates (step-ahead).
 
     The exchange has no residual: its memory is :class:`sparsifiers.memories.HandBack`.
     """
@@ -155,46 +169,46 @@ class Applied(Carry):
     def unsent(self, name: str) -> torch.Tensor:
         return self.displacement(name)
 
-    def way(self, name: str) -> Difference:
-        way = super().way(name)
+    def delta(self, name: str) -> Difference:
+        delta = super().delta(name)
         buffers = self._exchange.buffers
         if self._overlap and buffers is not None and buffers.goes_dense(buffers.slot_of[name]):
-            self._whole[name] = way.tensor().reshape(-1)
-        return way
+            self._whole[name] = delta.tensor().reshape(-1)
+        return delta
 
-    def take_in(self, combined: Combined) -> None:
+    def apply(self, combined: Combined) -> None:
         updates = {name: update for name, update in combined.updates.items() if update is not None}
         lists = lists_by_name(combined.buffers.store.received)
         sent = self._sent(combined, [*updates, *lists])
         for name, of_name in lists.items():  # they have no update
             if self._goes_along(name):
-                take_in_lists(*self._flat(name), of_name, sent[name])
+                apply_lists(*self._flat(name), of_name, sent[name])
             else:
                 base = self.base[name]
                 updates[name] = update_of(of_name, base.numel()).view(base.shape)
         whole = [name for name in updates if sent[name] == [WHOLE]]
         for name in [name for name in updates if sent[name] != [WHOLE] and self._goes_along(name)]:
-            take_in(*self._flat(name), updates.pop(name).view(-1), sent[name])
-        rests = {name: self._rest(name, sent[name]) for name in updates if sent[name] != [WHOLE]}
+            apply_update(*self._flat(name), updates.pop(name).view(-1), sent[name])
+        left = {name: self._left(name, sent[name]) for name in updates if sent[name] != [WHOLE]}
         self._move_base(updates)
-        for name, rest in rests.items():
-            self.parameters[name].detach().copy_(self.base[name] - rest)
+        for name, unsent in left.items():
+            self.own[name].detach().copy_(self.base[name] - unsent)
         if whole:
-            torch._foreach_copy_([self.parameters[n].detach() for n in whole], [self.base[n] for n in whole])
+            torch._foreach_copy_([self.own[n].detach() for n in whole], [self.base[n] for n in whole])
 
     def _goes_along(self, name: str) -> bool:
         """Return whether a parameter moves by the same update as ``base``, and both are flat in memory."""
-        return self._outer is None and self.parameters[name].is_contiguous()
+        return self._outer is None and self.own[name].is_contiguous()
 
     def _flat(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.base[name].view(-1), self.parameters[name].detach().view(-1)
+        return self.base[name].view(-1), self.own[name].detach().view(-1)
 
-    def _rest(self, name: str, sent: list[Piece]) -> torch.Tensor:
-        """Return this worker's pseudo-gradient of a parameter, less the sent pieces, in the strides of ``base``."""
-        rest = self.displacement(name)
-        flat = rest.reshape(-1)  # in C order: a view, or a copy
-        take_off(flat, sent)
-        return rest.copy_(flat.view(rest.shape))
+    def _left(self, name: str, sent: list[Piece]) -> torch.Tensor:
+        """Return this worker's delta of a parameter, less the sent pieces, in the strides of ``base``."""
+        delta = self.displacement(name)
+        flat = delta.reshape(-1)  # in C order: a view, or a copy
+        subtract(flat, sent)
+        return delta.copy_(flat.view(delta.shape))
 
     def _sent(self, combined: Combined, names: Iterable[str]) -> dict[str, list[Piece]]:
         """Return the pieces that this rank has sent of ``names``, by name of the parameter."""
@@ -209,10 +223,10 @@ class Applied(Carry):
         return sent
 
 
-class Kept(Carry):
-    """Carry that keeps unsent updates in the exchange's residual.
+class UnsentInResidual(SharedParameters):
+    """Shared parameters with what is unsent in the exchange's residual.
 
-    ``applied``: parameters contain it all the same, rounded: 16 bits could not hold it exactly. Else all workers
+    ``applied``: a worker's own contain it all the same, rounded: 16 bits could not hold it exactly. Else all workers
     compute with ``base``.
     """
 
@@ -222,7 +236,7 @@ class Kept(Carry):
 
     def expected(self, name: str) -> torch.Tensor:
         residual = self._exchange.residual_of(name) if self._applied else None
-        return place(self.base[name], residual, self.parameters[name].dtype)
+        return place(self.base[name], residual, self.own[name].dtype)
 
     def unsent(self, name: str) -> torch.Tensor:
         residual = self._exchange.residual_of(name)
@@ -231,8 +245,15 @@ class Kept(Carry):
         # A node's residual lies in shards on its ranks: this rank's own share of it cannot be separated.
         return residual if self._exchange.shard is not None else self.displacement(name) + residual
 
-    def take_in(self, combined: Combined) -> None:
+    def apply(self, combined: Combined) -> None:
         updates = {name: update for name, update in combined.updates.items() if update is not None}
         self._move_base(updates)
         for name in updates:
-            self.parameters[name].detach().copy_(self.expected(name))
+            self.own[name].detach().copy_(self.expected(name))
+
+
+@torch.no_grad()
+def _copy_all(parameters: Tensors, values: Tensors) -> None:
+    """Copy ``values`` into ``parameters``, by name."""
+    for name, parameter in parameters.items():
+        parameter.copy_(values[name])

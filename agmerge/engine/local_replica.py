@@ -1,0 +1,161 @@
+"""Replica of a worker that steps by itself, ahead of the parameters that all workers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from agmerge.engine import strayed
+from agmerge.engine.delta_table import DeltaTable
+from agmerge.engine.own_step import OwnSteps
+from agmerge.engine.participation import check_not_averaged
+from agmerge.engine.shared_parameters import SharedParameters, UnsentInParameters, UnsentInResidual
+from agmerge.errors import AGMergeError
+from agmerge.step.config import Config
+from agmerge.step.gradient_exchange import GradientExchange
+from agmerge.step.updates import APPLY, HOLD, Updates
+from agmerge.tensors.parameters import ParameterTable
+from sparsifiers.memories import Memory, Residual
+
+
+class LocalReplica:
+    """Replica of a worker that steps by itself: the shared parameters, its own, and the count of its steps.
+
+    ``members``: all parameters of the optimizer; ``table``: the deltas of those that take part, which ``exchange``
+    exchanges.
+    """
+
+    def __init__(
+        self, members: ParameterTable, table: DeltaTable, exchange: GradientExchange, options: Updates
+    ) -> None:
+        self._members, self._table, self._exchange, self._options = members, table, exchange, options
+        self.own_steps = OwnSteps()  # exchanged or not
+        self._snapshot: object = None  # of the table, as of the last check
+        self.strayed = strayed.watch(self)
+        self.shared = self._fitting()
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps the optimizer has made."""
+        return self.own_steps.count
+
+    # -- which parameters, and where their unsent deltas stay -----------------------------------------------------
+
+    def _fitting(self) -> SharedParameters:
+        """Return shared parameters for the present config, and give the exchange the memory that they need."""
+        options, memory = self._options, self.memory_for(self._exchange.config)
+        self._exchange.adopt(self._exchange.config.changed(memory=memory))
+        if memory.hands_back or (not memory.has_residual and not self._table.is_narrow):
+            return UnsentInParameters(self._exchange, options.outer, overlap=options.overlap > 0)
+        if options.overlap:
+            raise ValueError(
+                f"overlap={options.overlap} with parameters of 16 bits is not built yet: hold them in float32 under "
+                "autocast, or leave overlap out"
+            )
+        return UnsentInResidual(self._exchange, options.outer, applied=options.carry == APPLY)
+
+    def memory_for(self, config: Config) -> Memory:
+        """Return the memory of unsent updates with ``config``; a residual that exists is kept in any case."""
+        memory = self._options.memory_for(config.compression.compressor, narrow=self._table.is_narrow)
+        return Residual() if self._exchange.residuals() and not memory.has_residual else memory
+
+    def refit(self) -> None:
+        """Keep unsent deltas where the memory and the dtypes ask for. Nothing is under way."""
+        before, self.shared = self.shared, self._fitting()
+        self.shared.adopt(before)
+
+    def admit(self, flush: Callable[[], None]) -> None:
+        """Collective. Use the parameters that take part now. They stay as long as there is this optimizer.
+
+        ``flush``: receives what is under way, which is of those that took part before. Raises ``ValueError``, at first,
+        where a framework has wrapped the model after the optimizer, and averages gradients.
+        """
+        snapshot = self._table.snapshot()
+        if snapshot == self._snapshot:
+            return
+        self._admit_present()  # ranks may have to agree first, on the parameters that there are now
+        if self._snapshot is None:
+            check_not_averaged(self._members)
+        else:
+            flush()
+            self.refit()
+        self._snapshot = snapshot
+
+    def _admit_present(self) -> None:
+        self.shared.admit({member.name: member.local for member in self._table.parameters()})
+        self._table.track(self.shared.own)
+
+    def absorb_residuals(self) -> None:
+        """Subtract residuals kept beside the parameters from these: a lone worker sends nothing any more."""
+        for name, residual in self._exchange.residuals().items():
+            if self._options.carry == HOLD and name in self.shared.own:
+                self.shared.own[name].detach().sub_(residual)
+            self._exchange.carry("residual", name, None)
+
+    # -- what differs from the shared parameters ------------------------------------------------------------------
+
+    def compared(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that must be equal on all ranks after a step, by name: the shared parameters."""
+        return dict(self.shared.base)
+
+    @torch.no_grad()
+    def unsent(self) -> dict[str, torch.Tensor]:
+        """Return the sum of this worker's deltas that were not sent, by name of the parameter."""
+        return {name: self.shared.unsent(name) for name in self.shared.base}
+
+    def showing(self) -> AbstractContextManager[None]:
+        """Make the parameters, inside, the shared ones. Changes inside are lost.
+
+        States that are saved inside have this worker's own all the same.
+        """
+        self.strayed.seen()
+        return self.shared.shown()
+
+    def check_not_shown(self, what: str) -> None:
+        """Raise :class:`agmerge.AGMergeError` inside of :meth:`showing`, where changes would be undone."""
+        if self.shared.is_shown:
+            raise AGMergeError(f"{what} inside shared(): changes of parameters inside are lost. Call it outside")
+
+    def shared_values(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the shared parameters, by parameter; nothing before the first step."""
+        self.strayed.seen()
+        base, members = self.shared.base, self._members
+        return {p: base[members.name_of(p)] for p in members.name_all() if members.name_of(p) in base}
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def saved(self) -> dict[str, Any]:
+        """Return the shared parameters, this worker's own, the outer optimizer and the steps.
+
+        Unsent updates are the difference of the two; those kept beside parameters are among the residuals. When they
+        are distributed over another number of workers, ``displacements`` take the place of ``own``.
+        """
+        base, own = self.shared.base, self.shared.own
+        return {
+            "carry": self._options.carry,
+            "steps": self.steps,
+            "base": {name: tensor.clone() for name, tensor in base.items()},
+            "own": {name: own[name].detach().clone() for name in base if name in own},
+            "displacements": {},
+            "outer": self.shared.outer_state(),
+        }
+
+    @torch.no_grad()
+    def restore(self, saved: Mapping[str, Any] | None) -> None:
+        """Restore the result of :meth:`saved`; None: the present parameters become the shared ones.
+
+        Parameters are moved to where they were. Call it once residuals are restored.
+        """
+        self.check_not_shown("load_state_dict()")
+        self.shared, self._snapshot = self._fitting(), None
+        self.own_steps.restart(self.steps if saved is None else saved["steps"])
+        if saved is not None and saved["base"]:  # else a lone worker saved it, without shared parameters
+            self._table.track(saved["base"])
+            self._admit_present()
+            self.shared.restore(saved["base"], saved["own"], saved["displacements"])
+            self.shared.load_outer_state(saved["outer"])
+            self._snapshot = self._table.snapshot()

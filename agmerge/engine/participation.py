@@ -1,0 +1,155 @@
+"""Participation of one optimizer in its group of workers: connect, announce, compare, plan anew, leave."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from agmerge.backends import status, torch_objects
+from agmerge.engine.replicas import compare_replicas
+from agmerge.errors import DISTRIBUTED_DATA_PARALLEL, OTHER_SHARDS
+from agmerge.exchanges.message.format import Flag
+from agmerge.metrics.running_times import RunningStepTimes
+from agmerge.runtime import process_sets, workers
+from agmerge.step.agreed_state import OnAgreement, Plans, TensorTable
+from agmerge.step.config import Config, check_two_level
+from agmerge.step.gradient_exchange import GradientExchange
+from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.step.treatments import check_patterns
+from agmerge.tensors.parameters import ParameterTable
+from agmerge.version import __version__
+
+
+def open_exchange(
+    members: ParameterTable, table: TensorTable, config: Config, on_agreement: OnAgreement
+) -> GradientExchange:
+    """Return an exchange, not connected yet, of the tensors of ``table``.
+
+    Args:
+
+        members: the parameters of the wrapped optimizer, for checks.
+        table: the tensors of them that are exchanged.
+        config: for the first agreement. Raises ``ValueError`` where it does not fit the parameters.
+        on_agreement: returns the maker of plans from measured times.
+    """
+    check_two_level(config)
+    check_patterns(config, (members.name_of(parameter) for parameter in members.name_all()))
+    exchange = GradientExchange(table, config, on_agreement, workers.current)
+    if config.merging.plan is not None:
+        config.merging.plan.check(len(exchange.members()))
+    return exchange
+
+
+def weakly(method: OnAgreement) -> OnAgreement:
+    """Return a function that calls a bound method as long as its object lives.
+
+    An optimizer that was dropped must not live on in its own exchange.
+    """
+    held = weakref.WeakMethod(method)
+
+    def called(buffers: MergeBuffers, times: RunningStepTimes) -> Plans | None:
+        living = held()
+        return None if living is None else living(buffers, times)
+
+    return called
+
+
+def check_not_averaged(members: ParameterTable) -> None:
+    """Raise ``ValueError`` where DistributedDataParallel averages the gradients of ``members`` as well."""
+    averaged = torch_objects.averaged(members.name_all())
+    if averaged:
+        raise ValueError(DISTRIBUTED_DATA_PARALLEL.format(name=averaged))
+
+
+class Participation:
+    """Participation of one exchange in the group of workers that there is.
+
+    ``compared``: returns the tensors that must be equal on all ranks after a step, by name.
+    """
+
+    def __init__(self, exchange: GradientExchange, compared: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        self.exchange, self._compared_tensors = exchange, compared
+        self.flag = Flag.ACTIVE  # in this rank's messages; JOINED in joined()
+        self._has_compared = False  # replicas, after the first step among these workers
+
+    @property
+    def outdated(self) -> bool:
+        """Return whether the exchange is connected to a group of workers that exists no more.
+
+        That is so after ``shutdown()`` and ``init()``, and after a reset of an elastic Horovod.
+        """
+        return self.exchange.world is not None and self.exchange.world is not workers.world()
+
+    @property
+    def connected(self) -> bool:
+        """Return whether the exchange has a group, or this rank is known to be outside of it."""
+        return self.exchange.comm is not None or self.exchange.outside
+
+    @property
+    def alone(self) -> bool:
+        """Return whether this worker has no other worker to exchange with."""
+        return self.exchange.outside or self.exchange.comm is None or self.exchange.comm.size == 1
+
+    def connect(self) -> None:
+        """Collective. Connect to the present workers, and compare facts (G1).
+
+        Residuals of an earlier group are scaled to the number of workers of this one.
+        """
+        exchange, config, world = self.exchange, self.exchange.config, workers.world()
+        shard_before = exchange.shard
+        facts = [("library version", __version__), *exchange.facts()]  # refuses before anything is sent
+        workers.listen()
+        wants_second = config.quantises and world.size > 2
+        comm, second = process_sets.communicators(
+            world, config.sync.process_set, config.guards.timeout, wants_second=wants_second
+        )
+        exchange.connect(world, comm, facts, second)
+        for held in (comm, second):
+            if held is not None:
+                weakref.finalize(self, held.drop)  # an optimizer that was dropped holds no threads and no connections
+        if comm is not None and not exchange.fit_to_group(shard_before):
+            warnings.warn(OTHER_SHARDS, stacklevel=5)
+
+    def leave(self) -> None:
+        """Forget the group of workers."""
+        self.exchange.leave()
+        self._has_compared = False
+
+    def reconfigure(self, config: Config, what: str, advice: str) -> None:
+        """Collective. Use another config from the next step on, with residuals and plan unchanged.
+
+        ``what``: the call of the script, and ``advice`` for it, where ranks differ.
+        """
+        check_two_level(config)
+        before = self.exchange.config.compression.partial
+        if config.compression.partial is not None:
+            config = config.changed(partial=before)  # tensors that have a residual by now stay sparse
+        self.exchange.reconfigure(config, what, advice)
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Announce inside that this rank has no batches left: its messages carry only residuals."""
+        self.flag = Flag.JOINED
+        try:
+            yield
+        finally:
+            self.flag = Flag.ACTIVE
+
+    def end_exchange(self, *, compares: bool = True) -> None:
+        """Collective. Compare replicas and plan again, where that is due: an exchange has been committed.
+
+        ``compares``: replicas are comparable now. They are after the first exchange, and after every ``check_every``.
+        """
+        exchange, guards = self.exchange, self.exchange.config.guards
+        status.current().enter("is in its script, before a backward pass", exchange.step)
+        is_due = not self._has_compared or (guards.check_every and exchange.steps % guards.check_every == 0)
+        with exchange.breaking():
+            if compares and is_due:  # G11
+                assert exchange.comm is not None
+                compare_replicas(exchange.comm, self._compared_tensors(), exchange.steps, guards.timeout)
+                self._has_compared = True
+            exchange.replan()
