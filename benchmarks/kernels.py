@@ -126,12 +126,12 @@ def compensations(work: Tensor, residual: Tensor, gradient: Tensor, velocity: Te
         other = gradient.to(dtype)
         name = "compensate: residual" + ("" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')}")
         yield Loop(name, (8 + dtype.itemsize) * n, lambda other=other: memory.compensate(work, residual, other))
-    home = torch.randn(n)
-    yield Loop("compensate: residual, and move", 16 * n, lambda: kernel.add(work, residual, gradient, home=home))
+    moved = torch.randn(n)
+    yield Loop("compensate: residual, and move", 16 * n, lambda: kernel.add(work, residual, gradient, copy=moved))
     noting = TensorNotes([(candidates_of(work), 0, n)])
     yield Loop(
         "compensate: residual, move and note", 16 * n,
-        lambda: kernel.add(work, residual, gradient, home=home, noting=noting),
+        lambda: kernel.add(work, residual, gradient, copy=moved, noting=noting),
     )  # fmt: skip
     before = torch.randn(n)
     for name, nesterov in (("dgc", False), ("dgc, Nesterov", True)):
@@ -140,7 +140,7 @@ def compensations(work: Tensor, residual: Tensor, gradient: Tensor, velocity: Te
     moving = Momentum(before, velocity, Rate(0.9, False))
     yield Loop(
         "compensate: dgc, and move", 24 * n,
-        lambda: kernel.momentum(work, residual, gradient, *moving[:2], 0.9, False, home=home),
+        lambda: kernel.momentum(work, residual, gradient, *moving[:2], 0.9, False, copy=moved),
     )  # fmt: skip
     yield Loop("difference", 12 * n, lambda: kernel.subtract(work, residual, gradient))
 

@@ -30,9 +30,10 @@ from sparsifiers.catalogue import (
     register,
     register_quantiser,
 )
+from sparsifiers.compensation import Momentum, Rate
 from sparsifiers.compressor import Compressor, Kind
 from sparsifiers.low_rank import ACPSGD, LowRank, PowerSGD
-from sparsifiers.memories import Memory, Momentum, Rate
+from sparsifiers.memories import Memory
 from sparsifiers.quantising.base import Quantiser
 
 __all__ = [

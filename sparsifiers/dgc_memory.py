@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from sparsifiers import kernel, kernel_message
-from sparsifiers.memories import Memory, Momentum, NoMemory, Rate, Residual
+from sparsifiers.compensation import Formula, Momentum, Rate, advance
+from sparsifiers.memories import Memory
 
 MOMENTUM = 0.9  # where neither the memory nor the optimizer has one
 
@@ -58,72 +57,28 @@ class DGCMemory(Memory):
             "clipping": self.clipping,
         }
 
-    def _compensate(
-        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int,
-        home: Tensor | None = None, notes: kernel.Noting | None = None,
-    ) -> bool | None:  # fmt: skip
-        assert residual is not None and momentum is not None  # checked; narrows the type
-        if gradient is not None and self.clipping is None:
-            before, after, rate = momentum
-            finite = kernel.momentum(work, residual, gradient, before, after, *self.rate_of(rate), home, notes)
-            if finite is not None:
-                return finite
-        # `work` holds the gradient until the velocity overwrites it, so nothing of its size is allocated.
-        if gradient is None:
-            work.zero_()
-        else:
-            work.copy_(gradient)
-        if self.clipping is not None:
-            # Norms of independent gradients add up as squares: each of W workers may have W**-0.5 of the sum's. The
-            # quotient is inf for a gradient of zeros, and NaN for one with a NaN: neither is clipped.
-            norm = torch.linalg.vector_norm(work)
-            work.mul_((self.clipping * size**-0.5 / norm).clamp_(max=1.0).nan_to_num_(nan=1.0))
-        if self._advance(work, momentum):
-            work.add_(momentum.after).add_(residual)
-        else:
-            torch.add(residual, momentum.after, out=work)
-        return None
+    def formula(self, rate: Rate | None = None) -> Formula:
+        return Formula(rate=self.rate_of(rate), masks=self.masking, clipping=self.clipping)
 
     def rate_of(self, rate: Rate | None) -> Rate:
         """Return the momentum that is applied. `rate`: the optimizer's; None: it has none."""
         return Rate(MOMENTUM if self.momentum is None else self.momentum, self.nesterov) if rate is None else rate
 
-    def _advance(self, gradient: Tensor, momentum: Momentum) -> bool:
-        """Write the momentum of this step to `momentum.after`; return whether it is in Nesterov's form."""
-        factor, nesterov = self.rate_of(momentum.rate)
-        if nesterov:
-            torch.add(momentum.before, gradient, out=momentum.after).mul_(factor)
-        else:
-            torch.mul(momentum.before, factor, out=momentum.after).add_(gradient)
-        return nesterov
-
-    def mask(self, momentum: Tensor, indices: Tensor, sent: Tensor) -> None:
-        if self.masking and not kernel_message.mask(momentum, indices, sent):
-            # By product, not by fill: a padding entry has an index that may be a real one elsewhere, and sends 0.
-            momentum.scatter_reduce_(0, indices.long(), (sent == 0).to(momentum.dtype), "prod")
-
     def for_dense_lane(self, *, has_residual: bool) -> Memory:
-        return (_MomentumOfRounded if has_residual else _MomentumOfWhole)(self)
+        return _MomentumOfAverage(self, has_residual)
 
 
 class _MomentumOfAverage(Memory):
     """Memory that applies the same momentum to dense tensors, once, on the average of all workers."""
 
+    name = "dgc"
     has_momentum = averages = True
 
-    def __init__(self, memory: DGCMemory) -> None:
-        self._memory = memory
+    def __init__(self, memory: DGCMemory, has_residual: bool) -> None:
+        self._memory, self.has_residual = memory, has_residual
 
     def correct(self, update: Tensor, momentum: Momentum) -> None:
-        if self._memory._advance(update.to(momentum.after.dtype), momentum):
+        if advance(update.to(momentum.after.dtype), momentum, self._memory.rate_of(momentum.rate)):
             update.add_(momentum.after)
         else:
             update.copy_(momentum.after)
-
-
-class _MomentumOfWhole(_MomentumOfAverage, NoMemory):
-    """The same without residual."""
-
-
-class _MomentumOfRounded(_MomentumOfAverage, Residual):
-    """The same with a residual."""

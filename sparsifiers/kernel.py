@@ -253,19 +253,19 @@ class Noting(Protocol):
 
 
 def add(
-    work: Tensor, residual: Tensor, gradient: Tensor, factor: float = 1.0, home: Tensor | None = None,
+    work: Tensor, residual: Tensor, gradient: Tensor, factor: float = 1.0, copy: Tensor | None = None,
     noting: Noting | None = None,
 ) -> bool | None:  # fmt: skip
     """Write work = factor * residual + gradient past the caches, and return whether all is finite.
 
-    Bit for bit as torch.mul and torch.add. ``home``: fp32, becomes the gradient, an fp32 one, in the same pass.
+    Bit for bit as torch.mul and torch.add. ``copy``: fp32, becomes the gradient, an fp32 one, in the same pass.
     ``noting``: takes note of the largest of work, likewise.
     None, with nothing done: torch must do it; several of its threads are faster than this one. The check of all of work
     costs nothing in the same pass. Shapes are equal, and outputs share no storage with the others.
     """
-    if not _streams(gradient, work, residual, home=home):
+    if not _streams(gradient, work, residual, copy=copy):
         return None
-    pointers = work.data_ptr(), 0 if home is None else home.data_ptr(), residual.data_ptr(), gradient.data_ptr()
+    pointers = work.data_ptr(), 0 if copy is None else copy.data_ptr(), residual.data_ptr(), gradient.data_ptr()
     return _noted(noting, loaded().kernel_add, *pointers, work.numel(), factor, KINDS[gradient.dtype])
 
 
@@ -282,18 +282,18 @@ def subtract(work: Tensor, end: Tensor, begin: Tensor, noting: Noting | None = N
 
 def momentum(
     work: Tensor, residual: Tensor, gradient: Tensor, before: Tensor, after: Tensor, factor: float, nesterov: bool,
-    home: Tensor | None = None, noting: Noting | None = None,
+    copy: Tensor | None = None, noting: Noting | None = None,
 ) -> bool | None:  # fmt: skip
     """Write after = factor * before + gradient and work = residual + after; return whether all of work is finite.
 
-    In Nesterov's form after = factor * (before + gradient) and work = (gradient + after) + residual. ``home``,
+    In Nesterov's form after = factor * (before + gradient) and work = (gradient + after) + residual. ``copy``,
     ``noting`` and None: see `add`. Shapes are equal, and outputs share no storage with the others.
     """
-    if not _streams(gradient, work, residual, before, after, home=home):
+    if not _streams(gradient, work, residual, before, after, copy=copy):
         return None
     return _noted(
         noting, loaded().kernel_momentum,
-        work.data_ptr(), 0 if home is None else home.data_ptr(), residual.data_ptr(), gradient.data_ptr(),
+        work.data_ptr(), 0 if copy is None else copy.data_ptr(), residual.data_ptr(), gradient.data_ptr(),
         before.data_ptr(), after.data_ptr(), work.numel(), factor, nesterov, KINDS[gradient.dtype],
     )  # fmt: skip
 
@@ -307,12 +307,12 @@ def _noted(noting: Noting | None, loop: Any, *arguments: float) -> bool:
     return not endless
 
 
-def _streams(gradient: Tensor, *kept: Tensor, home: Tensor | None = None) -> bool:
-    """Return whether these, and home, are better read and written past the caches by one thread, which can do it."""
+def _streams(gradient: Tensor, *kept: Tensor, copy: Tensor | None = None) -> bool:
+    """Return whether these, and copy, are better read and written past the caches by one thread, which can do it."""
     if gradient.dtype not in KINDS or gradient.numel() < STREAMED or torch.get_num_threads() > 1:
         return False
-    if home is not None:
-        return plain(gradient, home, *kept)
+    if copy is not None:
+        return plain(gradient, copy, *kept)
     return plain(gradient, dtype=gradient.dtype) and plain(*kept)
 
 

@@ -6,38 +6,32 @@ values, and the work slice is the next residual.
 
 from __future__ import annotations
 
-import inspect
-from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsifiers import kernel
+from sparsifiers import kernel_message
 from sparsifiers.canonical import canonical
+from sparsifiers.compensation import (
+    NOTHING,
+    SUM,
+    Alongside,
+    Formula,
+    Momentum,
+    Rate,
+    compensate,
+)
 
 
-class Rate(NamedTuple):
-    """Momentum that an optimizer has for a tensor."""
-
-    momentum: float  # the factor m
-    nesterov: bool = False  # Nesterov's form is asked for
-
-
-class Momentum(NamedTuple):
-    """Momentum of a tensor, as of the last step and as of this one, each of the tensor's shape."""
-
-    before: Tensor  # of the last step; only read
-    after: Tensor  # of this step; written
-    rate: Rate | None = None  # of the optimizer in this step, for a memory that follows it; None: the memory's own
-
-
-class Memory(ABC):
+class Memory:
     """Rule that makes the vector for selection out of a residual and a gradient.
 
-    A subclass sets `name` and `has_residual` and writes `_compensate`, which may have the arguments `home` and `notes`
-    of `compensate`, too. One with a momentum sets `has_momentum`, and writes `mask` and `for_dense_lane`: its momentum
-    has the residual's shape and dtype, and `compensate` applies it where there is a residual, else `correct` does.
+    A subclass sets `name` and `has_residual`, and says in `formula` what it computes. One for which that has no words
+    writes `_compensate` in its place, and is called tensor by tensor. One with a momentum sets `has_momentum`, and
+    writes `for_dense_lane`: its momentum has the residual's shape and dtype, and `compensate` applies it where there is
+    a residual, else `correct` does.
     """
 
     name: str  # the canonical name that it is registered under
@@ -45,12 +39,23 @@ class Memory(ABC):
     has_momentum: bool = False  # it applies a momentum, in the place of the optimizer
     follows: bool = False  # it takes the momentum of an optimizer that has one, from `Momentum.rate`
     hands_back: bool = False  # the owner of the tensor keeps the residual, and is told what was sent
-    _moves: ClassVar[bool] = False  # `_compensate` has the arguments `home` and `notes`
+    is_formula: ClassVar[bool] = True  # `formula` says all of it; False: a subclass computes something of it by itself
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Find out which arguments a subclass's `_compensate` takes."""
+        """Find out whether a subclass computes by itself."""
         super().__init_subclass__(**options)
-        cls._moves = {"home", "notes"} <= inspect.signature(cls._compensate).parameters.keys()
+        cls.is_formula = cls._compensate is Memory._compensate and cls.mask is Memory.mask
+
+    def formula(self, rate: Rate | None = None) -> Formula:
+        """Return what is computed. `rate`: of the optimizer's momentum for the tensor; None: it has none."""
+        return SUM
+
+    def one_formula(self, rates: Iterable[Rate | None]) -> Formula | None:
+        """Return the formula of tensors with these rates; None: there are several, or a subclass computes by itself."""
+        if not self.is_formula:
+            return None
+        formulas = {self.formula(rate) for rate in rates}
+        return formulas.pop() if len(formulas) == 1 else None
 
     def compensate(
         self,
@@ -59,8 +64,7 @@ class Memory(ABC):
         gradient: Tensor | None,
         momentum: Momentum | None = None,
         size: int = 1,
-        home: Tensor | None = None,
-        notes: kernel.Noting | None = None,
+        alongside: Alongside = NOTHING,
     ) -> bool | None:
         """Write `work` from one tensor's residual and gradient; neither of these is changed.
 
@@ -70,40 +74,36 @@ class Memory(ABC):
         gradient: of the dtype of work or a narrower one; None: the tensor got no gradient in this step.
         momentum: None exactly if the memory has none that is applied here.
         size: the number of workers.
-        home: like work; becomes the gradient, in the same pass where one does all of it.
-        notes: take note of the largest of work in that pass, or forget their notes.
+        alongside: is done in the same pass where one does all of it.
 
         Returns whether all of work is finite, if that is known without another pass over it, else None. ValueError for
         arguments that do not fit.
         """
         if torch.is_grad_enabled():  # a hook under create_graph=True sees gradients that require grad
             with torch.no_grad():
-                return self.compensate(work, residual, gradient, momentum, size, home, notes)
+                return self.compensate(work, residual, gradient, momentum, size, alongside)
         self._check(work, residual, gradient)
         if (self.has_momentum and not self.averages) is (momentum is None):
             wanted = "given" if self.has_momentum else "None: this memory has none"
             raise ValueError(f"{self}: momentum must be {wanted}")
-        more = (home, notes) if self._moves else ()
-        finite = self._compensate(work, residual, gradient, momentum, size, *more)
-        if finite is None or not more:
-            if home is not None and gradient is not None:
-                home.copy_(gradient)
-            if notes is not None:
-                notes.forget()
+        if self.is_formula:
+            formula = self.formula(momentum and momentum.rate)
+            return compensate(formula, work, residual, gradient, momentum, size, alongside)
+        finite = self._compensate(work, residual, gradient, momentum, size)
+        alongside.finish(gradient)
         return finite
 
-    @abstractmethod
     def _compensate(
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
     ) -> bool | None:
-        """Write `work`; the arguments were checked. Return whether all of it is finite; None: not checked.
-
-        One with the arguments `home` and `notes` of `compensate` has seen to both unless it returns None.
-        """
+        """Write `work`; the arguments were checked. Return whether all of it is finite; None: not checked."""
+        return compensate(self.formula(momentum and momentum.rate), work, residual, gradient, momentum, size)
 
     def mask(self, momentum: Tensor, indices: Tensor, sent: Tensor) -> None:
         """Clear the momentum, 1-D, at `indices` with a `sent` value that is not 0; an index may come again with 0."""
-        return  # no momentum
+        if self.formula().masks and not kernel_message.mask(momentum, indices, sent):
+            # By product, not by fill: a padding entry has an index that may be a real one elsewhere, and sends 0.
+            momentum.scatter_reduce_(0, indices.long(), (sent == 0).to(momentum.dtype), "prod")
 
     def for_dense_lane(self, *, has_residual: bool) -> Memory:
         """Return the memory of dense tensors beside those of this one; `has_residual`: something may be unsent."""
@@ -159,14 +159,6 @@ class NoMemory(Memory):
     name = "none"
     has_residual = False
 
-    def _compensate(
-        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
-    ) -> None:
-        if gradient is None:
-            work.zero_()
-        else:
-            work.copy_(gradient)
-
 
 class HandBack(NoMemory):
     """Memory that leaves the residual to the owner of the tensor: work = gradient, which has all of it in every step.
@@ -191,23 +183,6 @@ class Residual(Memory):
     name = "residual"
     has_residual = True
 
-    def _compensate(
-        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int,
-        home: Tensor | None = None, notes: kernel.Noting | None = None,
-    ) -> bool | None:  # fmt: skip
-        assert residual is not None  # checked; narrows the type
-        if gradient is None:
-            work.copy_(residual)
-        elif (finite := kernel.add(work, residual, gradient, home=home, noting=notes)) is not None:
-            return finite
-        elif gradient.dtype == work.dtype or work.device.type != "cpu":
-            torch.add(residual, gradient, out=work)
-        else:
-            # On the CPU torch.add would first widen the gradient into a temporary. The bits are the same:
-            # widening is exact and addition commutes.
-            work.copy_(gradient).add_(residual)
-        return None
-
 
 class Decaying(Residual):
     """Memory of residuals that decay in every step: work = decay * residual + gradient.
@@ -227,19 +202,8 @@ class Decaying(Residual):
     def options(self) -> dict[str, object]:
         return {"decay": self.decay}
 
-    def _compensate(
-        self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int,
-        home: Tensor | None = None, notes: kernel.Noting | None = None,
-    ) -> bool | None:  # fmt: skip
-        assert residual is not None  # checked; narrows the type
-        if gradient is not None:
-            finite = kernel.add(work, residual, gradient, self.decay, home, notes)
-            if finite is not None:
-                return finite
-        torch.mul(residual, self.decay, out=work)
-        if gradient is not None:
-            work.add_(gradient)
-        return None
+    def formula(self, rate: Rate | None = None) -> Formula:
+        return Formula(self.decay)
 
 
 class ResidualGTopK(Residual):

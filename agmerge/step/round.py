@@ -24,6 +24,7 @@ from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Segment, Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard
 from sparsifiers import Kind, Selection, Sparsifier
+from sparsifiers.compensation import Alongside
 
 # Called with the name of a tensor that was not handed over.
 GradientOf = Callable[[str], "torch.Tensor | Difference | None"]
@@ -161,14 +162,14 @@ class Round:
             self._batches.hold(slot, gradient)
             return
         arena, notes = self.buffers.flat.arena_of[slot.index], self.buffers.kernels.notes(slot)
-        home = arena.home_of(slot, gradient) if moves and isinstance(gradient, torch.Tensor) else None
-        finite = arena.accumulate(slot, gradient, self._add_and_prepare(slot, home is not None), notes, home)
-        if home is not None:
+        copy = arena.update_for(slot, gradient) if moves and isinstance(gradient, torch.Tensor) else None
+        finite = arena.accumulate(slot, gradient, self._add_and_prepare(slot, copy is not None), Alongside(copy, notes))
+        if copy is not None:
             self._has_moved.add(slot.index)
         if gradient is None:
             return
         if not finite and self.guard.inspect(slot, arena.work_of(slot), finite):
-            arena.accumulate(slot, None, notes=notes)
+            arena.accumulate(slot, None, alongside=Alongside(notes=notes))
         elif self.buffers.budgets.energy is not None and slot.lane.sparse:
             self.buffers.budgets.energy.add(slot, gradient.tensor() if isinstance(gradient, Difference) else gradient)
 

@@ -18,6 +18,7 @@ from agmerge.step.round import GradientOf, Round
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Slot
 from agmerge.tensors.nonfinite import is_finite
+from sparsifiers.compensation import Alongside
 
 
 class TwoLevelRound(Round):
@@ -55,7 +56,7 @@ class TwoLevelRound(Round):
         if self.dirty:
             return
         arena = self.buffers.flat.arena_of[slot.index]
-        finite = arena.accumulate(slot, gradient, notes=self.buffers.kernels.notes(slot))
+        finite = arena.accumulate(slot, gradient, alongside=Alongside(notes=self.buffers.kernels.notes(slot)))
         if gradient is None or not arena.memory.has_residual or gradient.device.type != "cpu":
             return
         if finite is False or (finite is None and not is_finite(arena.work_of(slot))):

@@ -18,10 +18,8 @@ import torch
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Segment, Slot
 from sparsifiers import Memory, Momentum, Rate, kernel_message
-from sparsifiers.candidates import TensorNotes
+from sparsifiers.compensation import NOTHING, SUM, Alongside
 from sparsifiers.gpu import LargestKey, Momenta, Scratch, TensorTable, compensate, has_kernels
-from sparsifiers.memories import NoMemory, Residual
-from sparsifiers.one_pass import clears_momentum, one_pass
 
 LINE = 64  # bytes
 MOMENTA = ("averaged_momentum", "momentum")  # kinds of state: equal on all ranks, and of this rank's own gradients
@@ -87,20 +85,20 @@ def trim() -> None:
             give(ctypes.c_size_t(0))
 
 
-def is_movable(home: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Return whether a gradient may move to ``home``: it is elsewhere, and a plain copy of its elements moves it."""
-    alike = gradient.dtype == home.dtype and gradient.shape == home.shape
-    plain = type(gradient) is type(home) and alike and gradient.is_contiguous()
-    return plain and not gradient.requires_grad and gradient.data_ptr() != home.data_ptr()
+def is_movable(update: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Return whether a gradient may move to ``update``: it is elsewhere, and a plain copy of its elements moves it."""
+    alike = gradient.dtype == update.dtype and gradient.shape == update.shape
+    plain = type(gradient) is type(update) and alike and gradient.is_contiguous()
+    return plain and not gradient.requires_grad and gradient.data_ptr() != update.data_ptr()
 
 
-def move_to_update(home: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Copy an accumulated gradient to ``home``, where its update will be written, and return ``home``.
+def move_to_update(update: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Copy an accumulated gradient to ``update``, where its update will be written, and return ``update``.
 
     The gradient's own memory is then free for later gradients of the same backward pass. Returns the gradient itself
     where :func:`is_movable` is False.
     """
-    return home.copy_(gradient) if is_movable(home, gradient) else gradient
+    return update.copy_(gradient) if is_movable(update, gradient) else gradient
 
 
 # add(work, update, residual, gradient) writes work = residual + gradient, and returns whether that is finite; or None,
@@ -141,8 +139,7 @@ class Arena:
         self._views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._slabs]
         self._momentum_views = [{slot.index: view(flat, slot) for slot in slots} for flat in self._momenta]
         # The momentum of dense tensors is applied to the average: see `settle`.
-        self._adds_up = type(memory)._compensate is Residual._compensate  # work is residual + gradient, and that is all
-        self.is_sum = self._adds_up or type(memory)._compensate is NoMemory._compensate  # or the gradient alone
+        self.is_sum = memory.one_formula([None]) == SUM  # work is residual + gradient, or the gradient alone
         self._momentum_of_gradients = memory.has_momentum and not memory.averages
         self._tables: dict[tuple[int, ...], TensorTable] = {}  # of tensors that are accumulated together, by index
         self.in_place = not memory.has_residual and lane.dtype == lane.storage
@@ -196,35 +193,33 @@ class Arena:
         slot: Slot,
         gradient: torch.Tensor | Difference | None,
         add: Add | None = None,
-        notes: TensorNotes | None = None,
-        home: torch.Tensor | None = None,
+        alongside: Alongside = NOTHING,
     ) -> bool | None:
         """Write the tensor's view of ``work`` from its residual and ``gradient`` (None: it has none).
 
         Returns whether all of ``work`` is finite, if that is known, else None. ``add``: is tried first where ``work``
-        is a plain sum; it may do further work in the same pass. ``notes``: record the largest written elements where
-        one pass can do both; else they are forgotten. ``home``: the result of :meth:`home_of`, to which the gradient is
-        copied, in the same pass if possible.
+        is a plain sum; it may do further work in the same pass. ``alongside``: is done in the same pass if possible;
+        the gradient is copied to the result of :meth:`update_for`, and nowhere else.
         """
         index = slot.index
         work = self._views[self._turn][index]
         if isinstance(gradient, Difference):
             if self.in_place:
-                return gradient.write(work, notes)
+                return gradient.write(work, alongside.notes)
             gradient.write(self.gradients[index])
             gradient = self.gradients[index]
         residual = self._views[1 - self._turn][index] if self.memory.has_residual else None
-        if add is not None and self._adds_up and residual is not None and gradient is not None:
+        if add is not None and self.is_sum and residual is not None and gradient is not None:
             finite = add(work, self.gradients[index], residual, gradient)
             if finite is not None:
                 return finite
         momentum = self._momentum_of(slot) if self._momentum_of_gradients else None
-        return self.memory.compensate(work, residual, gradient, momentum, self._size, home, notes)
+        return self.memory.compensate(work, residual, gradient, momentum, self._size, alongside)
 
-    def home_of(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return where a gradient is moved while it is accumulated: to its update's place; None: it is not moved."""
-        home = self.gradients[slot.index]
-        return home if self._moves and is_movable(home, gradient) else None
+    def update_for(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return where a gradient is copied while it is accumulated: its update's place; None: it is not copied."""
+        update = self.gradients[slot.index]
+        return update if self._moves and is_movable(update, gradient) else None
 
     def accumulate_all(
         self, gradients: Sequence[tuple[Slot, torch.Tensor | None]], largest: LargestKey, scratch: Scratch | None
@@ -240,12 +235,13 @@ class Arena:
         work = self.work[part]
         if scratch is not None:
             scratch.forget()
-        rule = one_pass(self.memory, map(self._rate_of, slots)) if has_kernels(work) else None
-        if rule is not None and all(gradient is None or gradient.dtype == self.lane.dtype for _, gradient in gradients):
+        formula = self.memory.one_formula(map(self._rate_of, slots)) if has_kernels(work) else None
+        alike = all(gradient is None or gradient.dtype == self.lane.dtype for _, gradient in gradients)
+        if formula is not None and formula.has_kernel and alike:
             rows = [None if gradient is None else gradient.contiguous() for _, gradient in gradients]
             residual, momenta = None if self.residual is None else self.residual[part], None
-            if rule.momentum is not None:
-                momenta = Momenta(self.momentum[part], self._momenta[self._turn][part], *rule.momentum)
+            if formula.rate is not None:
+                momenta = Momenta(self.momentum[part], self._momenta[self._turn][part], *formula.rate)
             compensate(self._table(slots), rows, residual, work, largest=largest, scratch=scratch, momenta=momenta)
             return largest.magnitude
         if self.is_sum:
@@ -284,12 +280,12 @@ class Arena:
         On a device nothing moves, for that would be a launch a tensor. A gradient that lies in the last update is
         cloned.
         """
-        home = self.gradients[slot.index]
-        if not self.in_place and home.device.type == "cpu":
-            return move_to_update(home, gradient)
+        update = self.gradients[slot.index]
+        if not self.in_place and update.device.type == "cpu":
+            return move_to_update(update, gradient)
         # A gradient accumulated into the last update: the sum over the ranks is about to be written there, on a
         # device before it is known whether the round will be repeated.
-        return gradient.clone() if gradient.data_ptr() == home.data_ptr() else gradient
+        return gradient.clone() if gradient.data_ptr() == update.data_ptr() else gradient
 
     def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | Unwritten | None) -> None:
         """Subtract the sent values of ``segment`` from ``work``. Does nothing for a memory without residual.
@@ -324,10 +320,10 @@ class Arena:
         Returns False, with nothing done, where no loop or kernel implements what the memory does when something is
         sent.
         """
-        clears = clears_momentum(self.memory)
-        if clears is None or self.memory.hands_back:
+        if self.memory.hands_back or (self._momentum_of_gradients and not self.memory.is_formula):
             return False
-        momentum = self._momenta[self._turn][segment.start : segment.stop] if clears else None
+        masks = self.memory.formula().masks
+        momentum = self._momenta[self._turn][segment.start : segment.stop] if masks else None
         return write(commit=self.memory.has_residual, momentum=momentum)
 
     def settle(self, used: Sequence[bool], *, waits: bool) -> None:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from sparsifiers import kernel
-from sparsifiers.candidates import TensorNotes
 
 
 class Difference(NamedTuple):
@@ -16,7 +15,7 @@ class Difference(NamedTuple):
     end: torch.Tensor
     begin: torch.Tensor
 
-    def write(self, out: torch.Tensor, notes: TensorNotes | None = None) -> bool | None:
+    def write(self, out: torch.Tensor, notes: kernel.Noting | None = None) -> bool | None:
         """Write the difference to ``out``, of the shape and dtype of ``end``; return whether all is finite, if known.
 
         ``notes``: record the largest written elements where one pass can do both; else they are forgotten.

@@ -203,7 +203,7 @@ def passes(work: Any, optimizer: Any, *, density: float) -> tuple[int, Step, Fig
 
     def hook(number: int, parameter: torch.Tensor) -> None:
         before, after = (slab[number] for slab in slabs)
-        if kernel.add(after, before, parameter.grad, home=homes[number]) is None:  # a small one
+        if kernel.add(after, before, parameter.grad, copy=homes[number]) is None:  # a small one
             torch.add(before, parameter.grad, out=after)
             homes[number].copy_(parameter.grad)
         parameter.grad = homes[number]

@@ -79,21 +79,21 @@ def test_a_gradient_moves_in_the_pass_that_adds_it_up(level: int) -> None:
     for n in SIZES:
         for shift in range(3):
             residual, gradient = torch.randn(n, generator=source), torch.randn(n, generator=source)
-            work, home = torch.full((n + 1,), 7.0), torch.full((n + shift + 1,), 7.0)
-            assert kernel.add(work[:-1], residual, gradient, home=home[shift:-1]) is True
-            assert torch.equal(work[:-1], residual + gradient) and torch.equal(home[shift:-1], gradient)
-            assert work[-1] == 7.0 and (home[:shift] == 7.0).all() and home[-1] == 7.0
+            work, copied = torch.full((n + 1,), 7.0), torch.full((n + shift + 1,), 7.0)
+            assert kernel.add(work[:-1], residual, gradient, copy=copied[shift:-1]) is True
+            assert torch.equal(work[:-1], residual + gradient) and torch.equal(copied[shift:-1], gradient)
+            assert work[-1] == 7.0 and (copied[:shift] == 7.0).all() and copied[-1] == 7.0
             before, after, moved = torch.randn(n, generator=source), torch.empty(n), torch.empty(n)
             for nesterov in (False, True):
-                assert kernel.momentum(work[:-1], residual, gradient, before, after, 0.9, nesterov, home=moved.zero_())
+                assert kernel.momentum(work[:-1], residual, gradient, before, after, 0.9, nesterov, copy=moved.zero_())
                 alone, velocity = torch.empty(n), torch.empty(n)
                 assert kernel.momentum(alone, residual, gradient, before, velocity, 0.9, nesterov)
                 assert torch.equal(work[:-1], alone) and torch.equal(after, velocity) and torch.equal(moved, gradient)
             gradient[n // 2] = torch.inf
-            assert kernel.add(work[:-1], residual, gradient, home=home[shift:-1]) is False
-            assert torch.equal(home[shift:-1], gradient)
-    assert kernel.add(torch.zeros(4), torch.zeros(4), torch.zeros(4).bfloat16(), home=torch.zeros(4)) is None
-    assert kernel.add(torch.zeros(4), torch.zeros(4), torch.zeros(4), home=torch.zeros(4).double()) is None
+            assert kernel.add(work[:-1], residual, gradient, copy=copied[shift:-1]) is False
+            assert torch.equal(copied[shift:-1], gradient)
+    assert kernel.add(torch.zeros(4), torch.zeros(4), torch.zeros(4).bfloat16(), copy=torch.zeros(4)) is None
+    assert kernel.add(torch.zeros(4), torch.zeros(4), torch.zeros(4), copy=torch.zeros(4).double()) is None
 
 
 @pytest.mark.parametrize("first", [0, 5, 4096])

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import sparsifiers
+from sparsifiers.compensation import Alongside, Momentum
 from sparsifiers.dgc_memory import DGCMemory
-from sparsifiers.memories import Decaying, Memory, Momentum, NoMemory, Residual, ResidualGTopK
+from sparsifiers.memories import Decaying, Memory, NoMemory, Residual, ResidualGTopK
 
 SameBits = Callable[[Tensor, Tensor], bool]
 DTYPES = [
@@ -178,7 +179,7 @@ class Noted:
 
 
 class Adding:
-    """Stand for what a script mixes into a memory: it has no place for more arguments, and looks by itself."""
+    """Stand for what a script mixes into a memory: it computes by itself."""
 
     def _compensate(
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
@@ -204,12 +205,12 @@ class Written(Residual):
 @pytest.mark.parametrize("memory", [Mixed(), Written(), Residual(), Decaying(1.0)], ids=str)
 def test_whatever_a_memory_takes_gradients_move_and_notes_are_forgotten(memory: Memory) -> None:
     residual, gradient = torch.randn(5, 7), torch.randn(5, 7)  # too few elements for a loop
-    work, home, notes = torch.zeros(5, 7), torch.zeros(5, 7), Noted()
-    memory.compensate(work, residual, gradient, home=home, notes=notes)
-    assert torch.equal(work, residual + gradient) and torch.equal(home, gradient)
+    work, copy, notes = torch.zeros(5, 7), torch.zeros(5, 7), Noted()
+    memory.compensate(work, residual, gradient, alongside=Alongside(copy, notes))
+    assert torch.equal(work, residual + gradient) and torch.equal(copy, gradient)
     assert notes.forgotten == 1
 
 
-def test_which_memories_take_a_home_and_notes() -> None:
-    assert all(memory._moves for memory in (Residual, ResidualGTopK, Decaying, DGCMemory))
-    assert not any(memory._moves for memory in (Mixed, Written, NoMemory))
+def test_which_memories_are_formulas() -> None:
+    assert all(memory.is_formula for memory in (NoMemory, Residual, ResidualGTopK, Decaying, DGCMemory))
+    assert not any(memory.is_formula for memory in (Mixed, Written))

@@ -211,7 +211,7 @@ def test_memories_by_name() -> None:
     for name, keeps in (("none", False), ("residual", True)):
         made = sparsifiers.memory(name)
         assert isinstance(made, Memory)
-        assert (made.name, made.keeps, repr(made)) == (name, keeps, f"{name}()")
+        assert (made.name, made.has_residual, repr(made)) == (name, keeps, f"{name}()")
     known = "none, residual, dgc, residualgtopk"
     with pytest.raises(ValueError, match=rf"unknown memory 'residuals'; known: {known}; did you mean"):
         sparsifiers.memory("residuals")

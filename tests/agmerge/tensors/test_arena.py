@@ -15,6 +15,7 @@ from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Layout
 from sparsifiers import Kind, Memory, kernel
 from sparsifiers.candidates import Candidates, TensorNotes
+from sparsifiers.compensation import Alongside
 from sparsifiers.dgc_memory import DGCMemory
 from sparsifiers.memories import HandBack
 
@@ -241,9 +242,9 @@ def test_one_pass_leaves_what_two_do(memory: str, monkeypatch: pytest.MonkeyPatc
             gradient = torch.randn(slot.shape, generator=source)
             if step == 2:
                 gradient.view(-1)[3] = torch.inf
-            home = one.home_of(slot, gradient)
-            assert home is one.gradients[slot.index]
-            assert one.accumulate(slot, gradient, home=home) is (step < 2)
+            copy = one.update_for(slot, gradient)
+            assert copy is one.gradients[slot.index]
+            assert one.accumulate(slot, gradient, alongside=Alongside(copy)) is (step < 2)
             two.accumulate(slot, gradient)
             assert two.move_to_update(slot, gradient) is two.gradients[slot.index]
         for slot in layout.slots:
@@ -255,16 +256,16 @@ def test_one_pass_leaves_what_two_do(memory: str, monkeypatch: pytest.MonkeyPatc
             assert bits(kept.reshape(-1)) == bits(two.state_of(layout.slots[0])[kind].reshape(-1))
 
 
-def test_what_no_pass_moves_has_no_home() -> None:
+def test_what_no_pass_moves_has_no_place_to_move_to() -> None:
     arena, layout = arena_of([(4,)], dtype=torch.bfloat16)
     (slot,) = layout.slots
-    assert arena.home_of(slot, torch.ones(4, dtype=torch.bfloat16)) is None  # work is float32
+    assert arena.update_for(slot, torch.ones(4, dtype=torch.bfloat16)) is None  # work is float32
     alone, _ = arena_of([(4,)], memory="none")
-    assert alone.home_of(slot, torch.ones(4)) is None  # nothing is kept, so nothing is added up
+    assert alone.update_for(slot, torch.ones(4)) is None  # nothing is kept, so nothing is added up
     arena, _ = arena_of([(4,)])
-    assert arena.home_of(slot, torch.ones(4, dtype=torch.bfloat16)) is None
-    assert arena.home_of(slot, arena.gradients[slot.index]) is None  # it is there
-    assert arena.home_of(slot, torch.ones(4)) is arena.gradients[slot.index]
+    assert arena.update_for(slot, torch.ones(4, dtype=torch.bfloat16)) is None
+    assert arena.update_for(slot, arena.gradients[slot.index]) is None  # it is there
+    assert arena.update_for(slot, torch.ones(4)) is arena.gradients[slot.index]
 
 
 # -- what is written to a message and taken off in one pass ---------------------------------------------------
@@ -300,8 +301,16 @@ def test_whoever_takes_is_told_what_the_memory_does(memory: Memory, commits: boo
         assert momentum[3] == 0 and momentum.count_nonzero() == 39
 
 
-def test_nothing_is_taken_where_it_is_handed_back() -> None:
-    arena, layout = arena_of([(8,)], memory=HandBack())
+class OwnMask(DGCMemory):
+    """A script's."""
+
+    def mask(self, momentum: torch.Tensor, indices: torch.Tensor, sent: torch.Tensor) -> None:
+        momentum.zero_()
+
+
+@pytest.mark.parametrize("memory", [HandBack(), OwnMask()], ids=["hands back", "masks by itself"])
+def test_nothing_is_taken_where_something_else_is_done_with_it(memory: Memory) -> None:
+    arena, layout = arena_of([(8,)], memory=memory)
     assert not arena.take(*layout.segments(0, 1), lambda commit, momentum: True)
 
 
