@@ -33,10 +33,10 @@ class Enough(BaseException):
 class AdvisedOptimizer(wrapping.DistributedOptimizer):
     """Optimizer that ends the script with :class:`Enough` after ``STEPS`` steps."""
 
-    def _set_up(self, optimizer: Any, named: Any, options: Options) -> None:
+    def _set_up(self, optimizer: Any, named: Any, options: Options, *, are_new: bool) -> None:
         """Set up the optimizer with options that allow more than one strategy."""
         self._ended: list[float] = []  # when each step did, in seconds of perf_counter()
-        super()._set_up(optimizer, named, widened(options))
+        super()._set_up(optimizer, named, widened(options), are_new=are_new)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective. Take a step; after the last one that is measured, print the table and end the script."""

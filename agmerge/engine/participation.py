@@ -16,7 +16,7 @@ from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.runtime import process_sets, workers
 from agmerge.step.agreed_state import OnAgreement, Plans, TensorTable
-from agmerge.step.config import Config, check_two_level
+from agmerge.step.config import Config
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.treatments import check_patterns
@@ -36,7 +36,6 @@ def open_exchange(
         config: for the first agreement. Raises ``ValueError`` where it does not fit the parameters.
         on_agreement: returns the maker of plans from measured times.
     """
-    check_two_level(config)
     check_patterns(config, (members.name_of(parameter) for parameter in members.name_all()))
     exchange = GradientExchange(table, config, on_agreement, workers.current)
     if config.merging.plan is not None:
@@ -124,7 +123,6 @@ class Participation:
 
         ``what``: the call of the script, and ``advice`` for it, where ranks differ.
         """
-        check_two_level(config)
         before = self.exchange.config.compression.partial
         if config.compression.partial is not None:
             config = config.changed(partial=before)  # tensors that have a residual by now stay sparse

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from agmerge.engine.reducers import AnyReducer
-from agmerge.options import door, notices
+from agmerge.options import notices
 from agmerge.options.arguments import Options
-from agmerge.options.resolve import resolve
-from agmerge.step.config import with_momentum_of
+from agmerge.options.prepare import prepare_change
 
 
 class SwappingMixin:
@@ -39,8 +38,8 @@ class SwappingMixin:
         """
         reducer, optimizer, before = self._reducer, self._inner, self._reducer.exchange.config
         chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
-        changed = door.swapped(self._options, optimizer, compression, chosen, options)
-        config = with_momentum_of(resolve(changed), optimizer)
-        reducer.reconfigure(config, "set_compressor()", "Give every rank the same compressor, at the same step.")
-        self._options = changed
+        changed = prepare_change(self._options, optimizer, compression, chosen, options)
+        advice = "Give every rank the same compressor, at the same step."
+        reducer.reconfigure(changed.config, "set_compressor()", advice)
+        self._options = changed.options
         notices.warn_of_changes(reducer.exchange, optimizer, before)

@@ -27,10 +27,10 @@ from agmerge.integrations import unsaved
 from agmerge.integrations.ddp_hook import Hook, exchange
 from agmerge.integrations.ddp_refusals import checked_model, checked_options
 from agmerge.integrations.shared_model import show_shared
-from agmerge.options import door, notices
+from agmerge.options import notices
 from agmerge.options.arguments import Options
-from agmerge.options.resolve import resolve
-from agmerge.step.config import with_momentum_of
+from agmerge.options.prepare import prepare
+from agmerge.step.config import Config, with_momentum_of
 from agmerge.step.updates import UPDATES
 from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
@@ -89,11 +89,10 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         if self._inner is not None:
             line = "compressed = agmerge.integrations.ddp.compress(model, optimizer=optimizer, ...)"
             rank_state.warn_of_unread(self._inner, line, "compressed")
-        door.check_said(options)
-        self._options = door.settled(options, self._inner)
+        self._options, config = prepare(options, self._inner)
         self._attached = ExitStack()  # what hangs on the model and the optimizer
         self._note_whole: Callable[[], None] = lambda: None  # to be called when what this rank keeps is saved or loaded
-        self._reducer = self._reducer_for(model)
+        self._reducer = self._reducer_for(model, config)
         try:
             if self._steps_alone:
                 self._attached.enter_context(model.no_sync())
@@ -103,9 +102,9 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
             self.close()
             raise
 
-    def _reducer_for(self, model: DistributedDataParallel) -> BucketReducer | UpdateReducer:
+    def _reducer_for(self, model: DistributedDataParallel, config: Config) -> BucketReducer | UpdateReducer:
         """Return the reducer of gradients, or of the optimizer's updates."""
-        config, optimizer = with_momentum_of(resolve(self._options), self._inner), self._inner
+        optimizer = self._inner
         if config.sync.updates is not None:
             if optimizer is None:
                 raise ValueError("sync='updates' exchanges what the optimizer did: pass optimizer=, the one that steps")

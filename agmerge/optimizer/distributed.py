@@ -24,11 +24,11 @@ from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
 from agmerge.optimizer.saving import SavingMixin
-from agmerge.options import door, keywords, notices
+from agmerge.options import keywords, notices
 from agmerge.options.arguments import Options
-from agmerge.options.resolve import check_passes, resolve
-from agmerge.runtime import process_sets, workers
-from agmerge.step.config import with_momentum_of
+from agmerge.options.prepare import prepare
+from agmerge.options.resolve import check_passes
+from agmerge.runtime import workers
 from agmerge.tensors.parameters import optimizers_of
 
 ZERO_GRAD = (
@@ -172,9 +172,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
     ) -> None:
         keywords.refuse_unknown(type(self).__name__, unknown)
         options = Options.from_saved(locals())  # by name
-        door.check_said(options)
         workers.adopt()  # first, so that what is said below is said by rank 0, whoever has initialised the workers
-        self._set_up(optimizer, named_parameters, options)
+        self._set_up(optimizer, named_parameters, options, are_new=True)
         try:
             horovod_elastic.prepare(DistributedOptimizer)
             if not workers.elastic():  # there new workers are alone until all begin the next step
@@ -184,16 +183,13 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
             self._reducer.close()
             raise
 
-    def _set_up(self, optimizer: OneOrSeveral, named: Any, options: Options) -> None:
+    def _set_up(self, optimizer: OneOrSeveral, named: Any, options: Options, *, are_new: bool) -> None:
         # Not super().__init__(): the groups, the state and the hooks are the inner optimizer's.
         named = None if named is None else list(named)
         self._inner = optimizer = inner_of(optimizer, named)
         line = f"optimizer = agmerge.{type(self).__name__}(optimizer, ...)"
         rank_state.warn_of_unread(optimizer, line, "optimizer")
-        # As the script gave them, except defaults, and arguments that do not pickle.
-        process_set = process_sets.by_ranks(options.process_set)
-        self._options = replace(door.settled(options, optimizer), process_set=process_set)
-        config = with_momentum_of(resolve(self._options), optimizer)
+        self._options, config = prepare(options, optimizer, are_new=are_new)
         self._reducer: Reducer | UpdateReducer = reducer_for(optimizer, named, config)
         self._stop_hiding = torch_helpers.hide_momentum(self._reducer.exchange, optimizer)
         self._take_scaler()
@@ -295,7 +291,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         """Collective. Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Between steps."""
         self._reducer.check_idle("attach_scaler()")
         options = replace(self._options, scaler=scaler)
-        config = resolve(options)
+        config = prepare(options, self._inner, are_new=False).config
         grad_scaler.check_dtypes(self._reducer.members, config.guards.scaled)
         config = self._reducer.exchange.config.changed(nonfinite=config.guards.nonfinite, scaled=config.guards.scaled)
         self._reducer.reconfigure(config, "attach_scaler()", "Attach the scaler on every rank, at the same step.")
@@ -383,6 +379,6 @@ def _restore(
     """
     self = kind.__new__(kind)
     options = Options.from_saved(arguments)
-    self._set_up(optimizer, named, options)
+    self._set_up(optimizer, named, options, are_new=False)
     rank_state.load(self._reducer, section)
     return self

@@ -21,17 +21,13 @@ from agmerge.engine.sharing import SharingMixin
 from agmerge.engine.step_hooks import follow
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import and_more
-from agmerge.exchanges.send_mode import SUMS
 from agmerge.optimizer.distributed import DistributedOptimizer
-from agmerge.options import compressors, door, keywords
+from agmerge.options import keywords
 from agmerge.options.arguments import Options
-from agmerge.options.resolve import resolve
-from agmerge.options.updates import own_density
+from agmerge.options.defaults import EVERY, of_local_steps
+from agmerge.options.prepare import prepare
 from agmerge.runtime import workers
-from agmerge.step.updates import UPDATES
 from agmerge.tensors.parameters import ParameterTable
-
-EVERY, WIRE = 8, "int4"  # the defaults, by the figures of docs/parity.md
 
 
 class LocalOptimizer(DistributedOptimizer):
@@ -53,7 +49,7 @@ class LocalOptimizer(DistributedOptimizer):
         wire: str | None = None,
         **options: Any,
     ) -> None:
-        settings = _settings(every, compression, density, wire, options)
+        settings = of_local_steps(every, compression, density, wire, options)
         super().__init__(optimizer, named_parameters, **settings)
 
 
@@ -96,10 +92,8 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
         ):
             if value is not None and options.setdefault(name, value) is not value:
                 raise ValueError(f"{other} is another name of {name}: give one of them")
-        settings = _settings(every, compression, density, wire, options)
-        asked = Options(**settings)
-        door.check_said(asked)
-        self._reducer = UpdateReducer(ParameterTable(inner, named), resolve(door.settled(asked, inner)))
+        settings = of_local_steps(every, compression, density, wire, options)
+        self._reducer = UpdateReducer(ParameterTable(inner, named), prepare(Options(**settings), inner).config)
         self._unfollow: Callable[[], None] | None = None  # removes the hooks; None: there are none
 
     def __enter__(self) -> LocalSync:
@@ -158,15 +152,3 @@ def _scripts_outer(optimizer: Any, named: Sequence[tuple[str, torch.Tensor]]) ->
             "make it of model.parameters()"
         )
     return ScriptsOuter(optimizer)
-
-
-def _settings(every: int, compression: Any, density: Any, wire: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of :class:`DistributedOptimizer`. Quantisers and factors get no codec."""
-    if density is None and own_density(compression) is None:
-        density = 1.0
-    if "sync" in options:
-        raise TypeError("sync is not an argument here: local steps exchange updates")
-    if wire is None:
-        codecs = compressors.has_codecs(compression) and options.get("exchange") not in SUMS
-        wire = WIRE if codecs else "auto"
-    return {**options, "every": every, "compression": compression, "density": density, "wire": wire, "sync": UPDATES}

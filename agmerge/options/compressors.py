@@ -10,15 +10,12 @@ import torch
 
 import sparsifiers
 from agmerge.errors import warn
+from agmerge.exchanges.send_mode import SUMS
 from agmerge.ops import Compression
-from agmerge.options import defaults, published
-from agmerge.options.arguments import Options
+from agmerge.options import published
 from agmerge.runtime import horovod_names, workers
-from agmerge.step import momentum
 from agmerge.step.density_policy import IMPORTANCE
-from agmerge.step.updates import UPDATES
 from sparsifiers import catalogue
-from sparsifiers.registry import spelling
 
 AUTO = "auto"
 DENSE = (
@@ -26,10 +23,10 @@ DENSE = (
     "compressor (compression='topk'); compression='none' is the same as now without this warning."
 )
 CASTS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+SELECTING = (*SUMS, "fastest")  # exchanges that are nothing without a selection
 # Options about compression alone, and those of them about selection.
 _COMPRESSION = {"wire": "the values that a compressor sends", "dense": "which parameters a compressor leaves whole"}
 _SELECTION = {"sparsify": "when a sparsifier selects", "warmup": "how much a sparsifier selects"}
-_SELECTING = ("oktopk", "masked", "fastest")  # exchanges that are nothing without a selection
 
 
 class Cast(sparsifiers.Compressor):
@@ -41,42 +38,6 @@ class Cast(sparsifiers.Compressor):
         self.name = name
         self.dtype = CASTS[name]  # None: nothing is cast, and nothing lost
         self.memory = "none" if self.dtype is None else "residual"
-
-
-def resolve_auto(options: Options, optimizer: torch.optim.Optimizer | None) -> Any:
-    """Return the compression that ``options`` name, or the one of ``"auto"`` with this optimizer.
-
-    A list of names is a choice among these. ``"auto"`` is a choice among compressors without loss for this optimizer,
-    see :mod:`agmerge.options.defaults`; with ``exchange="sparse"`` the one of these that sends fewest bits. Where a
-    script has options about selection, it is a sparsifier: ``"dgc"``, which applies momentum before selection, where
-    there is an SGD's momentum to apply, or a memory that does so is asked for; else ``"topk"``. With
-    ``sync="updates"``, where momentum is the optimizer's business, it is ``"topk"``.
-
-    ``optimizer`` None: it is not known; ``ValueError`` where it matters.
-    """
-    compression = options.compression
-    if isinstance(compression, (list, tuple)):
-        return defaults.among(compression)
-    if not isinstance(compression, str) or spelling(compression) != AUTO:
-        return compression
-    if options.sync == UPDATES:
-        return "topk"
-    if defaults.asks_for_selection(options):
-        name = _selection(optimizer, options.memory)
-        defaults.warn_of_selection(options, name)
-        return name
-    return defaults.choice_for(optimizer, options)
-
-
-def _selection(optimizer: torch.optim.Optimizer | None, memory: Any) -> str:
-    """Return the sparsifier that goes with an optimizer, and a memory, None where the script gives none."""
-    if memory is None:
-        if optimizer is None:
-            what = "which sparsifier is best depends on the optimizer's momentum"
-            raise ValueError(momentum.UNKNOWN.format(what=what))
-        return "dgc" if momentum.applies(optimizer) else "topk"
-    asked = sparsifiers.memory(memory) if isinstance(memory, str) else memory
-    return "dgc" if getattr(asked, "has_momentum", False) else "topk"
 
 
 def cast_name(compression: Any) -> str | None:
@@ -109,7 +70,7 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
             about = _SELECTION[name]
         elif not selects and name == "density" and (isinstance(value, dict) or value == IMPORTANCE):
             about = "how much a sparsifier selects of which parameter"
-        elif not selects and name == "exchange" and value in _SELECTING:
+        elif not selects and name == "exchange" and value in SELECTING:
             about = "how ranks combine what a sparsifier selects"
         elif not factorises and name == "rank":
             about, sends = "the factors of a low-rank compressor", "no factors"

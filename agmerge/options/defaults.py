@@ -1,23 +1,32 @@
-"""Choose the compressor of a script that names none: one that costs its optimizer less than 1 % of the loss.
+"""Defaults of options that a script leaves out, but for constants: these are in ``Options``.
 
-``auto`` then takes, of the candidates for an optimizer, the most exact one with a step of about the time of the
-fastest one's. Which candidates these are was measured: docs/parity.md, "Defaults".
+The compressor is one that costs its optimizer less than 1 % of the loss: ``auto`` takes, of the candidates for an
+optimizer, the most exact one with a step of about the time of the fastest one's. Which candidates these are was
+measured: docs/parity.md, "Defaults".
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 import sparsifiers
+from agmerge.backends import timeouts
 from agmerge.errors import warn
+from agmerge.exchanges.send_mode import SUMS
 from agmerge.options.arguments import Options
+from agmerge.options.compressors import AUTO, SELECTING, has_codecs
 from agmerge.runtime import workers
+from agmerge.step import momentum
+from agmerge.step.density_policy import DENSITY
+from agmerge.step.updates import APPLY, UPDATES
+from agmerge.tensors.nonfinite import RAISE, SKIP
 from agmerge.tensors.parameters import optimizers_of
 from sparsifiers.quantising.choice import NONE, Choice
+from sparsifiers.registry import spelling
 
 # Candidates, the most exact one first.
 FOUR = (NONE, "int8", "eden-4", "eden-2")
@@ -35,14 +44,78 @@ MEASURED = {
 # Words in the names of optimizers with steps that mix the elements of a tensor.
 MIXING = ("muon", "shampoo", "soap", "dion", "lbfgs", "galore", "kfac", "psgd")
 
-SELECTING = ("oktopk", "masked", "fastest")  # exchanges of selections
 ASKS = (
     "{given} asks for selection, and no compressor is named: this is compression={name!r}. To name one ends this line"
 )
+DENSITY_OF_UPDATES = 0.05  # see docs/parity.md, as for the next two
+WIRE_OF_UPDATES = "sign"  # where an exchange has codecs
+EVERY, WIRE_OF_LOCAL_STEPS = 8, "int4"
 NO_OPTIMIZER = (
     "nobody has said which optimizer steps, so gradients travel whole or in 8 bits: pass optimizer=, with which fewer "
     "may do"
 )
+
+
+def timeout_of(options: Options) -> Any:
+    """Return the seconds of every wait, as given, or of the environment."""
+    return timeouts.default() if options.timeout is None else options.timeout
+
+
+def nonfinite_of(options: Options, *, scaled: bool) -> Any:
+    """Return the policy for gradients that are not finite. ``scaled``: by a GradScaler, which skips steps by itself."""
+    return (SKIP if scaled else RAISE) if options.nonfinite is None else options.nonfinite
+
+
+def carry_of(options: Options) -> Any:
+    """Return where unsent updates stay."""
+    return APPLY if options.carry is None else options.carry
+
+
+def density_of(options: Options) -> Any:
+    """Return the density that is asked for, that of a compressor object, or the default one."""
+    if options.density is not None:
+        return options.density
+    own = own_density(options.compression)
+    return default_density(options) if own is None else own
+
+
+def own_density(compression: Any) -> float | None:
+    """Return the density of a sparsifier that a script gives as an object, by pattern too; None where it gives none."""
+    return next((float(part.density) for part in objects(compression) if part.selects), None)
+
+
+def objects(compression: Any) -> list[sparsifiers.Compressor]:
+    """Return the compressors that a script gives as objects, by pattern too."""
+    parts = list(compression.values()) if isinstance(compression, Mapping) else [compression]
+    return [part for part in parts if isinstance(part, sparsifiers.Compressor)]
+
+
+def default_density(options: Options) -> float:
+    """Return the density where the script gives none."""
+    return DENSITY_OF_UPDATES if options.sync == UPDATES else DENSITY
+
+
+def wire_of(options: Options, compressor: sparsifiers.Compressor) -> str:
+    """Return the value codec that is asked for, or the default one: of updates where an exchange has codecs signs."""
+    codecs = compressor.kinds == {sparsifiers.Kind.SPARSE} and options.exchange not in SUMS
+    return WIRE_OF_UPDATES if options.sync == UPDATES and options.wire == "auto" and codecs else options.wire
+
+
+def of_local_steps(
+    every: int, compression: Any, density: Any, codec: str | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return arguments of :class:`agmerge.LocalOptimizer` as those of :class:`agmerge.DistributedOptimizer`.
+
+    Quantisers and factors get no codec.
+    """
+    if density is None and own_density(compression) is None:
+        density = 1.0
+    if "sync" in options:
+        raise TypeError("sync is not an argument here: local steps exchange updates")
+    if codec is None:
+        has_one = has_codecs(compression) and options.get("exchange") not in SUMS
+        codec = WIRE_OF_LOCAL_STEPS if has_one else "auto"
+    return {**options, "every": every, "compression": compression, "density": density, "wire": codec, "sync": UPDATES}
 
 
 def asks_for_selection(options: Options) -> bool:
@@ -64,6 +137,42 @@ def warn_of_selection(options: Options, name: str) -> None:
     given = _about_selection(options)
     if options.density is None and given:
         _say_once(ASKS.format(given=" and ".join(given), name=name))
+
+
+def resolve_auto(options: Options, optimizer: torch.optim.Optimizer | None) -> Any:
+    """Return the compression that ``options`` name, or the one of ``"auto"`` with this optimizer.
+
+    A list of names is a choice among these. ``"auto"`` is a choice among compressors without loss for this optimizer,
+    see :mod:`agmerge.options.defaults`; with ``exchange="sparse"`` the one of these that sends fewest bits. Where a
+    script has options about selection, it is a sparsifier: ``"dgc"``, which applies momentum before selection, where
+    there is an SGD's momentum to apply, or a memory that does so is asked for; else ``"topk"``. With
+    ``sync="updates"``, where momentum is the optimizer's business, it is ``"topk"``.
+
+    ``optimizer`` None: it is not known; ``ValueError`` where it matters.
+    """
+    compression = options.compression
+    if isinstance(compression, (list, tuple)):
+        return among(compression)
+    if not isinstance(compression, str) or spelling(compression) != AUTO:
+        return compression
+    if options.sync == UPDATES:
+        return "topk"
+    if asks_for_selection(options):
+        name = _selection(optimizer, options.memory)
+        warn_of_selection(options, name)
+        return name
+    return choice_for(optimizer, options)
+
+
+def _selection(optimizer: torch.optim.Optimizer | None, memory: Any) -> str:
+    """Return the sparsifier that goes with an optimizer, and a memory, None where the script gives none."""
+    if memory is None:
+        if optimizer is None:
+            what = "which sparsifier is best depends on the optimizer's momentum"
+            raise ValueError(momentum.UNKNOWN.format(what=what))
+        return "dgc" if momentum.applies(optimizer) else "topk"
+    asked = sparsifiers.memory(memory) if isinstance(memory, str) else memory
+    return "dgc" if getattr(asked, "has_momentum", False) else "topk"
 
 
 def choice_for(optimizer: torch.optim.Optimizer | None, options: Options) -> Choice | str:

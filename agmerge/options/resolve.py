@@ -25,7 +25,8 @@ from agmerge.ops import Average, ReduceOp
 from agmerge.options import density_schedule, published
 from agmerge.options.arguments import Options
 from agmerge.options.compressors import compressor_of, densities_of, memory_for
-from agmerge.options.updates import default_density, density_of, parse_updates, wire_of
+from agmerge.options.defaults import default_density, density_of, nonfinite_of, timeout_of, wire_of
+from agmerge.options.updates import parse_updates
 from agmerge.runtime import horovod_names, process_sets
 from agmerge.step import dense_cutoff
 from agmerge.step.config import AUTO, FASTEST, MERGING, TWO_LEVEL, WIRES, Config, is_small
@@ -33,7 +34,7 @@ from agmerge.step.density_policy import IMPORTANCE, DensityPolicy
 from agmerge.step.groups import parse_groups
 from agmerge.step.records import Compression, DenseRule, Guards, Merging, Sync
 from agmerge.step.updates import HOLD, UPDATES, Updates
-from agmerge.tensors.nonfinite import POLICIES, RAISE, SKIP
+from agmerge.tensors.nonfinite import POLICIES
 from merging.planners.papers.dear import DeAR
 from sparsifiers import Kind
 
@@ -49,6 +50,7 @@ def resolve(options: Options) -> Config:
     guards, sync = _guards(options), _sync(options, updates)  # in this order: the first mistake of several is told
     config = Config(compression=_compression(options, updates), merging=_merging(options), sync=sync, guards=guards)
     _check_dear(config)
+    _check_two_level(config)
     _check_send_mode(config)
     return config
 
@@ -65,10 +67,9 @@ def _check_choices(options: Options) -> None:
 def _guards(options: Options) -> Guards:
     """Return when a step is given up, skipped or refused."""
     scaled = _scales(options.scaler)
-    nonfinite = (SKIP if scaled else RAISE) if options.nonfinite is None else options.nonfinite
+    nonfinite = nonfinite_of(options, scaled=scaled)
     _check_choice("nonfinite", nonfinite, POLICIES)
-    timeout, check_every = options.timeout, options.check_every
-    timeout = timeouts.default() if timeout is None else timeout
+    timeout, check_every = timeout_of(options), options.check_every
     if not _is_number(timeout) or not 0 < timeout <= timeouts.LONGEST:
         raise ValueError(f"timeout must be a number of seconds > 0, and at most {timeouts.LONGEST:g}, not {timeout!r}")
     if not isinstance(check_every, int) or isinstance(check_every, bool) or check_every < 0:
@@ -109,8 +110,6 @@ def _compression(options: Options, updates: Updates | None) -> Compression:
     number = default_density(options) if patterns or by_importance else density
     compressor = compressor_of(compression, number, options.rank)
     _check_low_rank(options, compressor)
-    if patterns and isinstance(compression, sparsifiers.Sparsifier):
-        raise ValueError(f"density={density!r} and compression={compression!r}: give a name, or one density")
     if wire in VALUES and not VALUES[wire].has_zero and options.exchange == "masked":
         raise ValueError(
             f"wire={wire!r}: a mask names coordinates where a rank may have nothing to send, and {wire!r} has no code "
@@ -270,6 +269,24 @@ def _check_dear(config: Config) -> None:
         raise ValueError(
             f"merging='dear' halves an all-reduce, and {how.format(repr(config.compression.compressor))}: pass "
             "compression='none', 'fp16' or 'bf16', or use another merging"
+        )
+
+
+def _check_two_level(config: Config) -> None:
+    """Raise ``ValueError`` for options that have no meaning where a rank holds a shard of every tensor."""
+    if config.merging.exchange != TWO_LEVEL:
+        return
+    if config.sync.model is not None:
+        raise ValueError("exchange='two-level' and merging='dear' both cut a step in two; give one of them")
+    if config.compression.density.by_importance:
+        raise ValueError(
+            "exchange='two-level' and density='importance': the energy of a tensor lies on several ranks, and is not "
+            "added up yet; give a number or {pattern: number}"
+        )
+    if config.compression.memory.options().get("clipping") is not None:
+        raise ValueError(
+            f"exchange='two-level' and {config.compression.memory!r}: clipping goes by the norm of a tensor; a rank "
+            "has a shard of it; clip in the script, after synchronize()"
         )
 
 

@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from numbers import Real
-from typing import Any
 
-import sparsifiers
 from agmerge.backends import topology
-from agmerge.exchanges.send_mode import SUMS
 from agmerge.ops import Average
+from agmerge.options import defaults
 from agmerge.options.arguments import Options
-from agmerge.step.density_policy import DENSITY
-from agmerge.step.updates import APPLY, CARRIES, GRADIENTS, HOLD, SYNCS, UPDATES, Updates
+from agmerge.step.updates import APPLY, CARRIES, GRADIENTS, HOLD, SYNCS, Updates
 from merging.planners.papers.dear import DeAR
-
-DENSITY_OF_UPDATES = 0.05  # the default, see docs/parity.md
-WIRE_OF_UPDATES = "sign"  # the default where an exchange has one
 
 # Options of sync="updates" alone, with their neutral values.
 _OWN = {"carry": ("apply", None), "every": (1,), "fragments": (1,), "overlap": (0,), "decay": (1.0,), "outer": (None,)}
-
-
-def density_of(options: Options) -> Any:
-    """Return the density that is asked for, that of a compressor object, or the default one."""
-    if options.density is not None:
-        return options.density
-    own = own_density(options.compression)
-    return default_density(options) if own is None else own
-
-
-def own_density(compression: Any) -> float | None:
-    """Return the density of a sparsifier that a script gives as an object, by pattern too; None where it gives none."""
-    parts = compression.values() if isinstance(compression, Mapping) else [compression]
-    for part in parts:
-        if isinstance(part, sparsifiers.Compressor) and part.selects:
-            return float(getattr(part, "density", DENSITY))
-    return None
-
-
-def default_density(options: Options) -> float:
-    """Return the density where the script gives none."""
-    return DENSITY_OF_UPDATES if options.sync == UPDATES else DENSITY
-
-
-def wire_of(options: Options, compressor: sparsifiers.Compressor) -> str:
-    """Return the value codec that is asked for, or the default one: of updates where an exchange has codecs signs."""
-    codecs = compressor.kinds == {sparsifiers.Kind.SPARSE} and options.exchange not in SUMS
-    return WIRE_OF_UPDATES if options.sync == UPDATES and options.wire == "auto" and codecs else options.wire
 
 
 def parse_updates(options: Options) -> Updates | None:
@@ -66,7 +32,7 @@ def parse_updates(options: Options) -> Updates | None:
         return None
     for name, problem in _refused(options):
         raise ValueError(f"{name}={getattr(options, name)!r} and sync='updates': {problem}")
-    carry = APPLY if options.carry is None else options.carry
+    carry = defaults.carry_of(options)
     if carry not in CARRIES:
         raise ValueError(f"carry={carry!r} is unknown; choose from: {', '.join(map(repr, CARRIES))}")
     for name, least in (("every", 1), ("fragments", 1), ("overlap", 0)):

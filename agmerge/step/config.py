@@ -190,24 +190,6 @@ def with_momentum_of(config: Config, optimizer: torch.optim.Optimizer | None, gr
     return config.changed(rates=momentum.rates(optimizer, config.compression.memory, groups))
 
 
-def check_two_level(config: Config) -> None:
-    """Raise ``ValueError`` for options that have no meaning where a rank holds a shard of every tensor."""
-    if config.merging.exchange != TWO_LEVEL:
-        return
-    if config.sync.model is not None:
-        raise ValueError("exchange='two-level' and merging='dear' both cut a step in two; give one of them")
-    if config.compression.density.by_importance:
-        raise ValueError(
-            "exchange='two-level' and density='importance': the energy of a tensor lies on several ranks, and is not "
-            "added up yet; give a number or {pattern: number}"
-        )
-    if config.compression.memory.options().get("clipping") is not None:
-        raise ValueError(
-            f"exchange='two-level' and {config.compression.memory!r}: clipping goes by the norm of a tensor; a rank "
-            "has a shard of it; clip in the script, after synchronize()"
-        )
-
-
 def is_small(name: str, parameter: torch.Tensor) -> bool:
     """Return whether a parameter has fewer than two dimensions (biases, norms), or than 1024 elements.
 

@@ -67,7 +67,7 @@ def parse_groups(groups: Any, num_groups: Any) -> Groups | None:
     if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
         raise ValueError(f"num_groups={num_groups!r}: {NO_GROUPS}")
     if num_groups:
-        warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=6)
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=8)
         groups = num_groups if groups is None else groups
     if groups is None:
         return None
