@@ -15,7 +15,6 @@ from torch.optim import optimizer as optimizers
 
 from agmerge.errors import AGMergeError
 from agmerge.exchanges import InFlight
-from agmerge.exchanges.reduce_scatter import ScatterExchange
 from agmerge.step.gradient_exchange import Combined
 
 Parameters = tuple[torch.Tensor, ...]
@@ -156,8 +155,8 @@ class Updates:
     def __init__(self, optimizer: torch.optim.Optimizer, combined: Combined, zero_unused: bool) -> None:
         """Collective. Start the all-gathers of ``combined``, the result of the reduce-scatters."""
         buffers = combined.buffers
-        assert isinstance(buffers.dense, ScatterExchange)
-        self._optimizer, self._buffers, self._exchange = optimizer, buffers, buffers.dense
+        assert buffers.scatter is not None
+        self._optimizer, self._buffers, self._exchange = optimizer, buffers, buffers.scatter
         self._slot_of = dict(zip(buffers.flat.parameters, buffers.layout.slots, strict=True))  # by parameter
         self._groups = [_snapshot(group) for group in optimizer.param_groups]  # hyper-parameters as of this step
         self._group_of: dict[torch.Tensor, int] = {}  # parameters with a pending update, in the optimizer's order

@@ -55,8 +55,8 @@ class NesterovStep(torch.optim.Optimizer):
                 if "momentum" not in state:
                     state["momentum"] = torch.zeros_like(parameter)
                 momentum = state["momentum"].mul_(group["momentum"]).add_(parameter.grad)
-                way = (momentum * group["momentum"]).add_(parameter.grad)
-                parameter.sub_(way.mul_(group["lr"]))
+                looking_ahead = (momentum * group["momentum"]).add_(parameter.grad)
+                parameter.sub_(looking_ahead.mul_(group["lr"]))
 
 
 @dataclass(frozen=True)

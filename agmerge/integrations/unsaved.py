@@ -34,6 +34,14 @@ class _Seen:
         self.whole = False  # ranks' own states were saved, or loaded, too
         self.said = False
 
+    def saved(self, what: str) -> None:
+        """Record a saved state of the plain optimizer, from which ``what`` is missing."""
+        self.what = what
+
+    def saved_whole(self) -> None:
+        """Record that ranks' own states were saved, or loaded, too."""
+        self.whole = True
+
     def tell(self) -> None:
         """Warn, once, of a checkpoint without ranks' own states; forget the saved states."""
         what, whole, self.what, self.whole = self.what, self.whole, "", False
@@ -55,14 +63,11 @@ def watch(
     def saved(*_: Any) -> None:
         reducer = held()
         if reducer is not None and (reducer.exchange.comm is None or reducer.exchange.comm.rank == 0):
-            seen.what = _kept(reducer)
+            seen.saved(_kept(reducer))
 
     def stepped(*_: Any) -> None:
         if seen.what or seen.whole:
             seen.tell()
-
-    def whole() -> None:
-        seen.whole = True
 
     handles = [one.register_state_dict_post_hook(saved) for one in optimizers]
     handles += [one.register_step_pre_hook(stepped) for one in optimizers]
@@ -73,7 +78,7 @@ def watch(
         for handle in handles:
             handle.remove()
 
-    return whole, end
+    return seen.saved_whole, end
 
 
 def _kept(reducer: AnyReducer) -> str:

@@ -89,9 +89,10 @@ class MergeBuffers:
         self.exchange = mode.exchange if self.config.exchanges else self.config.merging.exchange  # likewise
         self.quantiser = self.config.quantiser_of(mode.quantiser)  # None: nothing is quantised
         exchanges = self.exchanges(exact=exact, count=self._count)
+        self.scatter: ScatterExchange | None = None
         if self.config.sync.model is not None:  # merging="dear": each all-reduce in two halves
-            exchanges[Kind.DENSE] = ScatterExchange(self._context(self._count))
-        self.dense, self.plan = exchanges[Kind.DENSE], plan
+            exchanges[Kind.DENSE] = self.scatter = ScatterExchange(self._context(self._count))
+        self.plan = plan
         self.budgets.forget_segments()
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
         self.messages = messages_of(
