@@ -76,7 +76,7 @@ def watched() -> Clocks:
     from agmerge.engine.backward_passes import BackwardPasses
     from agmerge.engine.reducer import Reducer
     from agmerge.exchanges import SparseExchange
-    from agmerge.step.round import Round
+    from agmerge.step.accumulation import Accumulation
     from agmerge.tensors.arena import Arena
 
     clocks = Clocks()
@@ -84,7 +84,7 @@ def watched() -> Clocks:
         (BackwardPasses, "on_gradient", "hooks: their own work"),
         (Arena, "accumulate", "hooks: residual + gradient, and move"),
         (Arena, "move_to_update", "hooks: others move to where their updates will be"),
-        (Round, "_select", "select"),
+        (Accumulation, "_select", "select"),
         (SparseExchange, "start", "message: gather, encode, commit, checksum"),
         (TorchBackend, "all_gather", "message: hand over"),
         (Reducer, "synchronize", "step(): its own work"),

@@ -169,7 +169,7 @@ class GradientExchange(AgreedState):
                 self._round = attempt = self._new_round(buffers, False, flags, due, nonfinite)
                 if not attempt.receive(late):
                     raise AGMergeError("parameters changed while ranks agreed on them; change them between steps")
-            if attempt.whole:  # a round of some merge buffers teaches nothing about the plan
+            if attempt.is_complete:  # a round of some merge buffers teaches nothing about the plan
                 self.times.observe(attempt.recorder)
             error = resolve_nonfinite(attempt)
             if attempt.nonfinite:

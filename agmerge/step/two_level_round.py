@@ -37,30 +37,26 @@ class TwoLevelRound(Round):
     def __init__(self, buffers: MergeBuffers, step: int, totals: Totals, **options: Any) -> None:
         """Store the arguments of :class:`Round`, without ``due``: a node adds up all of its merge buffers."""
         super().__init__(buffers, step, totals, **options)
-        assert self.whole
+        assert self.is_complete
         assert isinstance(buffers.flat.updates, NodeShards)
         self._shards = buffers.flat.updates
         self._summed: list[RoundHeader] = []  # by merge buffer: this rank's header in the node's sum
         self._overflowed: list[Slot] = []  # on the host, with a node sum that is not finite
 
-    def _on_gradient(self, slot: Slot, gradient: torch.Tensor | Difference | None, moves: bool) -> None:
+    def _take(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         gradient = gradient.tensor() if isinstance(gradient, Difference) else gradient
         good = gradient is None or not self.guard.inspect(slot, gradient)
         self._shards.put(slot, gradient if good and not self.dirty else None)
 
-    def _moved(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+    def _take_and_move(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        self._take(slot, gradient)
         return self._shards.set_aside(slot, gradient)
 
-    def _accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None, moves: bool) -> None:
-        assert not isinstance(gradient, Difference)  # a node's sum, here
-        if self.dirty:
-            return
-        arena = self.buffers.flat.arena_of[slot.index]
-        finite = arena.accumulate(slot, gradient, alongside=Alongside(notes=self.buffers.kernels.notes(slot)))
-        if gradient is None or not arena.memory.has_residual or gradient.device.type != "cpu":
-            return
-        if finite is False or (finite is None and not is_finite(arena.work_of(slot))):
-            self._overflowed.append(slot)
+    def add_all(self, gradient_of: GradientOf) -> None:
+        """Collective. Accumulate the missing tensors as :meth:`Round.add_all` does; pass on all sums of the node."""
+        super().add_all(gradient_of)
+        while len(self._under_way.sent) < len(self._summed):
+            self._pass_on()
 
     def _send_complete(self, slot: Slot) -> None:
         while (buffer := len(self._summed)) < len(self._missing) and self._missing[buffer] == 0:
@@ -69,16 +65,13 @@ class TwoLevelRound(Round):
             self.recorder.mark(buffer)
             self.totals.sent(self._shards.start(buffer, header), 0)
             self._summed.append(header)
-        while len(self._in_flight) < len(self._summed) and self._shards.arrived(len(self._in_flight)):
-            self._pass_on()
-
-    def _drain(self) -> None:
-        while len(self._in_flight) < len(self._summed):
+        sent = self._under_way.sent
+        while len(sent) < len(self._summed) and self._shards.arrived(len(sent)):
             self._pass_on()
 
     def _pass_on(self) -> None:
         """Take the node's sum of the next merge buffer, waiting for it if need be: accumulate, select, send."""
-        buffer = len(self._in_flight)
+        buffer = len(self._under_way.sent)
         header = self._shards.wait(buffer, self._summed[buffer])
         self.dirty = self.dirty or bool(header.flags & Flag.REPLAN)
         self.flags |= header.flags & ~(Flag.REPLAN | Flag.NONFINITE)  # between nodes it has the flags of its node
@@ -86,9 +79,19 @@ class TwoLevelRound(Round):
             self.guard.peer_found()
         for slot, used in zip(self._slots(buffer), header.used, strict=True):
             self._added[slot.index] = used
-            self._accumulate(slot, self._shards.shard(slot) if used else None, moves=False)
-            self._prepare(slot)
+            if not self.dirty:
+                self._accumulate(slot, self._shards.shard(slot) if used else None)
+                self._accumulation.prepare(slot)
         self._send(buffer)
+
+    def _accumulate(self, slot: Slot, shard: torch.Tensor | None) -> None:
+        """Add this rank's shard of a node's sum to its residual; None: no rank of the node has a gradient."""
+        arena = self.buffers.flat.arena_of[slot.index]
+        finite = arena.accumulate(slot, shard, alongside=Alongside(notes=self.buffers.kernels.notes(slot)))
+        if shard is None or not arena.memory.has_residual or shard.device.type != "cpu":
+            return
+        if finite is False or (finite is None and not is_finite(arena.work_of(slot))):
+            self._overflowed.append(slot)
 
     def receive(self, gradient_of: GradientOf) -> bool:
         """Collective. Receive as :meth:`Round.receive` does, then set infinities that are to be kept to 0."""

@@ -52,7 +52,8 @@ def test_a_round_that_is_repeated_finds_the_gradients_as_they_were(
     ours, theirs = (train(2, place, each=step_of, **options) for place in (PLACE, "cpu"))
     for one, other in zip(ours, theirs, strict=True):
         assert all(torch.equal(p, q) for p, q in zip(one.parameters, other.parameters, strict=True))
-        assert all(torch.equal(one.residuals[name], other.residuals[name]) for name in other.residuals)
+        for name, residual in other.residuals.items():  # dense tensors may be rounded on the host alone
+            assert torch.equal(one.residuals.get(name, torch.zeros_like(residual)), residual)
         assert [race for books in one.books for race in books.races] == []
 
 

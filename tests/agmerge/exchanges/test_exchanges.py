@@ -65,9 +65,8 @@ def test_dense(
 ) -> None:
     if dtype == torch.float16:
         magnitude = min(magnitude, 1e3)  # beyond that 16-bit gradients overflow by themselves, as anywhere
-    lane = Lane(
-        CPU, dtype, Kind.DENSE if cast is None else Kind.SPARSE
-    )  # a residual lies under a cast, so work need not fit the dtype
+    # A residual lies under a cast, so work need not fit the dtype.
+    lane = Lane(CPU, dtype, Kind.DENSE if cast is None else Kind.SPARSE)
     (segment,) = segments_of([(numel, lane) for numel in numels])
     seen = exchange(
         size,

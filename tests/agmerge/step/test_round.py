@@ -146,7 +146,7 @@ def test_only_what_is_due_is_asked_for_sent_and_written(options: dict[str, objec
 
         begun = len(testing.calls())
         under_way = attempt(buffers, due=due)
-        assert under_way.receive(late) and under_way.whole is False
+        assert under_way.receive(late) and under_way.is_complete is False
         sent = len(testing.calls()) - begun
         attempt(twin).receive(tensors.get)
         names = [slot.name for slot in under_way.slots()]
@@ -218,7 +218,7 @@ def test_flags_and_what_is_not_finite_travel_with_a_part_too(due: tuple[int, ...
         told.guard.report(["weight"] if rank else [])
         told.receive(tensors.get)
         assert kept(buffers) == before
-        return dirty, told.flags_of_all & (Flag.JOINED | Flag.ACTIVE), told.nonfinite, told.whole
+        return dirty, told.flags_of_all & (Flag.JOINED | Flag.ACTIVE), told.nonfinite, told.is_complete
 
     assert agreed(testing.run(2, body)) == (False, Flag.JOINED | Flag.ACTIVE, True, False)
 

@@ -1,0 +1,125 @@
+"""Accumulation of a round: gradients are added to residuals, and what they make complete is prepared or selected."""
+
+from __future__ import annotations
+
+import torch
+
+from agmerge.step.batches import Batches
+from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.tensors.arena import Add
+from agmerge.tensors.difference import Difference
+from agmerge.tensors.layout import Segment, Slot
+from agmerge.tensors.nonfinite import NonFiniteGuard
+from sparsifiers import Kind, Selection, Sparsifier
+from sparsifiers.compensation import Alongside
+
+
+class Accumulation:
+    """Gradients of one round on their way into flat buffers and, where that can begin, into messages.
+
+    ``guard`` is told of gradients that are not finite.
+    """
+
+    def __init__(self, buffers: MergeBuffers, step: int, guard: NonFiniteGuard) -> None:
+        self._buffers, self._step, self._guard = buffers, step, guard
+        self._batches = Batches(buffers, guard)
+        self._selections: dict[int, Selection] = {}  # by slot, of tensors that are selected from before merging
+        self._is_prepared: set[int] = set()  # slots that were prepared while they were accumulated
+        self._has_moved: set[int] = set()  # slots with a gradient that moved to its update's place meanwhile
+
+    def add(self, slot: Slot, gradient: torch.Tensor | Difference | None, moves: bool) -> None:
+        """Write ``work = residual + gradient``, without gradients that are not finite; later for those in batches.
+
+        The round then comes to nothing; figures, sparsifiers and codecs must not see infinities. ``moves``: the
+        gradient may move to its update's place meanwhile, see :meth:`moved`.
+        """
+        if slot.index in self._buffers.flat.in_place:
+            self._prepare_in_place(slot, gradient)
+            return
+        if slot.index in self._buffers.batched and (gradient is not None or slot.lane.on_device):
+            self._batches.hold(slot, _tensor(gradient))
+            return
+        arena, notes = self._buffers.flat.arena_of[slot.index], self._buffers.kernels.notes(slot)
+        copy = arena.update_for(slot, gradient) if moves and isinstance(gradient, torch.Tensor) else None
+        finite = arena.accumulate(slot, gradient, self._fused(slot, copy is not None), Alongside(copy, notes))
+        if copy is not None:
+            self._has_moved.add(slot.index)
+        if gradient is None:
+            return
+        if not finite and self._guard.inspect(slot, arena.work_of(slot), finite):
+            arena.accumulate(slot, None, alongside=Alongside(notes=notes))
+        elif self._buffers.budgets.energy is not None and slot.lane.sparse:
+            self._buffers.budgets.energy.add(slot, _tensor(gradient))
+
+    def _prepare_in_place(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
+        """Prepare a tensor from where its gradient lies: its class has no residual."""
+        values = self._buffers.flat.in_place.hold(slot, _tensor(gradient))
+        finite = self._buffers.prepared[slot.index].prepare(slot, values, self._step)
+        self._is_prepared.add(slot.index)
+        if values is not None and not finite:
+            self._guard.inspect(slot, values, finite)
+
+    def _fused(self, slot: Slot, moves: bool) -> Add | None:
+        """Return a function that accumulates a tensor and prepares it in the same pass; None: there is none.
+
+        It also moves the gradient, if that ``moves``.
+        """
+        exchange = self._buffers.prepared.get(slot.index)
+        if exchange is None:
+            return None
+
+        def add(
+            work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
+        ) -> bool | None:
+            finite = exchange.add_and_prepare(slot, work, update, residual, gradient, moves=moves)
+            if finite:
+                self._is_prepared.add(slot.index)
+            return finite
+
+        return add
+
+    def moved(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the tensor to use in a gradient's place: its copy where the update will be, or itself."""
+        arena = self._buffers.flat.arena_of[slot.index]
+        return arena.gradients[slot.index] if slot.index in self._has_moved else arena.move_to_update(slot, gradient)
+
+    def prepare(self, slot: Slot) -> None:
+        """Begin a tensor's message before the other tensors of its merge buffer are ready: select, or prepare."""
+        segment = self._buffers.presparsified.get(slot.index)
+        if segment is not None and slot.index not in self._buffers.batched:
+            self._selections[slot.index] = self._select(segment)
+        exchange = self._buffers.prepared.get(slot.index)
+        if exchange is not None and slot.index not in self._is_prepared:
+            exchange.prepare(slot, self._buffers.flat.arena_of[slot.index].work_of(slot), self._step)
+
+    def complete(self, buffer: int) -> None:
+        """Accumulate the tensors of a merge buffer that have waited for each other."""
+        self._batches.accumulate(buffer)
+
+    def selection(self, segment: Segment) -> Selection:
+        """Return the selection of a segment, made ahead or now."""
+        return self._selections.pop(segment.slots[0].index, None) or self._select(segment)
+
+    def _select(self, segment: Segment) -> Selection:
+        work, k, shapes = self._buffers.vector(segment, self._step)
+        scratch = self._buffers.kernels.scratch(segment)
+        return self._sparsifier().select(work, k=k, key=segment.key, step=self._step, shapes=shapes, scratch=scratch)
+
+    def empty_selection(self, segment: Segment) -> Selection:
+        """Return a selection of nothing, which has the capacity of the segment's own."""
+        work, k, shapes = self._buffers.vector(segment, self._step)
+        capacity = self._sparsifier().capacity(work.numel(), k=k, step=self._step, shapes=shapes)
+        return Selection(torch.zeros(capacity, dtype=torch.int32, device=work.device), 0)
+
+    def _sparsifier(self) -> Sparsifier:
+        sparsifier = self._buffers.config.compression.compressor.part(Kind.SPARSE)
+        assert isinstance(sparsifier, Sparsifier)  # the tensor class is a sparse one
+        return sparsifier
+
+    def let_go(self) -> None:
+        """Drop references to gradients: work queued from now on runs after the kernels that have read them."""
+        self._batches.let_go()
+
+
+def _tensor(gradient: torch.Tensor | Difference | None) -> torch.Tensor | None:
+    return gradient.tensor() if isinstance(gradient, Difference) else gradient
