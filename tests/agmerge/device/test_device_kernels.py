@@ -51,8 +51,9 @@ def same_bits(size: int, **options: Any) -> list[Books]:
     ours, theirs = (train(size, place, **options) for place in ("pretend:0", "cpu"))
     for one, other in zip(ours, theirs, strict=True):
         assert all(torch.equal(p, q) for p, q in zip(one.parameters, other.parameters, strict=True))
-        assert one.residuals.keys() == other.residuals.keys()
-        assert all(torch.equal(one.residuals[name], other.residuals[name]) for name in one.residuals)
+        assert one.residuals.keys() <= other.residuals.keys()
+        for name, residual in other.residuals.items():  # dense tensors may be rounded on the host alone
+            assert torch.equal(one.residuals.get(name, torch.zeros_like(residual)), residual)
     assert [race for books in ours[0].books for race in books.races] == []
     return ours[0].books[1:]
 
