@@ -27,6 +27,7 @@ BY_FILE = ("--dist", "loadfile")
 UNITS = ("-n", str(AT_ONCE), *BY_FILE, "--ignore", WORKERS)
 SHORT = ("-m", "not long")
 ONE_CORE = "AGMERGE_TEST_ONE_CORE"  # set: each of xdist's processes keeps to a core (conftest.py)
+WHOLE = "AGMERGE_TEST_WHOLE"  # set: real workers import all of torch at their start (distributed/launching.py)
 # Which instructions torch's own loops, oneDNN, MKL and our loops may use: each rounds in its own way.
 PLAIN = {
     "ATEN_CPU_CAPABILITY": "default",
@@ -82,7 +83,8 @@ def parts(everything: bool) -> list[Part]:
     everything is run, networks and batch systems too.
     """
     options = () if everything else (*SHORT, "-n", "2", *BY_FILE)
-    workers = Part("real workers", options, (WORKERS,), {"AGMERGE_TEST_ALL_LAUNCHERS": "1"})
+    starts = {WHOLE: "1"} if everything else {}
+    workers = Part("real workers", options, (WORKERS,), {"AGMERGE_TEST_ALL_LAUNCHERS": "1", **starts})
     if not everything:
         units = Part("unit tests", (*SHORT, *UNITS), environment={ONE_CORE: "1"})
         return [units, Part("plain processor", (*SHORT, *UNITS), BITS, PLAIN), workers]

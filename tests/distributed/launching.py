@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from run_tests import WHOLE
+
 from agmerge.backends.horovod_mpi import SLEEPING
 
 HERE = Path(__file__).parent
@@ -36,11 +38,15 @@ def environment(**more: str) -> dict[str, str]:
     Of ours it has what tests are run with: which loops, and no plans of the user's own. Horovod's cycle is short: tests
     send thousands of small messages, one after the other. It is no shorter, for other tests have the cores, too, which
     the library does not see: in cycles of 0.1 ms threads that wait do little else than wake up.
+
+    Workers start without torch's compiler, unless ``make test-all`` says WHOLE.
     """
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "HOROVOD", "AGMERGE", "TORCHELASTIC")
     ours = ("AGMERGE_KERNEL", "AGMERGE_CACHE")
     there = {key: os.environ.get(key, "") for key in list(os.environ)}  # pytest changes one while threads launch
     kept = {key: one for key, one in there.items() if not key.startswith(dropped) or key in ours}
+    if not os.environ.get(WHOLE):
+        kept["PYTHONPATH"] = os.pathsep.join([str(HERE / "quick_start"), *filter(None, [kept.get("PYTHONPATH")])])
     return {**kept, "OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "1", **more}
 
 
