@@ -41,23 +41,8 @@ def withheld(exchange: GradientExchange, optimizer: torch.optim.Optimizer) -> It
         return
     with ExitStack() as steps:
         for each in optimizers_of(optimizer):
-            steps.enter_context(_withheld_from(each))
+            steps.callback(_withhold_from(each, lambda: True))
         yield
-
-
-@contextmanager
-def _withheld_from(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep a step of one optimizer, inside, from applying momentum; its hooks see it."""
-    hidden = _Hidden(optimizer)
-    last, first = optimizer.register_step_pre_hook(hidden.hide), optimizer.register_step_post_hook(hidden.show)
-    hooks: Any = first.hooks_dict_ref()
-    hooks.move_to_end(first.id, last=False)
-    try:
-        yield
-    finally:
-        hidden.show()  # the step has raised
-        last.remove()
-        first.remove()
 
 
 def withhold(exchange: GradientExchange, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -83,12 +68,14 @@ def _withhold_from(optimizer: torch.optim.Optimizer, has_applied: Callable[[], b
         if has_applied():
             hidden.hide()
 
-    handles = [optimizer.register_step_pre_hook(hide), optimizer.register_step_post_hook(hidden.show)]
+    last, first = optimizer.register_step_pre_hook(hide), optimizer.register_step_post_hook(hidden.show)
+    hooks: Any = first.hooks_dict_ref()
+    hooks.move_to_end(first.id, last=False)  # those of the script see the momentum, before the step and after it
 
     def end() -> None:
-        hidden.show()
-        for handle in handles:
-            handle.remove()
+        hidden.show()  # the step has raised
+        last.remove()
+        first.remove()
 
     return end
 

@@ -1,9 +1,11 @@
-"""Arguments of a wrapper as a script gave them, before they are checked."""
+"""Arguments of a wrapper as a script gave them, before they are checked; and checks of single values."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 import torch
@@ -75,3 +77,19 @@ def _read(value: Any) -> Any:
     if type(value) is dict:
         return {key: _read(each) for key, each in value.items()}
     return value
+
+
+def check_choice(name: str, value: Any, allowed: tuple[str, ...], hint: str = "") -> None:
+    """Raise ``ValueError`` unless ``value`` is ``allowed``. ``hint``: the value that may be meant, after "; "."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; choose from: {', '.join(map(repr, allowed))}{hint}")
+
+
+def is_number(value: Any) -> bool:
+    """Return whether this is a real number, of Python's or numpy's; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_whole(value: Any, least: float = -math.inf) -> bool:
+    """Return whether this is an int that is not below ``least``; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

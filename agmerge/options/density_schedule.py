@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from agmerge.options.arguments import is_whole
 from agmerge.step.density_policy import Schedule
 
 START = 0.25  # density at which every warm-up begins
@@ -14,7 +15,7 @@ RUNG_STEPS = 200  # of "dgc", which does not know how long an epoch is
 
 def ladder(steps: int) -> Callable[[int], float]:
     """Return the warm-up of DGC's paper, for ``warmup=``: 25, 6.25, 1.5625, 0.4 and 0.1 %, ``steps`` steps each."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    if not is_whole(steps, 1):
         raise ValueError(f"ladder: steps of a rung must be a whole number of at least 1, not {steps!r}")
     return lambda step: RUNGS[min(step // steps, len(RUNGS) - 1)]
 
@@ -31,7 +32,7 @@ def parse_warmup(warmup: Any, by_pattern: bool) -> Schedule | None:
         rungs = ladder(RUNG_STEPS)
         last = RUNG_STEPS * len(RUNGS)
         return Schedule("dgc", lambda step, target: target if step >= last else max(target, rungs(step)))
-    if isinstance(warmup, int) and not isinstance(warmup, bool) and warmup > 0:
+    if is_whole(warmup, 1):
         return Schedule(str(warmup), lambda step, target: _geometric(step / warmup, target))
     if not callable(warmup):
         raise ValueError(f"warmup={warmup!r}: give None, 'dgc', a number of steps > 0, or a callable step -> density")

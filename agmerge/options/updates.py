@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from numbers import Real
 
 from agmerge.backends import topology
 from agmerge.ops import Average
 from agmerge.options import defaults
-from agmerge.options.arguments import Options
+from agmerge.options.arguments import Options, check_choice, is_number, is_whole
 from agmerge.step.updates import APPLY, CARRIES, GRADIENTS, HOLD, SYNCS, Updates
-from merging.planners.papers.dear import DeAR
 
 # Options of sync="updates" alone, with their neutral values.
 _OWN = {"carry": ("apply", None), "every": (1,), "fragments": (1,), "overlap": (0,), "decay": (1.0,), "outer": (None,)}
@@ -21,8 +19,7 @@ def parse_updates(options: Options) -> Updates | None:
 
     Raises ``ValueError`` or ``TypeError`` for options without meaning, by themselves or with others.
     """
-    if options.sync not in SYNCS:
-        raise ValueError(f"sync={options.sync!r} is unknown; choose from: {', '.join(map(repr, SYNCS))}")
+    check_choice("sync", options.sync, SYNCS)
     if options.sync == GRADIENTS:
         for name, usual in _OWN.items():
             if getattr(options, name) not in usual:
@@ -33,13 +30,12 @@ def parse_updates(options: Options) -> Updates | None:
     for name, problem in _refused(options):
         raise ValueError(f"{name}={getattr(options, name)!r} and sync='updates': {problem}")
     carry = defaults.carry_of(options)
-    if carry not in CARRIES:
-        raise ValueError(f"carry={carry!r} is unknown; choose from: {', '.join(map(repr, CARRIES))}")
+    check_choice("carry", carry, CARRIES)
     for name, least in (("every", 1), ("fragments", 1), ("overlap", 0)):
         value = getattr(options, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not is_whole(value, least):
             raise ValueError(f"{name}={value!r}: give a whole number >= {least}")
-    if isinstance(options.decay, bool) or not isinstance(options.decay, Real) or not 0.0 < options.decay <= 1.0:
+    if not is_number(options.decay) or not 0.0 < options.decay <= 1.0:
         raise ValueError(f"decay={options.decay!r}: give a number in (0, 1]")
     if options.outer is not None and not callable(options.outer):
         raise TypeError(
@@ -72,7 +68,7 @@ def _refused(options: Options) -> Iterable[tuple[str, str]]:
     memory = getattr(options.memory, "name", options.memory)
     if memory is not None and (not isinstance(memory, str) or memory.casefold() != "residual"):
         yield "memory", "what is not sent is always kept, and momentum is the optimizer's; leave it out"
-    if options.model is not None or isinstance(options.merging, DeAR) or options.merging == DeAR.name:
+    if options.model is not None or getattr(options.merging, "name", options.merging) == "dear":
         yield "merging", "DeAR is about gradients that come in a backward pass; use overlap=1 instead"
 
 

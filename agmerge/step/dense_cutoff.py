@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-import sparsifiers
 from agmerge.tensors.parameters import ParameterInfo
 from merging import dense_cutoff
 from sparsifiers import Kind
@@ -36,40 +35,6 @@ class DenseCutoff:
 
     def __str__(self) -> str:
         return "by rule" if self.elements is None else f"up to {self.elements} elements{', settled' * self.final}"
-
-
-def parse_dense_cutoff(
-    dense: Any, compressor: sparsifiers.Compressor, compression: Any, density: Any, warmup: Any
-) -> DenseCutoff | None:
-    """Return the cutoff that ``dense="partial"`` starts with, None for other rules.
-
-    Raises ``ValueError`` for options that have no meaning with it.
-
-    Args:
-        dense: the argument of that name, as the others here.
-        compressor: the one that ``compression`` has given.
-        compression: named in the error.
-        density: must be one number.
-        warmup: must be no callable, which knows nothing of dense tensors.
-    """
-    if not (isinstance(dense, str) and dense == NAME):
-        return None
-    if compressor.kinds != {Kind.SPARSE}:
-        how = "factors are sent" if Kind.LOW_RANK in compressor.kinds else "every element is sent"
-        raise ValueError(
-            f"dense='partial' and compression={compression!r}: {how}, there is nothing to choose; "
-            "leave dense out, or compress with a sparsifier"
-        )
-    if isinstance(density, (dict, str)):
-        raise ValueError(
-            f"dense='partial' and density={density!r}: both say what each parameter sends; give one number as density"
-        )
-    if callable(warmup):
-        raise ValueError(
-            "dense='partial' and warmup: a callable gives one density and knows nothing of what goes dense; "
-            "give 'dgc' or a number of steps"
-        )
-    return DenseCutoff()
 
 
 def largest_feasible(

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 import merging
 from agmerge.tensors.parameters import ParameterInfo
 from merging.size_limit import LIMIT
-
-NO_GROUPS = "groups should be a non-negative integer or a list of list of torch.Tensor."
 
 
 @dataclass(frozen=True)
@@ -57,34 +53,3 @@ class Groups:
             if sum(numel[name] for name in group) >= LIMIT:
                 raise ValueError(f"groups: the group of {group[0]!r} has 2**31 elements or more; split it")
         return merging.Plan(tuple(len(group) for group in groups), names=tuple(n for group in groups for n in group))
-
-
-def parse_groups(groups: Any, num_groups: Any) -> Groups | None:
-    """Return the groups that both arguments ask for as Horovod means them, None for none.
-
-    Raises ``ValueError``, with Horovod's texts, as Horovod does. Warns of ``num_groups``, its old name.
-    """
-    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
-        raise ValueError(f"num_groups={num_groups!r}: {NO_GROUPS}")
-    if num_groups:
-        warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=8)
-        groups = num_groups if groups is None else groups
-    if groups is None:
-        return None
-    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
-        return Groups(number=groups)
-    if not isinstance(groups, (list, tuple)):
-        raise ValueError(f"{NO_GROUPS} It is {groups!r}.")
-    listed = []
-    for group in groups:
-        if isinstance(group, torch.Tensor) or not isinstance(group, Iterable):
-            raise ValueError(f"{NO_GROUPS} One of its groups is no list, but a {type(group).__name__}.")
-        listed.append(tuple(group))
-    seen: set[torch.Tensor] = set()
-    for tensor in (tensor for group in listed for tensor in group):
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"groups must consist of torch.Tensor. One of them is {tensor!r}.")
-        if tensor in seen:
-            raise ValueError(f"A parameter can only appear once in groups. Twice: one of shape {list(tensor.shape)}.")
-        seen.add(tensor)
-    return Groups(listed=tuple(listed))

@@ -1,0 +1,71 @@
+"""Check ``dense=``: which parameters are always sent whole, or, as ``"partial"``, up to which size."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import sparsifiers
+from agmerge.options.arguments import Options
+from agmerge.step.config import is_small
+from agmerge.step.dense_cutoff import NAME, DenseCutoff
+from agmerge.step.records import DenseRule
+from sparsifiers import Kind
+
+Patterns = tuple[re.Pattern[str], ...]
+
+
+def parse_dense(
+    options: Options, compressor: sparsifiers.Compressor, density: Any
+) -> tuple[DenseRule, Patterns, DenseCutoff | None]:
+    """Return the rule for parameters that are always sent whole, its patterns, and where ``"partial"`` starts.
+
+    ``compressor`` and ``density``: those of the options. Raises ``TypeError`` for anything but a rule, ``ValueError``
+    for what is no pattern, and for ``"partial"`` beside options with which it has no meaning.
+    """
+    dense = options.dense
+    if isinstance(dense, str) and dense == NAME:
+        return is_small, (), _cutoff(options, compressor, density)
+    if dense is None:
+        return is_small, (), None
+    if callable(dense):
+        return lambda name, parameter: bool(dense(name, parameter)), (), None
+    if isinstance(dense, str) or not isinstance(dense, Iterable):
+        raise TypeError(
+            f"dense={dense!r}: give a list of patterns for whole names, a callable (name, parameter) -> bool, or "
+            f"{NAME!r}"
+        )
+    patterns = _patterns(dense)
+    return lambda name, parameter: any(pattern.fullmatch(name) for pattern in patterns), patterns, None
+
+
+def _cutoff(options: Options, compressor: sparsifiers.Compressor, density: Any) -> DenseCutoff:
+    """Return the cutoff that ``dense="partial"`` starts with; ``ValueError`` for options without meaning beside it."""
+    if compressor.kinds != {Kind.SPARSE}:
+        how = "factors are sent" if Kind.LOW_RANK in compressor.kinds else "every element is sent"
+        raise ValueError(
+            f"dense='partial' and compression={options.compression!r}: {how}, there is nothing to choose; "
+            "leave dense out, or compress with a sparsifier"
+        )
+    if isinstance(density, (dict, str)):
+        raise ValueError(
+            f"dense='partial' and density={density!r}: both say what each parameter sends; give one number as density"
+        )
+    if callable(options.warmup):
+        raise ValueError(
+            "dense='partial' and warmup: a callable gives one density and knows nothing of what goes dense; "
+            "give 'dgc' or a number of steps"
+        )
+    return DenseCutoff()
+
+
+def _patterns(dense: Iterable[Any]) -> Patterns:
+    """Return the patterns of ``dense=``; ``ValueError`` for anything else."""
+    patterns = []
+    for pattern in dense:
+        try:
+            patterns.append(re.compile(pattern))
+        except (TypeError, re.error) as error:
+            raise ValueError(f"dense: {pattern!r} is no pattern for whole names: {error}") from None
+    return tuple(patterns)
