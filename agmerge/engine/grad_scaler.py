@@ -103,15 +103,16 @@ class UnscaleHook:
     still this rank's own. Clipping and the check for infinities have to see the combined gradients.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+    def __init__(self, scaler: torch.amp.GradScaler, optimizer: Any, combine: Callable[[Any], None]) -> None:
+        """Call ``combine`` first, a bound method that takes the scaler. It and ``optimizer`` are held weakly."""
         self._scaler, self._before = scaler, scaler.unscale_
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer, self._combine = weakref.ref(optimizer), weakref.WeakMethod(combine)
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> None:
         """Collective. Combine the gradients of ``optimizer`` if it is the one attached, and unscale them."""
-        if optimizer is self._optimizer():
-            wrapper: Any = optimizer
-            wrapper._combine_for(self._scaler)
+        combine = self._combine()
+        if optimizer is self._optimizer() and combine is not None:
+            combine(self._scaler)
         self._before(optimizer)
 
     def __reduce__(self) -> tuple[Any, ...]:

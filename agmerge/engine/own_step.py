@@ -53,10 +53,10 @@ class OwnSteps:
         if raises or self._skipped_in_a_row >= MOST_IN_A_ROW:
             self._bad = tuple(dict.fromkeys([*self._bad, *(step.bad or ("(found by the GradScaler)",))]))
             if alone:
-                names = and_more(self.handed_on())
+                names = and_more(self.drain())
                 raise NonFiniteError(f"gradients are infinite or NaN: {names}. The optimizer has not stepped")
 
-    def handed_on(self) -> tuple[str, ...]:
+    def drain(self) -> tuple[str, ...]:
         """Return the parameters with gradients that were not finite, and forget them: the next exchange says so."""
         bad, self._bad = self._bad, ()
         return bad

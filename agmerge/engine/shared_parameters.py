@@ -186,10 +186,15 @@ class UnsentInParameters(SharedParameters):
             else:
                 base = self.base[name]
                 updates[name] = update_of(of_name, base.numel()).view(base.shape)
-        whole = [name for name in updates if sent[name] == [WHOLE]]
-        for name in [name for name in updates if sent[name] != [WHOLE] and self._goes_along(name)]:
-            apply_update(*self._flat(name), updates.pop(name).view(-1), sent[name])
-        left = {name: self._left(name, sent[name]) for name in updates if sent[name] != [WHOLE]}
+        whole: list[str] = []
+        left: Tensors = {}
+        for name in [*updates]:
+            if sent[name] == [WHOLE]:
+                whole.append(name)
+            elif self._goes_along(name):
+                apply_update(*self._flat(name), updates.pop(name).view(-1), sent[name])
+            else:
+                left[name] = self._left(name, sent[name])
         self._move_base(updates)
         for name, unsent in left.items():
             self.own[name].detach().copy_(self.base[name] - unsent)

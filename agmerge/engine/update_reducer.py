@@ -56,7 +56,7 @@ class UpdateReducer:
         self.replica = LocalReplica(members, self._table, self.exchange, self.updates)
         self.group = Participation(self.exchange, self.replica.compared)
         self.flags_of_all = 0  # flags of all ranks in the last exchange, see Flag
-        self._said: tuple[str, ...] = ()  # parameters with gradients that were not finite, in the messages under way
+        self._announced: tuple[str, ...] = ()  # parameters with bad gradients, as said in the messages under way
         self._receive_at: int | None = None  # the step after which messages under way are applied
         self._due: Due | None = None  # which merge buffers these are of
         self._sharded = ShardedSteps(members)
@@ -160,11 +160,11 @@ class UpdateReducer:
             self.exchange.totals.passed(sum(tensor.numel() for tensor in self.replica.shared.base.values()))
             return
         status.current().enter("is in step()", self.exchange.step)
-        self._due, self._said = due, steps.handed_on()
+        self._due, self._announced = due, steps.drain()
         self._receive_at = steps.count + self.updates.overlap
         if self.updates.overlap:
             self.exchange.agree()
-            self.exchange.start(self.replica.shared.delta, self.group.flag, self._due, self._said)
+            self.exchange.start(self.replica.shared.delta, self.group.flag, self._due, self._announced)
         else:
             self._receive()
 
@@ -176,8 +176,8 @@ class UpdateReducer:
 
     def _receive(self) -> None:
         """Collective. Receive and apply the exchange that is due, or under way."""
-        said, self._said, self._receive_at = self._said, (), None
-        combined = self.exchange.finish(self.replica.shared.delta, self.group.flag, self._due, said)
+        announced, self._announced, self._receive_at = self._announced, (), None
+        combined = self.exchange.finish(self.replica.shared.delta, self.group.flag, self._due, announced)
         with self.exchange.breaking():
             self.exchange.commit()
             self.replica.shared.apply(combined)
@@ -201,7 +201,7 @@ class UpdateReducer:
         self._due, buffers = None, None
         while buffers is None or buffers is not self.exchange.buffers:  # else ranks have agreed again meanwhile
             buffers = self.exchange.agree()
-            self._said = self.replica.own_steps.handed_on()
+            self._announced = self.replica.own_steps.drain()
             with self.exchange.sending_whole():
                 self._receive()
         self.replica.strayed.settled()

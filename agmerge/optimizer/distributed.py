@@ -304,12 +304,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         if self._reducer.combines_gradients and scaler is not self._reducer.passes.scaling.scaler:
             self._reducer.passes.attach_scaler(grad_scaler.LossScale(scaler))
             if scaler is not None:
-                scaler.unscale_ = grad_scaler.UnscaleHook(scaler, self)
-
-    def _combine_for(self, scaler: torch.amp.GradScaler) -> None:
-        """Collective. Combine the gradients: the scaler is about to unscale them, and to look for infinities."""
-        if self._reducer.combines_gradients:
-            self._reducer.combine_for(scaler)
+                scaler.unscale_ = grad_scaler.UnscaleHook(scaler, self, self._reducer.combine_for)
 
     def join(self) -> int:
         """Collective. Take part without gradients until every rank does: for a rank that has no batches left.

@@ -87,9 +87,9 @@ def leaves_alone() -> dict[str, Any]:
         run(model, agmerge.rank(), step)
         inner.step()
         found.append(kept())
-    bias = digest([compressed.state_dict()["agmerge"]["momenta"]["seldom.bias"]])
+    bias = digest([compressed.state_dict()["agmerge"]["averaged_momenta"]["seldom.bias"]])
     run(model, agmerge.rank(), 9)
-    same = digest([compressed.state_dict()["agmerge"]["momenta"]["seldom.bias"]]) == bias
+    same = digest([compressed.state_dict()["agmerge"]["averaged_momenta"]["seldom.bias"]]) == bias
     compressed.close()
     return {"kept": found, "bias": same}
 
