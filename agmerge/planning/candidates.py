@@ -24,7 +24,6 @@ from agmerge.step.agreement import with_mode
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements, Pieces
 from merging.measured import sent_whole
-from merging.pieces import go_on
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def loads(record: Mapping[str, Any]) -> list[Candidate]:
 
 
 class Search:
-    """Search for the plans to try, from one set of measurements, over several steps where that takes long.
+    """Search for the plans to try, from one set of measurements.
 
     Args:
 
@@ -83,7 +82,6 @@ class Search:
             was measured, and the one in use stays.
         step: the one to come.
         usual: seconds of a step as it is.
-        stays: the plan in use was made from times, and is kept where no other one is worth a change.
     """
 
     def __init__(
@@ -94,24 +92,17 @@ class Search:
         codecs: Mapping[str, Codec],
         step: int,
         usual: float,
-        *,
-        stays: bool,
     ) -> None:
         self._planner, self._buffers, self._latest, self._codecs, self._step = planner, buffers, latest, codecs, step
         self._known: dict[tuple[str, ...], merging.Plan] = {}  # plans that :meth:`_made` has made
         self._measured = {buffers.wire: latest}  # converted to each codec, by name
-        self._rest = max(0.0, usual - predicted_finish(buffers.plan, latest))  # seconds of a step that no plan changes
-        self._pieces = self._to_try(stays)
+        self._overhead = max(0.0, usual - predicted_finish(buffers.plan, latest))  # seconds, in any plan
 
-    def go_on(self, seconds: float) -> list[Candidate] | None:
-        """Search for ``seconds``; return the plans to try, the one to continue with first.
+    def to_try(self, stays: bool) -> Pieces[list[Candidate]]:
+        """Return, in pieces, the candidate to continue with, and after it those that a trial compares it with.
 
-        None: not known yet, call again after the next step. The result does not depend on the number of calls.
+        ``stays``: the plan in use was made from times, and is kept where no other one is worth a change.
         """
-        return go_on(self._pieces, seconds)
-
-    def _to_try(self, stays: bool) -> Pieces[list[Candidate]]:
-        """Return, in pieces, the candidate to continue with, and after it those that a trial compares it with."""
         chosen, current = (yield from self.chosen()), self.current()
         if stays and (chosen.plan == current.plan or not self.is_worth(chosen, current)):
             return [current]
@@ -172,7 +163,7 @@ class Search:
 
     def _seconds(self, candidate: Candidate) -> float:
         """Return the predicted seconds of a step."""
-        return self._rest + candidate.finish
+        return self._overhead + candidate.finish
 
     def _sums(self, chosen: Candidate) -> Pieces[list[Candidate]]:
         """Return, in pieces, the best plan with each exchange that may replace the usual one, in the same codec.
@@ -216,7 +207,7 @@ class Search:
         for codec in enough:
             finishes.append(min(predicted_finish(plan, self._in(codec.wire)) for plan in sketches))
             yield
-        seconds = [self._rest + finish for finish in finishes]
+        seconds = [self._overhead + finish for finish in finishes]
         promising = enough[wire_choice.best(seconds, [codec.delivered for codec in enough])].wire
         return [exact, (yield from self._best(promising))]
 

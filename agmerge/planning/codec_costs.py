@@ -16,6 +16,27 @@ from agmerge.step.merge_buffers import MergeBuffers
 NOTHING = Handling(0.0, 0.0, 0.0, 0.0)
 
 
+class SampledValues:
+    """Sample of the values that the last step before planning has selected, where a codec is to be chosen for them."""
+
+    def __init__(self, buffers: MergeBuffers) -> None:
+        self._buffers = buffers
+        self._is_on = False  # the step to come makes a sample
+        self.last: Tensor | None = None  # None: there was no such step so far
+
+    def end_step(self) -> None:
+        """Take the sample of a step that has ended. A step that overflows has none: the one before counts."""
+        if self._is_on:
+            values = self._buffers.store.end_sample()
+            self.last = self.last if values is None else values
+
+    def begin_step(self, step: int, is_wanted: bool) -> None:
+        """Sample the values of ``step``, the one to come, if that is wanted and there is a choice of codecs."""
+        self._is_on = is_wanted and bool(self._buffers.config.wires)
+        if self._is_on:
+            self._buffers.sample_values(step)
+
+
 def measure_codecs(buffers: MergeBuffers, values: Tensor | None, step: int) -> dict[str, Codec]:
     """Collective. Return the codecs that plans may use, by name: the gradient's own dtype first, then the one in use.
 

@@ -12,10 +12,9 @@ import merging
 from agmerge.exchanges.send_mode import OWN, send_mode, with_send_mode
 from agmerge.planning.candidates import Candidate, all_dense
 from agmerge.planning.plan_choice import best_plan, planner_of, predicted_finish
-from agmerge.planning.quantiser_costs import Speed, in_quantiser
+from agmerge.planning.quantiser_costs import Speed, in_quantiser, measure_quantisers
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements, Pieces
-from merging.pieces import go_on
 from sparsifiers.quantising.choice import NONE
 
 ABOUT = 1.05  # times the fastest step: a trial cannot tell such steps from it
@@ -27,7 +26,7 @@ AGAIN = 1000  # steps after a choice until there may be another one
 
 
 class QuantiserSearch:
-    """Search for the plans to try, from one set of measurements, over several steps where that takes long.
+    """Search for the plans to try, from one set of measurements.
 
     Args:
 
@@ -37,7 +36,7 @@ class QuantiserSearch:
         speeds: of all quantisers among the candidates, by name.
         step: the one to come.
         usual: seconds of a step as it is.
-        settled: the choice so far, and whether another candidate may be chosen now, or only another plan.
+        choice: the one so far.
     """
 
     def __init__(
@@ -48,21 +47,17 @@ class QuantiserSearch:
         speeds: Mapping[str, Speed],
         step: int,
         usual: float,
-        settled: Settled,
+        choice: QuantiserChoice,
     ) -> None:
         self._planner, self._buffers, self._latest, self._speeds, self._step = planner, buffers, latest, speeds, step
         assert buffers.quantiser is not None
         self._now = buffers.quantiser.name
-        self._other = max(0.0, usual - predicted_finish(buffers.plan, latest))  # seconds of a step that no plan changes
-        self._settled = settled
-        self._pieces = self._all() if settled.may_change(step) else self._same()
+        self._overhead = max(0.0, usual - predicted_finish(buffers.plan, latest))  # seconds, in any plan
+        self._choice = choice
 
-    def go_on(self, seconds: float) -> list[Candidate] | None:
-        """Search for ``seconds``; return the plans to try, the first one first.
-
-        None: call again after the next step.
-        """
-        return go_on(self._pieces, seconds)
+    def to_try(self) -> Pieces[list[Candidate]]:
+        """Return, in pieces, the candidates to try, or other plans for the same one while that stays."""
+        return self._all() if self._choice.may_change(self._step) else self._same()
 
     def _same(self) -> Pieces[list[Candidate]]:
         """Return, in pieces, the plan in use, after a better one for the same candidate if there is one."""
@@ -89,15 +84,15 @@ class QuantiserSearch:
         fastest = min(found, key=self._seconds)
         exact = min(found, key=lambda each: exactness(each, names))
         limit = HOPELESS * self._seconds(fastest)
-        near = [each for each in found if self._seconds(each) < limit or self._settled.is_on(each)]
+        near = [each for each in found if self._seconds(each) < limit or self._choice.is_on(each)]
         while len(near) > MOST:
-            between = [each for each in near if each not in (fastest, exact) and not self._settled.is_on(each)]
+            between = [each for each in near if each not in (fastest, exact) and not self._choice.is_on(each)]
             near.remove(max(between, key=self._seconds))
         return near
 
     def _seconds(self, candidate: Candidate) -> float:
         """Return the predicted seconds of a step."""
-        return self._other + candidate.finish
+        return self._overhead + candidate.finish
 
     def _best(self, name: str) -> Pieces[Candidate]:
         """Return, in pieces, the best plan with a quantiser; some merge buffers may be dense, but not all."""
@@ -133,21 +128,29 @@ def taken(tried: Sequence[Candidate], names: Sequence[str], seconds: Sequence[fl
     return min(near, key=lambda number: (exactness(tried[number], names), seconds[number]))
 
 
-class Settled:
-    """Choice that one agreement has settled on so far. All ranks count alike; rank 0 chooses.
+class QuantiserChoice:
+    """Choice of one agreement, which stays for long. All ranks call alike; rank 0 decides.
 
-    Args:
-
-        plan: the first one in use, which records for how many workers its quantiser was chosen.
-        workers: their present number.
+    ``buffers``: the merge buffers in use; their plan records for how many workers its quantiser was chosen.
     """
 
-    def __init__(self, plan: merging.Plan, workers: int) -> None:
-        self._workers = workers
+    codec_why = exchange_why = ""
+    has_measured = True  # each search begins with that
+
+    def __init__(self, buffers: MergeBuffers) -> None:
+        self._buffers, self._workers = buffers, buffers.comm.size
+        self._names = buffers.config.compression.compressor.candidates  # the most exact first
         self._step = 0  # the step to come when it was chosen, or when this agreement began
         self.is_clear = False  # a less exact candidate was clearly faster in the last trial: try again
-        self.why = ""  # the step times of the last trial, as text; "": there was none
-        self.take_over(plan, 0)
+        self._why = ""  # the step times of the last trial, as text; "": there was none
+        self.take_over(buffers.plan, 0)
+
+    @property
+    def quantiser_why(self) -> str:
+        """Return the reason for the quantiser in use."""
+        if self.is_open:
+            return "nothing has been chosen so far"
+        return self._why or "it was settled on before, among as many workers"
 
     def take_over(self, plan: merging.Plan, step: int) -> None:
         """Adopt the choice of an earlier agreement or run, if it was made for the same number of workers.
@@ -175,13 +178,34 @@ class Settled:
         """Return whether another candidate may be chosen before this step."""
         return self._is_open or step - self._step >= AGAIN
 
-    def best(
-        self, tried: Sequence[Candidate], names: Sequence[str], seconds: Sequence[float], doubts: Sequence[float]
-    ) -> int:
-        """Return the number of the candidate to continue with after a trial; the arguments are those of :func:`taken`.
+    def search(
+        self, planner: merging.Planner, latest: Measurements, step: int, usual: float, *, stays: bool
+    ) -> Pieces[list[Candidate]]:
+        """Collective. Measure quantisers, and return the search for the plans to try.
 
-        An earlier choice is replaced only by a more exact candidate, or by one that was clearly faster twice.
+        The arguments are those of :meth:`agmerge.planning.sparse_choice.SparseChoice.search`.
         """
+        buffers = self._buffers
+        assert buffers.quantiser is not None
+        names = dict.fromkeys([*buffers.config.quantisers, buffers.quantiser.name])
+        speeds = measure_quantisers(buffers, names)
+        return QuantiserSearch(planner, buffers, latest, speeds, step, usual, self).to_try()
+
+    def planned(self, tried: Sequence[Candidate], step: int) -> merging.Plan:
+        """Return the plan to continue with: chosen, if there is nothing to try. ``step``: the one to come."""
+        if len(tried) > 1:
+            return tried[0].plan
+        if self.is_open:
+            self._why = HOPELESS_OTHERS
+        return self._settle(tried[0], step)
+
+    def best(self, tried: Sequence[Candidate], seconds: Sequence[float], doubts: Sequence[float]) -> int:
+        """Return the number of the candidate to continue with after a trial.
+
+        ``seconds``: of a step with each, on the slowest rank; ``doubts``: by how much steps with each vary. An earlier
+        choice is replaced only by a more exact candidate, or by one that was clearly faster twice.
+        """
+        names = self._names
         chosen = taken(tried, names, seconds, doubts)
         now = next((number for number, each in enumerate(tried) if self.is_on(each)), None)
         if now is None or exactness(tried[chosen], names) <= exactness(tried[now], names):
@@ -191,8 +215,13 @@ class Settled:
         twice, self.is_clear = is_clear and self.is_clear, is_clear
         return chosen if twice else now
 
-    def settle(self, candidate: Candidate, step: int) -> merging.Plan:
-        """Return the plan of a chosen candidate, labelled with the number of workers. ``step``: the one to come."""
+    def settle(self, tried: Sequence[Candidate], number: int, seconds: Sequence[float], step: int) -> merging.Plan:
+        """Return the plan of the candidate that a trial has chosen, and remember why. ``step``: the one to come."""
+        self._why = why(tried, seconds)
+        return self._settle(tried[number], step)
+
+    def _settle(self, candidate: Candidate, step: int) -> merging.Plan:
+        """Return the plan of a chosen candidate, labelled with the number of workers."""
         if not self.is_on(candidate) or (self.may_change(step) and not self.is_clear):
             self._step = step
         self._candidate, self._is_open = (candidate.is_dense, candidate.mode.quantiser), False

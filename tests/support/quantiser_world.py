@@ -12,7 +12,7 @@ from torch import nn
 
 import merging
 from agmerge.exchanges.send_mode import send_mode
-from agmerge.planning import cost_probe, measurer, plan_trial, replanner
+from agmerge.planning import cost_probe, measurer, plan_trial, quantiser_choice, replanner
 from agmerge.planning.drift import DriftDetector, Finding
 from agmerge.planning.probe_budget import Budget
 from agmerge.planning.quantiser_costs import Speed
@@ -85,7 +85,7 @@ class World:
 
         monkeypatch.setattr(DriftDetector, "look", look)
         monkeypatch.setattr(measurer, "measure_costs", probe)
-        monkeypatch.setattr(replanner, "measure_quantisers", speeds)
+        monkeypatch.setattr(quantiser_choice, "measure_quantisers", speeds)
         monkeypatch.setattr(replanner, "PlanTrial", Trial)
 
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 import merging
 from agmerge.exchanges.send_mode import SendMode, send_mode, why_labels_are_wrong, with_send_mode
 from agmerge.planning.candidates import Candidate
-from agmerge.planning.quantiser_choice import ABOUT, AGAIN, CLEAR, HOPELESS, MOST, Settled, exactness, taken, why
+from agmerge.planning.quantiser_choice import (
+    ABOUT,
+    AGAIN,
+    CLEAR,
+    HOPELESS,
+    MOST,
+    QuantiserChoice,
+    exactness,
+    taken,
+    why,
+)
 from merging import Curve, Measurements, Profile
 
 NAMES = ("none", "int8", "eden-4", "eden-2")
@@ -67,21 +80,28 @@ def test_what_goes_dense_is_the_most_exact_whatever_its_label_says() -> None:
     assert exactness(candidate("none"), ("int8", "eden-4")) == 1  # between nodes nothing goes dense: that is its label
 
 
-def settled(name: str, step: int = 0) -> Settled:
+def choice_of(plan: merging.Plan, workers: int = W) -> QuantiserChoice:
+    """That of an agreement of so many workers on this plan."""
+    config = SimpleNamespace(compression=SimpleNamespace(compressor=SimpleNamespace(candidates=NAMES)))
+    buffers: Any = SimpleNamespace(plan=plan, comm=SimpleNamespace(size=workers), config=config)
+    return QuantiserChoice(buffers)
+
+
+def settled(name: str, step: int = 0) -> QuantiserChoice:
     """One that has chosen ``name`` before ``step``."""
-    made = Settled(merging.Plan((1,), names=("a",)), W)
+    made = choice_of(merging.Plan((1,), names=("a",)))
     assert made.is_open and made.may_change(step)
-    made.settle(candidate(name), step)
+    made.planned([candidate(name)], step)
     assert not made.is_open and made.is_on(candidate(name))
     return made
 
 
-def again(made: Settled, step: int, **seconds: float) -> str:
+def again(made: QuantiserChoice, step: int, **seconds: float) -> str:
     """What is settled on after a trial: by name with underscores for hyphens."""
     named = {name.replace("_", "-"): took for name, took in seconds.items()}
     tried = [candidate(name) for name in named]
-    number = made.best(tried, NAMES, list(named.values()), [0.0] * len(tried))
-    made.settle(tried[number], step)
+    number = made.best(tried, list(named.values()), [0.0] * len(tried))
+    made.settle(tried, number, list(named.values()), step)
     return list(named)[number]
 
 
@@ -121,12 +141,12 @@ def test_a_trial_of_one_candidates_plans_says_nothing_of_the_others() -> None:
 
 
 def test_a_plan_keeps_the_choice_for_as_many_workers() -> None:
-    chosen = settled("eden-2", 7).settle(candidate("eden-2"), 7)
+    chosen = settled("eden-2", 7).planned([candidate("eden-2")], 7)
     assert send_mode(chosen) == SendMode(quantiser="eden-2", workers=W)
-    assert not Settled(chosen, W).is_open and Settled(chosen, W + 1).is_open
+    assert not choice_of(chosen).is_open and choice_of(chosen, W + 1).is_open
     tried = with_send_mode(chosen, quantiser="int8", workers=0)  # its turn in a trial
-    assert Settled(tried, W).is_open
-    made = Settled(merging.Plan((1,), names=("a",)), W)
+    assert choice_of(tried).is_open
+    made = choice_of(merging.Plan((1,), names=("a",)))
     made.take_over(chosen, 5000)
     assert not made.may_change(5000 + AGAIN - 1) and made.may_change(5000 + AGAIN)
 

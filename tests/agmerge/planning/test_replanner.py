@@ -17,8 +17,7 @@ import merging
 from agmerge import testing
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
-from agmerge.planning import measurer, plan_trial, probe_budget
-from agmerge.planning.candidates import Search
+from agmerge.planning import measurer, plan_trial, probe_budget, replanner
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.drift import CONFIRMATIONS, LATE, STEADY, DriftDetector
 from agmerge.planning.probe_budget import Budget
@@ -257,9 +256,8 @@ def test_a_plan_that_is_kept_is_compared_with_what_was_measured_last(monkeypatch
     def body(rank: int, model: nn.Module) -> tuple[float, str]:
         optimizer = wrap(model, merging=planner)
         train(model, optimizer, rank, range(at(8)))
-        work = optimizer._reducer.exchange.plans
-        assert work is not None and work.measured is not None
-        return float(work.measured.profile.backward.sum()), dict(work.measured.facts)["step"]
+        measured = optimizer.measurements
+        return float(measured.profile.backward.sum()), dict(measured.facts)["step"]
 
     world.install(monkeypatch)
     assert agreed(on_ranks(2, MODEL, body)) == (LONG, str(FIRST))  # of the plan in use
@@ -348,7 +346,7 @@ def test_rank_0_plans_over_several_steps_and_comes_to_the_same(monkeypatch: pyte
 
 def test_rank_0_decides_and_the_others_need_not_be_able_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning, looking back, comparing: all of it happens on one rank, and what it finds is what all do."""
-    for owner, what in ((DriftDetector, "look"), (Search, "go_on")):
+    for owner, what in ((DriftDetector, "look"), (replanner, "go_on")):
         original = getattr(owner, what)
 
         def only(self: Any, *arguments: Any, original: Any = original, **options: Any) -> Any:

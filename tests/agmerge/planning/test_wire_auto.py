@@ -18,7 +18,7 @@ import merging
 from agmerge import testing
 from agmerge.backends import topology
 from agmerge.exchanges.send_mode import SendMode, send_mode, with_send_mode
-from agmerge.planning import cost_probe, measurer, plan_trial, replanner, wire_choice
+from agmerge.planning import cost_probe, measurer, plan_trial, replanner, sparse_choice, wire_choice
 from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
@@ -299,14 +299,14 @@ def test_a_plan_of_the_script_may_say_the_wire_and_is_followed() -> None:
 
 def test_the_share_that_arrives_is_of_all_ranks_values(link: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[dict[str, wire_choice.Codec]] = []
-    original = replanner.measure_codecs
+    original = sparse_choice.measure_codecs
 
     def measured(buffers: MergeBuffers, values: torch.Tensor | None, step: int) -> dict[str, wire_choice.Codec]:
         codecs = original(buffers, values, step)
         found.append(codecs)
         return codecs
 
-    monkeypatch.setattr(replanner, "measure_codecs", measured)
+    monkeypatch.setattr(sparse_choice, "measure_codecs", measured)
     wires(3, FIRST)
     assert len(found) == 3 and found[0] == found[1] == found[2]
     shares = [found[0][name].delivered for name in ("auto", "fp16", "int8", "int4")]

@@ -1,0 +1,76 @@
+"""Choice of what selections are sent as: the value codec, the exchange, or all dense. A plan makes it anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import merging
+from agmerge.planning import plan_trial, wire_choice
+from agmerge.planning.candidates import Candidate, Search, why, why_exchange, why_without_trial
+from agmerge.planning.codec_costs import SampledValues, measure_codecs
+from agmerge.step.merge_buffers import MergeBuffers
+from merging import Measurements, Pieces
+
+
+class SparseChoice:
+    """Choice of one agreement, with the reasons for it. All ranks call alike; rank 0 decides.
+
+    ``buffers``: the merge buffers in use, with ``values``: a sample of what they have selected.
+    """
+
+    is_open = is_clear = False  # a choice that plans make anew is neither missing nor to be confirmed
+    quantiser_why = ""
+
+    def __init__(self, buffers: MergeBuffers, values: SampledValues) -> None:
+        self._buffers, self._values = buffers, values
+        self.has_measured = False  # costs of codecs, for the last plan
+        self.codec_why = ""  # of this agreement; "": it was not chosen
+        self.exchange_why = ""  # step times by exchange, of this agreement; "": not known
+
+    def take_over(self, plan: merging.Plan, step: int) -> None:
+        """Adopt the plan of an earlier agreement or run: there are no reasons for it here."""
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Forget the reasons: they were of another network."""
+        self.codec_why = self.exchange_why = ""
+
+    def search(
+        self, planner: merging.Planner, latest: Measurements, step: int, usual: float, *, stays: bool
+    ) -> Pieces[list[Candidate]]:
+        """Collective. Measure codecs, and return the search for the plans to try, the likely best first.
+
+        Args:
+
+            planner: makes plans.
+            latest: the measurements, with the codec in use.
+            step: the one to come.
+            usual: seconds of a step as it is.
+            stays: the plan in use was made from times, and is kept where no other one is worth a change.
+        """
+        codecs = measure_codecs(self._buffers, self._values.last, step) if self._buffers.config.wires else {}
+        self.has_measured = bool(codecs)
+        return Search(planner, self._buffers, latest, codecs, step, usual).to_try(stays)
+
+    def planned(self, tried: Sequence[Candidate], step: int) -> merging.Plan:
+        """Return the plan to continue with, the first of those to try. ``step``: the one to come."""
+        first, config = tried[0], self._buffers.config
+        if config.wires:
+            self.codec_why = why_without_trial(first, self.has_measured)
+        if len(tried) == 1 and first.is_dense and config.chooses_dense:
+            self.exchange_why = f"dense is predicted to end after {1e3 * first.finish:.3g} ms, before anything else"
+        return first.plan
+
+    def best(self, tried: Sequence[Candidate], seconds: Sequence[float], doubts: Sequence[float]) -> int:
+        """Return the number of the candidate to continue with after a trial.
+
+        ``seconds``: of a step with each, on the slowest rank; ``doubts``: by how much steps with each vary.
+        """
+        best = wire_choice.best(seconds, [each.delivered for each in tried])
+        return plan_trial.taken(best, seconds, doubts)
+
+    def settle(self, tried: Sequence[Candidate], number: int, seconds: Sequence[float], step: int) -> merging.Plan:
+        """Return the plan of the candidate that a trial has chosen, and remember why. ``step``: the one to come."""
+        self.codec_why = why(tried, seconds, number)
+        self.exchange_why = why_exchange(tried, seconds)
+        return tried[number].plan
