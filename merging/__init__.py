@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from merging.costs import Cost, Costs
 from merging.curve import Curve
-from merging.measured import Measurements, best, best_in_pieces
-from merging.message_split import divide, divide_in_pieces
-from merging.pieces import Pieces, at_once
+from merging.measured import Measurements, best
+from merging.message_split import divide
+from merging.pieces import Pieces, in_pieces
 from merging.plan import Plan
 from merging.planner import Planner
 from merging.profile import Profile
@@ -34,12 +34,10 @@ __all__ = [
     "Profile",
     "Span",
     "Timeline",
-    "at_once",
     "best",
-    "best_in_pieces",
     "divide",
-    "divide_in_pieces",
     "get",
+    "in_pieces",
     "names",
     "predict",
     "register",

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from merging.checks import Reals
 from merging.costs import Costs
-from merging.pieces import Pieces, at_once
+from merging.pieces import Pieces, in_pieces
 from merging.plan import Plan
 from merging.profile import Profile
 from merging.timeline import check_mode
@@ -19,7 +19,8 @@ WIDEST = 256  # states kept of a prefix
 Indices = NDArray[np.int64]
 
 
-def choose_dense(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Plan:
+@in_pieces
+def choose_dense(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
     """Return `plan` with the dense flags with which it is predicted to end first; the fewest of equals.
 
     Flags and parts that `plan` has are dropped. Without `costs.dense` nothing goes dense; in mode "dense" a flag
@@ -28,11 +29,6 @@ def choose_dense(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Plan:
 
     Raises ValueError for an unknown mode and for a plan that does not fit the profile.
     """
-    return at_once(choose_dense_in_pieces(plan, profile, costs, mode))
-
-
-def choose_dense_in_pieces(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
-    """Return the result of `choose_dense`, in pieces."""
     check_mode(mode)
     plan.check(len(profile), profile.names)
     bare = replace(plan, dense=(False,) * len(plan.counts), parts=())

@@ -11,8 +11,8 @@ from merging import storage
 from merging.checks import whole
 from merging.costs import Costs
 from merging.curve import Curve
-from merging.dense_choice import choose_dense_in_pieces
-from merging.pieces import Pieces, at_once
+from merging.dense_choice import choose_dense
+from merging.pieces import Pieces, in_pieces, pieces_of
 from merging.plan import Plan
 from merging.planner import Planner
 from merging.profile import Profile
@@ -96,26 +96,22 @@ class Measurements:
         return storage.read(path, _KIND, _build)
 
 
-def best(planner: Planner, measurements: Measurements) -> tuple[Plan, str]:
+@in_pieces
+def best(planner: Planner, measurements: Measurements) -> Pieces[tuple[Plan, str]]:
     """Return the planner's plan with the earliest predicted end of the step, and its mode.
 
     Every mode of the measurements that the planner supports is tried; of equals the first is kept. Where merge
     buffers may go dense and the planner's plan has none, its partition with the best flags is tried, too. Pure:
     the same everywhere for equal measurements. Raises ValueError where the planner plans for none of the modes.
     """
-    return at_once(best_in_pieces(planner, measurements))
-
-
-def best_in_pieces(planner: Planner, measurements: Measurements) -> Pieces[tuple[Plan, str]]:
-    """Return the result of `best`, in pieces."""
     earliest: tuple[float, Plan, str] | None = None
     costs = measurements.costs
     for mode in measurements.modes:
         if mode in planner.modes:
-            plan = yield from planner.plan_in_pieces(measurements.profile, costs, mode)
+            plan = yield from pieces_of(planner.plan, measurements.profile, costs, mode)
             plans = [plan]
             if costs.dense is not None and mode in ("ahead", "behind") and not any(plan.dense):
-                plans.append((yield from choose_dense_in_pieces(plan, measurements.profile, costs, mode)))
+                plans.append((yield from pieces_of(choose_dense, plan, measurements.profile, costs, mode)))
             for candidate in plans:
                 yield
                 end = step_end(candidate, measurements, mode)

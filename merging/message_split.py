@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from merging.checks import whole
 from merging.costs import Costs
-from merging.pieces import Pieces, at_once
+from merging.pieces import Pieces, in_pieces
 from merging.plan import Plan
 from merging.profile import Profile
 from merging.timeline import check_mode, predict
@@ -16,7 +16,8 @@ SMALLEST = 2**18  # elements of work: selected from in 0.1 to 0.3 ms (measured),
 GAIN = 0.03  # of the finish: least gain of a division, since predictions are not more exact
 
 
-def divide(plan: Plan, profile: Profile, costs: Costs, mode: str, most: int = MOST) -> Plan:
+@in_pieces
+def divide(plan: Plan, profile: Profile, costs: Costs, mode: str, most: int = MOST) -> Pieces[Plan]:
     """Return `plan` with the parts with which it is predicted to end sooner; its own parts are dropped.
 
     While one part travels, the next is selected and encoded. So of a merge buffer that backward does not hide
@@ -29,11 +30,6 @@ def divide(plan: Plan, profile: Profile, costs: Costs, mode: str, most: int = MO
     Source: the pipelines of CaSync (HiPress, SOSP 2021) and Espresso (EuroSys 2023); the rule is our own.
     Raises ValueError for an unknown mode, a plan that does not fit the profile, and `most` below 1.
     """
-    return at_once(divide_in_pieces(plan, profile, costs, mode, most))
-
-
-def divide_in_pieces(plan: Plan, profile: Profile, costs: Costs, mode: str, most: int) -> Pieces[Plan]:
-    """Return the result of `divide`, in pieces."""
     check_mode(mode)
     most = whole("divide: most", most, least=1)
     plan = replace(plan, parts=())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from merging.costs import Costs
-from merging.pieces import Pieces, at_once
+from merging.pieces import Pieces, in_pieces, pieces_of
 from merging.plan import Plan
 from merging.profile import Profile
 from merging.size_limit import check_tensors, cut
@@ -19,8 +19,9 @@ class Planner(ABC):
     """Planner: a pure function from a profile and costs to a plan, with its hyper-parameters.
 
     A planner is a frozen dataclass (`repr=False`, `kw_only=True`) with a `name`; its fields are its
-    options, plain values checked in `__post_init__`; it implements `partition`. The same inputs give the
-    same plan in every process. The other class variables control how training uses its plans.
+    options, plain values checked in `__post_init__`; it implements `partition`, with `in_pieces` if that may take
+    more than a millisecond. The same inputs give the same plan in every process. The other class variables control
+    how training uses its plans.
     """
 
     name: ClassVar[str]  # for `merging.get`, in the texts that ranks compare, and in reports
@@ -30,39 +31,22 @@ class Planner(ABC):
     min_gain: ClassVar[float] = 0.0  # share by which a new plan must be predicted to end sooner than the one in use
     max_messages: ClassVar[int] = 1  # in which a merge buffer may travel, see `divide`; 1: none is divided
 
-    def __init_subclass__(cls, **options: object) -> None:
-        """Give a subclass that overrides `plan` or `partition` alone a generator that makes it in one piece."""
-        super().__init_subclass__(**options)
-        own = vars(cls)
-        if "plan" in own and "plan_in_pieces" not in own:
-            cls.plan_in_pieces = _plan_in_one_piece  # type: ignore[method-assign, assignment]
-        if "partition" in own and "partition_in_pieces" not in own:
-            cls.partition_in_pieces = Planner.partition_in_pieces  # type: ignore[method-assign]
-
-    def plan(self, profile: Profile, costs: Costs, mode: str = "dense") -> Plan:
+    @in_pieces
+    def plan(self, profile: Profile, costs: Costs, mode: str = "dense") -> Pieces[Plan]:
         """Return this planner's partition of the profile's tensors, with their names.
 
         Every merge buffer holds fewer than 2**31 elements. Raises ValueError for a mode not in `modes` and for
         a tensor that reaches 2**31 elements.
         """
-        return at_once(Planner.plan_in_pieces(self, profile, costs, mode))
-
-    def plan_in_pieces(self, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
-        """Return the result of `plan`, in pieces. A subclass with a `plan` of its own has that, in one piece."""
         check_mode(mode, self.modes)
         check_tensors(profile)
-        plan = yield from self.partition_in_pieces(profile, costs, mode)
+        plan = yield from pieces_of(self.partition, profile, costs, mode)
         plan.check(len(profile))
         return cut(replace(plan, names=profile.names), profile)
 
     @abstractmethod
     def partition(self, profile: Profile, costs: Costs, mode: str) -> Plan:
         """Return the plan by this planner's own rule, which may leave names and the size limit to `plan`."""
-
-    def partition_in_pieces(self, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
-        """Return the result of `partition`, in pieces: one, unless a planner that may take long has more."""
-        yield
-        return self.partition(profile, costs, mode)
 
     def options(self) -> dict[str, Any]:
         """Return the hyper-parameters by name, in alphabetical order."""
@@ -71,9 +55,3 @@ class Planner(ABC):
     def __repr__(self) -> str:
         """Return e.g. `threshold(bytes=26214400)`: equal planners give equal text, on every rank."""
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.options().items())})"
-
-
-def _plan_in_one_piece(planner: Planner, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
-    """Return the planner's `plan`, in one piece."""
-    yield
-    return planner.plan(profile, costs, mode)

@@ -24,6 +24,7 @@ from agmerge.step.agreement import with_mode
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements, Pieces
 from merging.measured import sent_whole
+from merging.pieces import pieces_of
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ class Search:
 def all_dense(planner: merging.Planner, measured: Measurements) -> Pieces[merging.Plan]:
     """Return, in pieces, the planner's plan if all merge buffers were dense."""
     whole = sent_whole(measured)
-    plan = yield from planner.plan_in_pieces(whole.profile, whole.costs, "dense")
+    plan = yield from pieces_of(planner.plan, whole.profile, whole.costs, "dense")
     mode = "behind" if "behind" in measured.modes else measured.modes[0]  # the same as for a plan with a choice
     return replace(with_mode(plan, mode), dense=(True,) * len(plan.counts))
 

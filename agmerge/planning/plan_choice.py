@@ -17,6 +17,7 @@ from agmerge.metrics.step_times import Seconds
 from agmerge.step.agreement import with_mode
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements
+from merging.pieces import pieces_of
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -42,9 +43,10 @@ def best_plan(planner: merging.Planner, buffers: MergeBuffers, measured: Measure
     Its merge buffers are divided into messages where that helps.
     """
     fitting = planner_of(buffers, planner)
-    plan, mode = yield from merging.best_in_pieces(fitting, measured)
+    plan, mode = yield from pieces_of(merging.best, fitting, measured)
     if fitting.max_messages > 1 and EXCHANGES[buffers.exchange].pipelines_parts:
-        plan = yield from merging.divide_in_pieces(plan, measured.profile, measured.costs, mode, fitting.max_messages)
+        most = fitting.max_messages
+        plan = yield from pieces_of(merging.divide, plan, measured.profile, measured.costs, mode, most)
     return with_mode(plan, mode)
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from merging.checks import flag, whole
 from merging.costs import Costs
 from merging.message_split import MOST
-from merging.pieces import Pieces, at_once
+from merging.pieces import Pieces, in_pieces
 from merging.plan import Plan
 from merging.planner import Planner
 from merging.planners.exact import optimum
@@ -76,10 +76,8 @@ class AGMerge(Planner):
         """Return the option `parts`."""
         return self.parts
 
-    def partition(self, profile: Profile, costs: Costs, mode: str) -> Plan:
-        return at_once(AGMerge.partition_in_pieces(self, profile, costs, mode))
-
-    def partition_in_pieces(self, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
+    @in_pieces
+    def partition(self, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
         if not self.intra:
             return Plan(equal_counts(len(profile), self.phases))
         if self.solver == "exact" and len(profile) <= LARGEST:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from merging.checks import whole
 from merging.costs import Costs
-from merging.pieces import Pieces, at_once
+from merging.pieces import Pieces, in_pieces
 from merging.plan import Plan
 from merging.planner import Planner
 from merging.planners.search.bounds import Bounds, Path, bound
@@ -50,11 +50,9 @@ class Exact(Planner):
         if self.budget is not None:
             object.__setattr__(self, "budget", whole("exact: budget", self.budget, least=0))
 
-    def partition(self, profile: Profile, costs: Costs, mode: str) -> Plan:
-        return at_once(Exact.partition_in_pieces(self, profile, costs, mode))
-
-    def partition_in_pieces(self, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
-        return optimum(profile, costs, mode, self.budget)
+    @in_pieces
+    def partition(self, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
+        return (yield from optimum(profile, costs, mode, self.budget))
 
 
 def optimum(profile: Profile, costs: Costs, mode: str, budget: int | None = None) -> Pieces[Plan]:

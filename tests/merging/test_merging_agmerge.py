@@ -17,7 +17,7 @@ from support.planning_problems import instance
 
 import merging
 from merging import MODES, Costs, Plan, Profile, predict
-from merging.pieces import at_once
+from merging.pieces import pieces_of, run_to_end
 from merging.planners.agmerge import AGMerge, equal_counts
 from merging.planners.exact import optimum
 from merging.planners.search.frontier import Spent, Work
@@ -51,7 +51,7 @@ def by_the_rule(model: Profile, costs: Costs, mode: str) -> list[tuple[float, in
 @given(st.integers(0, 2**32), st.integers(1, 30), st.sampled_from(MODES))
 def test_greedy_is_its_rule(seed: int, n: int, mode: str) -> None:
     model, costs = instance(random.Random(seed), n, False)
-    plan = at_once(greedy(model, costs, mode))
+    plan = run_to_end(greedy(model, costs, mode))
     found = by_the_rule(model, costs, mode)
     soonest = min(found)[0] * (1 + 1e-11)
     assert finish(plan, model, costs, mode) <= soonest and not any(plan.dense)
@@ -116,7 +116,7 @@ def test_greedy_where_merge_buffers_may_go_dense() -> None:
     data, costs = planning.profile(shapes.sizes("bert-large")), planning.costs(8, 0.001, dense=True)
     for mode in ("ahead", "behind"):
         plan = GREEDY.plan(data, costs, mode)
-        best = finish(at_once(optimum(data, costs, mode, 1_000_000)), data, costs, mode)
+        best = finish(run_to_end(optimum(data, costs, mode, 1_000_000)), data, costs, mode)
         assert finish(plan, data, costs, mode) < 1.05 * best and len(set(plan.dense)) == 2
 
 
@@ -230,7 +230,7 @@ def test_a_plan_is_made_in_many_pieces(solver: str, mode: str) -> None:
     """One a tensor, at least, and with the choice of dense merge buffers: training goes on in between."""
     model, costs = instance(random.Random(5), 50, True)
     planner = merging.get("agmerge", solver=solver)
-    pieces, count = planner.plan_in_pieces(model, costs, mode), 0
+    pieces, count = pieces_of(planner.plan, model, costs, mode), 0
     while True:
         try:
             next(pieces)
@@ -253,4 +253,4 @@ def test_a_subclass_is_asked_for_what_it_says_itself(method: str) -> None:
 
     planner = type("Alone", (AGMerge,), {method: alone})()
     assert planner.plan(model, costs, "ahead").counts == (6,)
-    assert at_once(planner.plan_in_pieces(model, costs, "ahead")).counts == (6,)
+    assert run_to_end(pieces_of(planner.plan, model, costs, "ahead")).counts == (6,)

@@ -15,7 +15,7 @@ from support.planning_problems import instance
 
 import merging
 from merging import MODES, Costs, Plan, Profile, predict
-from merging.pieces import at_once
+from merging.pieces import run_to_end
 from merging.planners.search.bounds import bound
 from merging.planners.search.edges import edges_of, turned
 from merging.planners.search.frontier import Work, unbeaten
@@ -148,11 +148,11 @@ def test_bounds_hold_along_the_optimum(n: int, mode: str) -> None:
         model, costs = instance(rng, n, True)
         plan = EXACT.plan(model, costs, mode)
         timeline = predict(plan, model, costs, mode)
-        edges = at_once(edges_of(at_once(tables(model, costs, mode))))
+        edges = run_to_end(edges_of(run_to_end(tables(model, costs, mode))))
         finish = (timeline.finish + 2 * n * edges.grain) * (1 + 1e-9)
-        whole, opened = at_once(bound(edges, 5, edges.all_open(), None, np.inf))
-        behind, left = at_once(bound(edges.reversed(), 9, turned(opened), whole, finish))
-        ahead, left = at_once(bound(edges, 17, turned(left), behind, finish))
+        whole, opened = run_to_end(bound(edges, 5, edges.all_open(), None, np.inf))
+        behind, left = run_to_end(bound(edges.reversed(), 9, turned(opened), whole, finish))
+        ahead, left = run_to_end(bound(edges, 17, turned(left), behind, finish))
         assert whole.rest[:, 0].max() <= ahead.rest[:, 0].max() * (1 + 1e-12) <= finish
         path, end = ahead.follow(edges)
         assert sum(last + 1 - first for first, last, _ in path) == n and end >= timeline.finish * (1 - 1e-12)
@@ -166,10 +166,10 @@ def test_what_is_left_out_cannot_end_in_time() -> None:
     rng, closed = random.Random(7), 0
     for _ in range(20):
         model, costs = instance(rng, 7, False)
-        edges = at_once(edges_of(at_once(tables(model, costs, "behind"))))
+        edges = run_to_end(edges_of(run_to_end(tables(model, costs, "behind"))))
         finish = 1.1 * predict(EXACT.plan(model, costs, "behind"), model, costs, "behind").finish
-        behind, left = at_once(bound(edges.reversed(), 9, turned(edges.all_open()), None, finish))
-        ahead, left = at_once(bound(edges, 9, turned(left), behind, finish))
+        behind, left = run_to_end(bound(edges.reversed(), 9, turned(edges.all_open()), None, finish))
+        ahead, left = run_to_end(bound(edges, 9, turned(left), behind, finish))
         for cuts in itertools.product((False, True), repeat=6):
             stops = [*(i + 1 for i, cut in enumerate(cuts) if cut), 7]
             counts = tuple(np.diff(stops, prepend=0).tolist())
@@ -183,9 +183,9 @@ def test_a_problem_from_its_end_is_the_same_problem() -> None:
     rng = random.Random(11)
     for mode in MODES:
         model, costs = instance(rng, 40, True, message=True)
-        edges = at_once(edges_of(at_once(tables(model, costs, mode))))
+        edges = run_to_end(edges_of(run_to_end(tables(model, costs, mode))))
         back = edges.reversed()
-        path, end = at_once(bound(edges, 9, edges.all_open(), None, np.inf))[0].follow(edges)
+        path, end = run_to_end(bound(edges, 9, edges.all_open(), None, np.inf))[0].follow(edges)
         clock = channel = 0.0
         for first, last, way in reversed(path):
             clock += back.clock[39 - last, way, 39 - first]

@@ -284,7 +284,7 @@ def kept(model: nn.Module, optimizer: agmerge.DistributedOptimizer) -> dict[str,
     """All that a script, a checkpoint or the next step can see."""
     section = optimizer.state_dict()["agmerge"]
     found = {f"{kind} {name}": one for kind in ("residuals", "momenta") for name, one in section[kind].items()}
-    found |= {f"update {lane}": arena.update.clone() for lane, arena in session_of(optimizer).arenas.items()}
+    found |= {f"update {lane}": arena.update.clone() for lane, arena in session_of(optimizer).flat.arenas.items()}
     found |= {f"gradient {name}": one for name, one in gradients(model).items() if one is not None}
     return found | {f"parameter {name}": p.detach().clone() for name, p in model.named_parameters()}
 

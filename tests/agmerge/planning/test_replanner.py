@@ -84,15 +84,15 @@ class World:
             selecting = None if not session.config.compression.compressor.selects else Curve((0,), (0.0,))
             yield MeasuredCosts(selecting, Curve((0, LOAD), (start, 5 * start)), None)
 
-        original = merging.best_in_pieces
+        original = merging.best
 
-        def best(planner: merging.Planner, measured: merging.Measurements) -> merging.Pieces[tuple[merging.Plan, str]]:
+        def best(planner: merging.Planner, measured: merging.Measurements) -> tuple[merging.Plan, str]:
             world.plans.append(int(dict(measured.facts)["step"]))
             return original(planner, measured)
 
         monkeypatch.setattr("agmerge.step.agreed_state.RunningStepTimes", Scripted)
         monkeypatch.setattr(measurer, "measure_costs", probe)
-        monkeypatch.setattr(merging, "best_in_pieces", best)
+        monkeypatch.setattr(merging, "best", best)
         monkeypatch.setattr("agmerge.step.config.CHOICE", ())  # see test_wire_choice.py
         monkeypatch.setattr(plan_trial, "DOUBTFUL", 0.0)  # no trials: see test_plan_trial.py
 
