@@ -6,8 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from agmerge.errors import AGMergeError
-
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with the usage of every command."""
@@ -67,12 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return advise.main(chosen.script, chosen.arguments)
     from agmerge.cli import build_horovod
 
-    try:
-        build_horovod.build(force=chosen.force)
-    except AGMergeError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    return 0
+    return build_horovod.main(force=chosen.force)
 
 
 if __name__ == "__main__":

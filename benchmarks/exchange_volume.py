@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+import agmerge
 from agmerge import testing
 from agmerge.backends import Handle
 from agmerge.backends.local import LocalBackend
@@ -39,7 +40,6 @@ from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 from agmerge.exchanges.oktopk.histogram import BINS
 from agmerge.exchanges.oktopk.regions import number
 from agmerge.metrics import link_bytes
-from agmerge.ops import Average
 from agmerge.runtime import workers as runtime
 from agmerge.tensors.arena import commit
 from agmerge.tensors.layout import Lane, Layout, Segment
@@ -200,7 +200,7 @@ def measure(kind: type[Exchange], case: str, workers: int, k: int, numel: int, s
         work, found = torch.zeros(segment.length), []
 
         comm = Counting(world)
-        exchange = kind(ExchangeContext(Ranks(comm, WAIT), Average, _Work(work)))
+        exchange = kind(ExchangeContext(Ranks(comm, WAIT), agmerge.Average, _Work(work)))
         load = SegmentBuffers(segment, work, torch.zeros(segment.length))
         for step in range(steps):
             comm.sent.clear()

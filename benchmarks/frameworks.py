@@ -73,7 +73,7 @@ def trained(args: argparse.Namespace, name: str, steps: int, **more: Any) -> Any
     from gpt import VOCABULARY, corpus, windows
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-    from agmerge.integrations.transformers import compress
+    import agmerge
 
     torch.set_num_threads(1)
     set_seed(args.seed)
@@ -107,7 +107,7 @@ def trained(args: argparse.Namespace, name: str, steps: int, **more: Any) -> Any
     )
     options = CONTENDERS[name]
     if options is not None:
-        compress(trainer, **options, **more)
+        agmerge.integrations.transformers.compress(trainer, **options, **more)
     return trainer
 
 

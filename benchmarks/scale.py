@@ -41,7 +41,8 @@ from lab.network import named
 from speed import shapes
 
 import merging
-from agmerge.exchanges.low_rank.factors import matrix_shape, rank_of, saves
+import sparsifiers
+from agmerge.exchanges.low_rank.factors import matrix_shape, rank_of
 
 RATES = {"1 Gbit": (50e-6, 1e9), "10 Gbit": (30e-6, 10e9), "25 Gbit": (20e-6, 25e9), "100 Gbit": (15e-6, 100e9)}
 """Seconds a hop, and bits a second of a worker's port. Assumptions: TCP at the slow end, RDMA at the fast."""
@@ -154,10 +155,11 @@ def sparse(density: float, wire: str) -> Strategy:
 
 def low_rank(rank: int, rounds: int) -> Strategy:
     """Return PowerSGD (two rounds) or ACP-SGD (one). Bytes do not grow with the number of workers."""
+    compressor = sparsifiers.low_rank("powersgd", rank)
 
     def load(shape: tuple[int, ...]) -> float:
         factors = rank_of(shape, rank) * sum(matrix_shape(shape)) * rounds // 2
-        return 4.0 * factors if saves(shape, rank) else whole(shape)
+        return 4.0 * factors if compressor.shrinks("", shape) else whole(shape)
 
     return Strategy(
         False, load, lambda net, size: rounds * net.reduce(np.asarray(size) / rounds), reduced, rank, rounds

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,19 @@ OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
 def matched(name: str) -> str:
     """Return the beginning of a call's name that is the same on all ranks."""
     return name.partition(" (")[0]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Ranks of the world over which a communicator is made."""
+
+    ranks: tuple[int, ...] = ()  # of the world; empty: all, or see `horovod`
+    horovod: Any = None  # one of Horovod's process sets, which takes the place of ranks; None: there is none
+
+    @property
+    def members(self) -> list[int]:
+        """Return ranks of the world, in the order of their ranks here; empty: all."""
+        return list(self.ranks if self.horovod is None else self.horovod.ranks)
 
 
 class Handle(ABC):

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 import agmerge
-from agmerge import optimizer as wrapping
 from agmerge.options.arguments import Options
 from agmerge.options.compressors import cast_name
 from agmerge.planning import advice
@@ -30,7 +29,7 @@ class Enough(BaseException):
     """Signal that ends a script with measured steps. No error, and not for ``except Exception`` to catch."""
 
 
-class AdvisedOptimizer(wrapping.DistributedOptimizer):
+class AdvisedOptimizer(agmerge.DistributedOptimizer):
     """Optimizer that ends the script with :class:`Enough` after ``STEPS`` steps."""
 
     def _set_up(self, optimizer: Any, named: Any, options: Options, *, are_new: bool) -> None:
@@ -81,7 +80,7 @@ def widened(options: Options) -> Options:
 
 def main(script: str, arguments: Sequence[str]) -> int:
     """Run ``script`` with ``arguments`` until its optimizer has measured enough. Return the exit code."""
-    agmerge.DistributedOptimizer = wrapping.DistributedOptimizer = AdvisedOptimizer  # type: ignore[misc]
+    agmerge.DistributedOptimizer = agmerge.optimizer.DistributedOptimizer = AdvisedOptimizer  # type: ignore[misc]
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:

@@ -133,6 +133,16 @@ class BuildError(AGMergeError):
     """Error of a build of Horovod; its text says why it failed."""
 
 
+def main(*, force: bool) -> int:
+    """Install Horovod and return the exit code; why that failed is written to standard error."""
+    try:
+        build(force)
+    except AGMergeError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
 def build(force: bool = False) -> None:
     """Install Horovod into this environment: from the cache, unless ``force``, or from source."""
     pip("install", *NEEDS)

@@ -29,8 +29,8 @@ from agmerge.integrations.ddp_refusals import checked_model, checked_options
 from agmerge.integrations.shared_model import show_shared
 from agmerge.options import notices
 from agmerge.options.arguments import Options
-from agmerge.options.prepare import prepare
-from agmerge.step.config import Config, with_momentum_of
+from agmerge.options.prepare import prepare, with_momentum_of
+from agmerge.step.config import Config
 from agmerge.step.updates import UPDATES
 from agmerge.tensors.parameters import ParameterTable, optimizers_of
 

@@ -16,7 +16,7 @@ from agmerge.engine.reducer import Reducer
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.options import notices
 from agmerge.options.arguments import Options
-from agmerge.step.config import with_momentum_of
+from agmerge.options.prepare import with_momentum_of
 
 
 class SavingMixin:

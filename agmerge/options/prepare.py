@@ -20,7 +20,7 @@ from agmerge.options.defaults import resolve_auto
 from agmerge.options.resolve import resolve
 from agmerge.runtime import process_sets, workers
 from agmerge.step import momentum
-from agmerge.step.config import Config, with_momentum_of
+from agmerge.step.config import Config
 from agmerge.step.density_policy import DENSITY, IMPORTANCE
 from agmerge.step.updates import UPDATES
 from sparsifiers import Kind, catalogue
@@ -93,6 +93,15 @@ def _decided(options: Options, optimizer: torch.optim.Optimizer | None) -> Prepa
     """Return options of which the compression is decided, with density and memory decided too, and their config."""
     options = replace(options, density=defaults.density_of(options), memory=memory_beside(options, optimizer))
     return Prepared(options, with_momentum_of(resolve(options), optimizer))
+
+
+def with_momentum_of(config: Config, optimizer: torch.optim.Optimizer | None, groups: Any = None) -> Config:
+    """Return ``config`` with the momentum of this optimizer's groups, where its memory applies that.
+
+    ``optimizer``: None: it is not known. ``groups``: those that the optimizer is about to load; None:
+    its own. Raises as :func:`agmerge.step.momentum.rates` does.
+    """
+    return config.changed(rates=momentum.rates(optimizer, config.compression.memory, groups))
 
 
 def _check_agreement(compression: Any, density: Any, rank: Any) -> None:

@@ -35,7 +35,7 @@ def resolve(options: Options) -> Config:
     """Check every option and return the config of a step.
 
     Raises ``ValueError`` or ``TypeError`` that says which option is wrong, and why. ``rates`` of the config are not
-    set: they are the optimizer's, see :func:`agmerge.step.config.with_momentum_of`.
+    set: they are the optimizer's, see :func:`agmerge.options.prepare.with_momentum_of`.
     """
     _check_choices(options)
     updates = parse_updates(options)

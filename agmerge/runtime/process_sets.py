@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from agmerge.backends import Backend, timeouts, torch_objects
+from agmerge.backends.base import Chosen
 from agmerge.backends.handshake import gather_texts
 from agmerge.errors import RankMismatchError
 from agmerge.runtime import horovod_names, workers
@@ -189,19 +190,6 @@ def _of_torch(world: Backend, ranks: tuple[int, ...], call: str) -> Group:
 
 
 # -- of an optimizer ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Ranks of the world that exchange gradients."""
-
-    ranks: tuple[int, ...] = ()  # of the world; empty: all, or see `horovod`
-    horovod: Any = None  # one of Horovod's process sets, which takes the place of ranks; None: there is none
-
-    @property
-    def members(self) -> list[int]:
-        """Return ranks of the world, in the order of their ranks here; empty: all."""
-        return list(self.ranks if self.horovod is None else self.horovod.ranks)
 
 
 def by_ranks(given: Any) -> Any:

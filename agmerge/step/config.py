@@ -16,7 +16,6 @@ from agmerge.backends.handshake import Fact
 from agmerge.exchanges.message import VALUES
 from agmerge.exchanges.message.values import CHOICE, WHOLE
 from agmerge.exchanges.send_mode import SUMS
-from agmerge.step import momentum
 from agmerge.step.records import Compression, Guards, Merging, Sync
 from agmerge.step.updates import GRADIENTS, UPDATES
 from agmerge.tensors.layout import Lane
@@ -179,15 +178,6 @@ class Config:
             ("nonfinite", self.guards.nonfinite),
             ("scaler", "attached" if self.guards.scaled else "None"),
         ]
-
-
-def with_momentum_of(config: Config, optimizer: torch.optim.Optimizer | None, groups: Any = None) -> Config:
-    """Return ``config`` with the momentum of this optimizer's groups, where its memory applies that.
-
-    ``optimizer``: None: it is not known. ``groups``: those that the optimizer is about to load; None:
-    its own. Raises as :func:`agmerge.step.momentum.rates` does.
-    """
-    return config.changed(rates=momentum.rates(optimizer, config.compression.memory, groups))
 
 
 def is_small(name: str, parameter: torch.Tensor) -> bool:

@@ -13,8 +13,8 @@ import torch
 
 import merging
 import sparsifiers
+from agmerge.backends.base import Chosen
 from agmerge.ops import ReduceOp
-from agmerge.runtime import process_sets
 from agmerge.step import dense_cutoff, momentum
 from agmerge.step.density_policy import DensityPolicy
 from agmerge.step.groups import Groups
@@ -52,7 +52,7 @@ class Merging:
 class Sync:
     """What is combined, over which ranks and passes, and who applies it."""
 
-    process_set: process_sets.Chosen
+    process_set: Chosen
     op: ReduceOp  # Average or Sum
     passes: int  # backward passes per step
     predivide: float  # dense sums are of gradient / predivide

@@ -15,9 +15,10 @@ from functools import cache
 
 import torch
 
+import sparsifiers
 from accuracy.parity_tasks import TASKS, Case
 from accuracy.parity_updates import updates
-from agmerge.exchanges.low_rank.factors import matrix_shape, rank_of, saves
+from agmerge.exchanges.low_rank.factors import matrix_shape, rank_of
 from agmerge.exchanges.message.format import slot_bytes
 from agmerge.step.config import is_small
 
@@ -38,8 +39,9 @@ def elements(task: str, rank: int) -> tuple[int, int]:
     """
     named = TASKS[task](0, 0, 8).model.named_parameters()
     shapes = [parameter.shape for name, parameter in named if not is_small(name, parameter)]
+    shrinks = sparsifiers.low_rank("powersgd", rank).shrinks
     factors = (
-        rank_of(shape, rank) * sum(matrix_shape(shape)) if saves(shape, rank) else shape.numel() for shape in shapes
+        rank_of(shape, rank) * sum(matrix_shape(shape)) if shrinks("", shape) else shape.numel() for shape in shapes
     )
     return sum(shape.numel() for shape in shapes), sum(factors)
 
