@@ -6,6 +6,7 @@ of the optimizers can be scheduled, saved and given another param group by itsel
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -54,6 +55,16 @@ def grouped(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[torch.Te
     text = " and ".join([", ".join(kinds[:-1]), kinds[-1]]) if len(kinds) > 1 else kinds[0]
     made: OptimizerGroup = type(text, (OptimizerGroup,), {})(optimizers, names)
     return made
+
+
+def _registering(name: str) -> Any:
+    """Return torch's method ``name`` of a group, which registers a hook with every optimizer."""
+
+    @functools.wraps(getattr(torch.optim.Optimizer, name))
+    def register(self: OptimizerGroup, *args: Any, **kwargs: Any) -> Handles:
+        return Handles(getattr(each, name)(*args, **kwargs) for each in self.optimizers)
+
+    return register
 
 
 class OptimizerGroup(torch.optim.Optimizer):
@@ -186,21 +197,11 @@ class OptimizerGroup(torch.optim.Optimizer):
         """
         load_state(self, state_dict)
 
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register ``hook`` with every optimizer."""
-        return Handles(each.register_state_dict_pre_hook(hook, prepend) for each in self.optimizers)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register ``hook`` with every optimizer: it gets the state of each by itself."""
-        return Handles(each.register_state_dict_post_hook(hook, prepend) for each in self.optimizers)
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register ``hook`` with every optimizer: it gets the state of each by itself."""
-        return Handles(each.register_load_state_dict_pre_hook(hook, prepend) for each in self.optimizers)
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register ``hook`` with every optimizer."""
-        return Handles(each.register_load_state_dict_post_hook(hook, prepend) for each in self.optimizers)
+    # Hooks get the state of each optimizer by itself.
+    register_state_dict_pre_hook = _registering("register_state_dict_pre_hook")
+    register_state_dict_post_hook = _registering("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook = _registering("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = _registering("register_load_state_dict_post_hook")
 
 
 class Handles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -11,6 +12,16 @@ from agmerge.tensors.parameters import optimizers_of
 
 OF_SCALER = ("grad_scale", "found_inf")  # attributes that a GradScaler sets of an optimizer that takes a scale
 SEVERAL = "there are several optimizers here ({}): use optimizer.optimizers, the list of them in the order given"
+
+
+def _registering(name: str) -> Any:
+    """Return torch's method ``name`` of a wrapper, which registers a hook with the inner optimizer."""
+
+    @functools.wraps(getattr(torch.optim.Optimizer, name))
+    def register(self: OptimizerWrapper, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._inner, name)(*args, **kwargs)
+
+    return register
 
 
 class OptimizerHolder:
@@ -94,35 +105,14 @@ class OptimizerWrapper(OptimizerHolder, torch.optim.Optimizer):
         for optimizer in optimizers_of(self._inner):
             delattr(optimizer, name)
 
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """Run ``hook`` once a step, after the gradients have been combined.
-
-        It gets the inner optimizer, and where there are several one that stands for all of them.
-        """
-        return self._inner.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """Run ``hook`` once a step, after the inner optimizer's.
-
-        It gets the same arguments as a hook before the step.
-        """
-        return self._inner.register_step_post_hook(hook)
-
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register ``hook`` with the inner optimizer."""
-        return self._inner.register_state_dict_pre_hook(hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register ``hook`` with the inner optimizer."""
-        return self._inner.register_state_dict_post_hook(hook, prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register ``hook`` with the inner optimizer."""
-        return self._inner.register_load_state_dict_pre_hook(hook, prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register ``hook`` with the inner optimizer."""
-        return self._inner.register_load_state_dict_post_hook(hook, prepend)
+    # Hooks around a step run once, those before it after the gradients have been combined. They get the inner
+    # optimizer, and where there are several one that stands for all of them.
+    register_step_pre_hook = _registering("register_step_pre_hook")
+    register_step_post_hook = _registering("register_step_post_hook")
+    register_state_dict_pre_hook = _registering("register_state_dict_pre_hook")
+    register_state_dict_post_hook = _registering("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook = _registering("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = _registering("register_load_state_dict_post_hook")
 
 
 # Modules of optimizers that exchange gradients by themselves, and the advice for each.
