@@ -4,9 +4,10 @@
 Tests outside of ``distributed`` are marked ``training`` where they make an optimizer of workers, and ``unit`` where
 they neither do nor start a process (see support/kind_of_test.py): ``make unit`` runs these alone, within a minute.
 
-``make test`` leaves out what is marked ``long``, and of a grid of parameters that is marked ``thin`` all but a cover
-(see support/grid_cover.py). ``--once`` runs the first case of every test that starts no processes. Drawn examples are
-the same in every run; ``--hypothesis-profile=long`` draws more, and others each time.
+``make test`` leaves out what is marked ``long``, and of a grid of parameters that is marked ``thin`` all but a cover of
+pairs, or with ``thin(1)`` of values (see support/grid_cover.py). ``--once`` runs the first case of every test that
+starts no processes. Drawn examples are the same in every run; ``--hypothesis-profile=long`` draws more, and others each
+time.
 """
 
 from __future__ import annotations
@@ -99,8 +100,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(kind)
         grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for grid in grids.values():
-        if grid[0].get_closest_marker("thin") is not None and hasattr(grid[0], "callspec"):
-            enough = cover([item.callspec._idlist for item in grid])  # type: ignore[attr-defined]  # one name an axis
+        thin = grid[0].get_closest_marker("thin")
+        if thin is not None and hasattr(grid[0], "callspec"):
+            names = [item.callspec._idlist for item in grid]  # type: ignore[attr-defined]  # one name an axis
+            enough = cover(names, *thin.args)
             for place in set(range(len(grid))) - set(enough):
                 grid[place].add_marker(pytest.mark.long)
     if config.getoption("--once"):

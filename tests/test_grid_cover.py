@@ -30,6 +30,14 @@ def test_what_nobody_else_holds_is_always_chosen() -> None:
     assert cover([(0, 0, 0), (0, 0, 0), (7, 7, 7)]) == [0, 2]
 
 
+def test_every_value_is_in_a_cover_of_values() -> None:
+    cases = list(itertools.product(range(9), range(4), range(2)))
+    chosen = [cases[place] for place in cover(cases, 1)]
+    assert len(chosen) == 9 and [{case[axis] for case in chosen} for axis in range(3)] == [
+        *map(set, map(range, (9, 4, 2)))
+    ]
+
+
 SOURCE = """
 import pytest
 @pytest.mark.thin

@@ -159,6 +159,7 @@ def test_reports_and_traces_have_it(compression: str, tmp_path: Path) -> None:
     assert len(events["traceEvents"] if isinstance(events, dict) else events) > 10
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("exchange", ["sparse", "auto"])
 @pytest.mark.parametrize("compression", [*LOW_RANK, "hybrid"])
 def test_who_looks_changes_no_bit(compression: str, exchange: str) -> None:
