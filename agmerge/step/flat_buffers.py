@@ -92,10 +92,17 @@ class FlatBuffers:
         """Return the arena that a segment lies in."""
         return self.arena_of[segment.slots[0].index]  # a :class:`Lane` takes longer to look up
 
-    def operands(self, segment: Segment) -> SegmentBuffers:
-        """Return the segment with its views of ``work`` and update, as they are in this step."""
+    def operands(self, segment: Segment, *, is_empty: bool = False) -> SegmentBuffers:
+        """Return the segment with its views of ``work`` and update, as they are in this step.
+
+        ``is_empty``: nothing of it is to be sent. Then gradients in the place of ``work``, views of the last updates,
+        are left as they are: they are needed once ranks have agreed again.
+        """
         arena, part = self.arena_with(segment), slice(segment.start, segment.stop)
-        return SegmentBuffers(segment, arena.work[part], arena.update[part])
+        work = arena.work[part]
+        if is_empty and arena.in_place and segment.slots[0].index not in self.in_place:
+            work = torch.zeros_like(work)
+        return SegmentBuffers(segment, work, arena.update[part])
 
     def has_unsent(self, slot: Slot) -> bool:
         """Return whether this rank sends a residual of an earlier configuration, which counts as a gradient."""

@@ -7,11 +7,10 @@ residuals are as they were, so a round can be discarded and repeated after a new
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 
 import torch
 
-from agmerge.exchanges import Noise, SegmentBuffers
+from agmerge.exchanges import Noise
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.routing import Message
 from agmerge.metrics.step_times import Clock, StepRecorder
@@ -20,7 +19,7 @@ from agmerge.step.accumulation import Accumulation
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.under_way import MessagesUnderWay, SentMessage
 from agmerge.tensors.difference import Difference
-from agmerge.tensors.layout import Segment, Slot
+from agmerge.tensors.layout import Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard
 
 # Called with the name of a tensor that was not handed over.
@@ -62,12 +61,11 @@ class Round:
         self._under_way = MessagesUnderWay(buffers, totals, self.recorder)
         self._accumulation = Accumulation(buffers, step, self.guard)
         # Tensors still to come, per merge buffer.
-        self._missing = [count if self._is_due(buffer) else 0 for buffer, count in enumerate(buffers.plan.counts)]
+        self._missing = [
+            count if due is None or buffer in due else 0 for buffer, count in enumerate(buffers.plan.counts)
+        ]
         self._added: dict[int, bool] = {}  # by slot: whether there was a gradient
         self._known = buffers.config.compression.compressor.snapshot()  # its state before this attempt
-
-    def _is_due(self, buffer: int) -> bool:
-        return self._due is None or buffer in self._due
 
     @property
     def is_complete(self) -> bool:
@@ -152,7 +150,7 @@ class Round:
     def _send(self, buffer: int) -> None:
         """Start the messages of a merge buffer in turn: one is selected and encoded while the one before travels."""
         messages: list[SentMessage] = []
-        if self._is_due(buffer):
+        if self._due is None or buffer in self._due:
             with self.buffers.side.within():
                 self._accumulation.complete(buffer)
                 for message in self.buffers.messages[buffer]:
@@ -163,7 +161,7 @@ class Round:
 
     def _start(self, message: Message) -> SentMessage:
         select = self._accumulation.empty_selection if self.dirty else self._accumulation.selection
-        operands = [self._operands(segment) for segment in message.segments]
+        operands = [self.buffers.flat.operands(segment, is_empty=self.dirty) for segment in message.segments]
         selections = [
             select(segment) if is_selected else None
             for segment, is_selected in zip(message.segments, message.selected, strict=True)
@@ -173,14 +171,6 @@ class Round:
         sent = self._under_way.start(message, operands, selections, header)
         self.guard.report(sent[1].overflows)
         return sent
-
-    def _operands(self, segment: Segment) -> SegmentBuffers:
-        flat = self.buffers.flat
-        operands = flat.operands(segment)
-        if self.dirty and flat.arenas[segment.lane].in_place and segment.slots[0].index not in flat.in_place:
-            # Its gradients may lie there, views of the last updates, and are needed once ranks have agreed again.
-            operands = replace(operands, work=torch.zeros_like(operands.work))
-        return operands
 
     def _header(self, buffer: int, used: tuple[bool, ...], device: torch.device) -> RoundHeader:
         flags = self.flags | (Flag.REPLAN if self.dirty else 0) | (Flag.NONFINITE if self.guard.found else 0)
