@@ -101,10 +101,12 @@ def inspect(optimizer: Any) -> Inspection:
     Not collective. Residuals are those of the last step that has ended.
     """
     reducer, exchange = optimizer._reducer, optimizer._reducer.exchange  # so that tests need not know of them
-    buffers = exchange.buffers
+    buffers = exchange.agreed.buffers
     return Inspection(
-        plan=exchange.plan(),
+        plan=exchange.agreed.current.plan,
         residuals={name: residual.clone() for name, residual in reducer.replica.unsent().items()},
-        measurements=exchange.plans.status().measured if exchange.plans is not None and exchange.agreed else None,
+        measurements=exchange.agreed.plans.status().measured
+        if exchange.agreed.plans is not None and exchange.agreed.is_valid
+        else None,
         lanes={} if buffers is None else {slot.name: slot.lane for slot in buffers.layout.slots},
     )

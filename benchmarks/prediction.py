@@ -70,7 +70,7 @@ def worker(args: argparse.Namespace) -> None:
             work.loss().backward()
             optimizer.step()
         measured = optimizer.measure() if measure else None
-        times = optimizer._reducer.exchange.times.typical()
+        times = optimizer._reducer.exchange.agreed.times.typical()
         mean = float(agmerge.allreduce(torch.tensor([times.finish], dtype=torch.float64)))
         optimizer.close()
         return measured, mean

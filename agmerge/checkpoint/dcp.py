@@ -58,7 +58,7 @@ class ResidualState:
         Ranks communicate only with ``overlap=``. Messages under way, or updates pending with ``merging="dear"``, are
         applied first.
         """
-        if self._optimizer._reducer.exchange.outside:
+        if self._optimizer._reducer.exchange.group.outside:
             return {}
         if self._saved is not None:
             return self._wanted()
@@ -92,7 +92,7 @@ class ResidualState:
             else:
                 plural, name = what.split("/", 1)
                 sections[rank][plural][name] = tensor
-        if self._optimizer._reducer.exchange.outside:
+        if self._optimizer._reducer.exchange.group.outside:
             return
         if not sections:
             rank_state.load(self._optimizer._reducer, None)
@@ -110,7 +110,7 @@ class ResidualState:
     def _wanted(self) -> dict[str, torch.Tensor]:
         """Return empty tensors for what this rank reads: sections of ranks that it takes over, and rank 0's."""
         assert self._saved is not None
-        comm, own_set = self._optimizer._reducer.exchange.comm or workers.world(), self._set
+        comm, own_set = self._optimizer._reducer.exchange.group.comm or workers.world(), self._set
         wanted = {}
         for key, (shape, dtype) in torch_objects.saved_tensors(self._saved).items():
             at = key.find(f"{self._prefix}/")
@@ -128,7 +128,7 @@ class ResidualState:
     @property
     def _set(self) -> list[int]:
         """Return the ranks of the world that exchange with this one; empty: all."""
-        return self._optimizer._reducer.exchange.config.sync.process_set.members
+        return self._optimizer._reducer.exchange.agreed.config.sync.process_set.members
 
 
 def _parsed(key: str) -> tuple[list[int], int, int, str]:

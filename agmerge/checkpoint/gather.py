@@ -23,11 +23,11 @@ def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
     residuals are then kept (docs/checkpoints.md). Rank 0 needs memory for the residuals of all ranks. With
     ``process_set=`` that is the first rank of each set, and the result is of that set; None outside of the sets.
     """
-    config, exchange = optimizer._reducer.exchange.config, optimizer._reducer.exchange
-    if exchange.outside:
+    config, exchange = optimizer._reducer.exchange.agreed.config, optimizer._reducer.exchange
+    if exchange.group.outside:
         return None
     optimizer.flush()  # messages under way, on all ranks alike
-    state, comm = optimizer.state_dict(), exchange.comm or workers.world()
+    state, comm = optimizer.state_dict(), exchange.group.comm or workers.world()
     parts = _gather(comm, _packed(rank_state.with_inner(state)), config.guards.timeout)
     if parts is None:
         return None

@@ -53,7 +53,7 @@ class TorchStateHandler:
     def sync(self) -> None:
         """Collective. Load rank 0's state, and keep this worker's residuals. The next step connects to the group."""
         reducer = self.value._reducer
-        if reducer.exchange.world is not None and reducer.exchange.world is workers.world():
+        if reducer.exchange.group.world is not None and reducer.exchange.group.world is workers.world():
             workers.renew()
             reducer.leave()
         broadcast_optimizer_state(self.value, root_rank=0)

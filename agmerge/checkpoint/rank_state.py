@@ -18,6 +18,7 @@ from agmerge.exchanges.low_rank import bases
 from agmerge.exchanges.node_shards import shard_shape
 from agmerge.runtime import workers
 from agmerge.step import dense_cutoff
+from agmerge.step.carried_state import CarriedState
 from agmerge.step.flat_buffers import State
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.tensors import nonfinite
@@ -79,19 +80,19 @@ def save(reducer: AnyReducer) -> dict[str, Any]:
     are of the local shard; ``dtensors`` says which, by name.
     """
     exchange = reducer.exchange
-    rank, size = exchange.origin or _rank_and_size(exchange) or (0, 1)
-    plan, compressor = exchange.plan(), exchange.config.compression.compressor
+    rank, size = exchange.agreed.carried.origin or _rank_and_size(exchange) or (0, 1)
+    plan, compressor = exchange.agreed.current.plan, exchange.agreed.config.compression.compressor
     return {
         "version": VERSION,
         "rank": rank,
         "size": size,
-        "shard": exchange.shard,
+        "shard": exchange.group.shard,
         "dtensors": _dtensors(reducer),
-        "steps": exchange.steps,
-        "merging": exchange.config.plans_from,
+        "steps": exchange.agreed.steps,
+        "merging": exchange.agreed.config.plans_from,
         "plan": plan.dumps() if plan else None,
-        "partial": dense_cutoff.to_checkpoint(exchange.config.compression.partial),
-        "shares": exchange.budgets(),
+        "partial": dense_cutoff.to_checkpoint(exchange.agreed.config.compression.partial),
+        "shares": exchange.agreed.current.budgets,
         "compressor": (repr(compressor), compressor.state_dict()),
         "window": _window(reducer),
         "updates": reducer.replica.saved(),
@@ -132,13 +133,10 @@ def with_inner(state: Mapping[str, Any]) -> dict[str, Any]:
 class Restored:
     """State of a rank after it has loaded a section; by default nothing is restored."""
 
-    shard: tuple[int, int] | None  # that `state` is of: (number, of how many); None: of whole tensors
-    state: State = field(default_factory=dict)  # copies
+    shard: tuple[int, int] | None  # that `carried` is of: (number, of how many); None: of whole tensors
+    carried: CarriedState = field(default_factory=CarriedState)  # copies; its origin: if not connected yet
     steps: int = 0  # committed
-    plan: merging.Plan | None = None  # None: the planner makes one
-    budgets: dict[str, int] | None = None  # by name, where they were chosen by importance
     window: Mapping[str, Any] = field(default_factory=dict)  # of the step that had begun, as in save()
-    origin: tuple[int, int] | None = None  # (rank, size) that saved it, if not connected yet
     updates: Mapping[str, Any] | None = None  # a result of LocalReplica.saved()
     inner: dict[str, Any] | None = None  # of the inner optimizer, where the section has it
 
@@ -166,19 +164,21 @@ def load(reducer: AnyReducer, section: Mapping[str, Any] | None, *, own: bool = 
         section = _own_part(exchange, section)
     if section is None:
         warnings.warn("the checkpoint has no residuals (it is a plain optimizer's): they start from zero", stacklevel=3)
-        restored = Restored(shard=exchange.shard)
+        restored = Restored(shard=exchange.group.shard)
     else:
         restored = _read(reducer, section, own)
-    nonfinite.refuse(restored.state)
-    _check_shapes(reducer, restored.state, restored.shard)
+    nonfinite.refuse(restored.carried.tensors)
+    _check_shapes(reducer, restored.carried.tensors, restored.shard)
     _check_updates(reducer, restored.updates)
-    if exchange.config.sync.updates is not None and not exchange.config.compression.memory.has_residual:
+    if exchange.agreed.config.sync.updates is not None and not exchange.agreed.config.compression.memory.has_residual:
         _put_into_parameters(restored)
     if section is not None:
-        exchange.adopt(
-            exchange.config.changed(partial=dense_cutoff.from_checkpoint(exchange.config.compression.partial, section))
+        exchange.agreed.adopt(
+            exchange.agreed.config.changed(
+                partial=dense_cutoff.from_checkpoint(exchange.agreed.config.compression.partial, section)
+            )
         )
-    exchange.restore(restored.state, restored.steps, restored.plan, restored.budgets, restored.origin, restored.shard)
+    exchange.restore(restored.carried, restored.steps, restored.shard)
     reducer.replica.restore(restored.updates)
     _reopen_step(reducer, restored.window)
     return restored.inner
@@ -192,11 +192,12 @@ def _read(reducer: AnyReducer, section: Mapping[str, Any], own: bool) -> Restore
     exchange, updates = reducer.exchange, section["updates"]
     saved, shard = (section["rank"], section["size"]), section["shard"]
     place = saved if own else _rank_and_size(exchange) or saved
-    restored = Restored(shard=exchange.shard, steps=section["steps"], plan=_saved_plan(exchange, section))
+    carried = CarriedState(plan=_saved_plan(exchange, section))
+    restored = Restored(shard=exchange.group.shard, carried=carried, steps=section["steps"])
     restored.updates, restored.inner = updates, _at_home(reducer, section.get(INNER))
-    if exchange.comm is None:
-        restored.shard, restored.origin = shard, saved  # it knows its node when it connects
-    if (updates is None) is (exchange.config.sync.updates is not None):
+    if exchange.group.comm is None:
+        restored.shard, restored.carried.origin = shard, saved  # it knows its node when it connects
+    if (updates is None) is (exchange.agreed.config.sync.updates is not None):
         restored.updates = None if updates is None else _nobodys(updates)
         warnings.warn(OTHER_SYNC, stacklevel=4)
     elif other_part := _other_part(reducer, section):
@@ -204,9 +205,9 @@ def _read(reducer: AnyReducer, section: Mapping[str, Any], own: bool) -> Restore
         warnings.warn(other_part, stacklevel=4)
     elif saved == place and shard == restored.shard:
         for kind, plural in KINDS.items():
-            restored.state |= {(kind, name): tensor.clone() for name, tensor in section[plural].items()}
+            restored.carried.tensors |= {(kind, name): tensor.clone() for name, tensor in section[plural].items()}
         if _restore_compressor(exchange, section):
-            restored.budgets = section["shares"]
+            restored.carried.budgets = section["shares"]
         restored.window = section["window"]
     elif updates is not None or any(section[plural] for plural in (*KINDS.values(), "window")):
         what = "residuals and momenta" if section["momenta"] else "residuals"
@@ -268,14 +269,14 @@ def _other_part(reducer: AnyReducer, section: Mapping[str, Any]) -> str:
 
 def _saved_plan(exchange: GradientExchange, section: Mapping[str, Any]) -> merging.Plan | None:
     """Return the plan of a section; None if it has none, or the script asks for another ``merging`` now."""
-    if section["plan"] and section["merging"] == exchange.config.plans_from:
+    if section["plan"] and section["merging"] == exchange.agreed.config.plans_from:
         return merging.Plan.loads(section["plan"])
     return None
 
 
 def _restore_compressor(exchange: GradientExchange, section: Mapping[str, Any]) -> bool:
     """Restore the compressor's state, if it is the compressor that was saved; return whether it is."""
-    compressor, saved = exchange.config.compression.compressor, section["compressor"]
+    compressor, saved = exchange.agreed.config.compression.compressor, section["compressor"]
     if saved is None or saved[0] != repr(compressor):
         return False
     compressor.load_state_dict(saved[1])
@@ -313,23 +314,23 @@ def _nobodys(updates: Mapping[str, Any]) -> dict[str, Any]:
 
 def _put_into_parameters(restored: Restored) -> None:
     """Move residuals into displacements of the parameters: this worker's memory has no place for them."""
-    residuals = {name: tensor for (kind, name), tensor in restored.state.items() if kind == "residual"}
+    residuals = {name: tensor for (kind, name), tensor in restored.carried.tensors.items() if kind == "residual"}
     if restored.updates is None or not residuals:
         return
     moved = displacements(restored.updates, residuals)
     moved |= {name: moved[name] + residual if name in moved else residual for name, residual in residuals.items()}
     restored.updates = {**restored.updates, "own": {}, "displacements": moved}
-    restored.state = {key: tensor for key, tensor in restored.state.items() if key[0] != "residual"}
+    restored.carried.tensors = {key: tensor for key, tensor in restored.carried.tensors.items() if key[0] != "residual"}
 
 
 def _own_part(exchange: GradientExchange, section: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return this rank's section of a consolidated one, redistributed if another number of ranks has saved it."""
     ranks: list[dict[str, Any]] = section[RANKS]
-    comm = exchange.comm or workers.world()
-    in_shards = exchange.shard is not None or any(part["shard"] is not None for part in ranks)
+    comm = exchange.group.comm or workers.world()
+    in_shards = exchange.group.shard is not None or any(part["shard"] is not None for part in ranks)
     if len(ranks) == comm.size or in_shards:  # shards are not redistributed
         return ranks[min(comm.rank, len(ranks) - 1)]
-    return redistribute(ranks, comm.rank, comm.size, exchange.config.sync.op)
+    return redistribute(ranks, comm.rank, comm.size, exchange.agreed.config.sync.op)
 
 
 def _window(reducer: AnyReducer) -> dict[str, Any]:
@@ -357,7 +358,9 @@ def _reopen_step(reducer: AnyReducer, window: Mapping[str, Any]) -> None:
 
 def _copies(exchange: GradientExchange, kind: str) -> dict[str, Any]:
     """Return copies of the tensors of one kind, by name."""
-    return {name: tensor.clone() for (its_kind, name), tensor in exchange.state().items() if its_kind == kind}
+    return {
+        name: tensor.clone() for (its_kind, name), tensor in exchange.agreed.current.tensors.items() if its_kind == kind
+    }
 
 
 def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -366,7 +369,7 @@ def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 def _rank_and_size(exchange: GradientExchange) -> tuple[int, int] | None:
     """Return (rank, size); None for an optimizer that was unpickled before ``init()``."""
-    comm = exchange.comm or (workers.world() if workers.is_initialized() else None)
+    comm = exchange.group.comm or (workers.world() if workers.is_initialized() else None)
     return (comm.rank, comm.size) if comm else None
 
 

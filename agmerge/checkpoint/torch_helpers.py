@@ -75,7 +75,7 @@ def _hide_from_helpers(optimizer: torch.optim.Optimizer, held: weakref.ref[Gradi
 
     def asked() -> bool:
         exchange = held()
-        return exchange is not None and exchange.config.compression.rates is not None and bool(calling_helper())
+        return exchange is not None and exchange.agreed.config.compression.rates is not None and bool(calling_helper())
 
     def hide(of: torch.optim.Optimizer, *_: Any) -> None:
         if not of.state and asked():  # without a gradient: weight decay alone would become a momentum
@@ -103,7 +103,7 @@ def _hide_from_helpers(optimizer: torch.optim.Optimizer, held: weakref.ref[Gradi
     handles = [optimizer.register_state_dict_post_hook(show)]
     exchange = held()
     if (
-        exchange is not None and exchange.config.sync.model is None
+        exchange is not None and exchange.agreed.config.sync.model is None
     ):  # DeAR, without such a momentum, steps without hooks
         handles += [optimizer.register_step_pre_hook(hide), optimizer.register_step_post_hook(bring_back)]
 

@@ -43,26 +43,26 @@ class AdvisedOptimizer(agmerge.DistributedOptimizer):
         self._ended.append(time.perf_counter())
         exchange = self._reducer.exchange
         # Where the plan has just changed, on all ranks, no step has been measured with it.
-        if len(self._ended) > STEPS and not exchange.outside and exchange.times.typical() is not None:
+        if len(self._ended) > STEPS and not exchange.group.outside and exchange.agreed.times.typical() is not None:
             self._conclude()
         return loss
 
     def _conclude(self) -> None:
         """Collective. Print the predicted times of strategies, on rank 0, and raise :class:`Enough` on every rank."""
-        reducer, comm, measured = self._reducer, self._reducer.exchange.comm, self.measure()
+        reducer, comm, measured = self._reducer, self._reducer.exchange.group.comm, self.measure()
         assert comm is not None
-        typical = reducer.exchange.times.typical()
+        typical = reducer.exchange.agreed.times.typical()
         seconds = float(np.median(np.diff(self._ended[-STEPS - 1 :])))
         if comm.rank == 0 and typical is not None:
             predicted = advice.predicted_step(self.plan, measured, max(0.0, seconds - typical.finish))
             rows = advice.compare(measured, seconds, typical.finish)
             sys.stdout.write(advice.text(rows, seconds, predicted, type(self._inner).__name__) + "\n")
-            assert reducer.exchange.plans is not None  # it has measured
-            now = reducer.exchange.plans.status()
+            assert reducer.exchange.agreed.plans is not None  # it has measured
+            now = reducer.exchange.agreed.plans.status()
             if now.wire != "auto":
                 sys.stdout.write(f"with selected values in {now.wire}: {now.wire_why}\n")
             sys.stdout.flush()
-        comm.barrier("advise").wait(reducer.exchange.config.guards.timeout)
+        comm.barrier("advise").wait(reducer.exchange.agreed.config.guards.timeout)
         raise Enough
 
 

@@ -27,7 +27,7 @@ class BackwardPasses:
 
     def __init__(self, members: ParameterTable, group: Participation) -> None:
         self._members, self._group, self._exchange = members, group, group.exchange
-        self.per_step = group.exchange.config.sync.passes
+        self.per_step = group.exchange.agreed.config.sync.passes
         self.combined = False  # the gradients of the step are, and the step has not ended
         self.lock = threading.RLock()  # autograd runs the hooks of each device on a thread of its own
         self.scaling = LossScale(None)
@@ -45,7 +45,7 @@ class BackwardPasses:
             if self.combined:
                 self.discard()  # synchronize() without step(): the update is discarded
             if not self._fired:
-                status.current().enter("is in a backward pass", self._exchange.step)
+                status.current().enter("is in a backward pass", self._exchange.agreed.step)
             if self._paused:
                 if name in self.handed_over:
                     self.handed_over.refuse_more()
@@ -54,7 +54,7 @@ class BackwardPasses:
                 return
             fired = self._fired.get(name, 0) + 1
             if fired != self.per_step:
-                self._exchange.check_unbroken()
+                self._exchange.fault.check()
             if fired > self.per_step:
                 self.handed_over.refuse_more()
                 raise AssertionError(TOO_MANY.format(name, fired, self.per_step))
@@ -77,14 +77,14 @@ class BackwardPasses:
         if hasattr(gradient, "to_local"):  # a DTensor; asked here, for a call a tensor would cost more
             gradient = gradient_of(parameter, name)
         if gradient is not None and gradient.layout != torch.strided:
-            with self._exchange.breaking():  # the others do not hear of it
-                gradient = self._members.make_dense(parameter, self._exchange.config.sync.sparse_as_dense)
+            with self._exchange.fault.recording():  # the others do not hear of it
+                gradient = self._members.make_dense(parameter, self._exchange.agreed.config.sync.sparse_as_dense)
         return gradient if self.scaling.scaler is None else self.scaling.divided(parameter, gradient)
 
     def late(self, name: str) -> torch.Tensor | None:
         """Return the gradient of a parameter that no hook has handed over."""
-        assert self._exchange.buffers is not None
-        buffers = self._exchange.buffers
+        assert self._exchange.agreed.buffers is not None
+        buffers = self._exchange.agreed.buffers
         slot = buffers.slot_of[name]
         parameter = buffers.flat.parameters[slot.index]
         gradient = self._gradient(parameter, name)
@@ -129,7 +129,7 @@ class BackwardPasses:
 
     def missing(self) -> list[str]:
         """Return the names of parameters whose gradients have not been handed over."""
-        return [member.name for member in self._exchange.members() if member.name not in self.handed_over]
+        return [member.name for member in self._exchange.agreed.members() if member.name not in self.handed_over]
 
     def check_idle(self, what: str) -> None:
         """Raise unless ``what`` may happen now: no backward pass waits for its ``synchronize()``."""
@@ -150,7 +150,7 @@ class BackwardPasses:
 
     def window(self) -> dict[torch.Tensor, int]:
         """Return how many backward passes each parameter has seen in this step; none after a broken exchange."""
-        if self.combined or self._exchange.is_broken:
+        if self.combined or self._exchange.fault:
             return {}
         by_name = {self._members.name_of(parameter): parameter for parameter in self._members.name_all()}
         return {by_name[name]: fired for name, fired in self._fired.items()}

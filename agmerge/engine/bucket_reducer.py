@@ -92,7 +92,7 @@ class BucketReducer:
         there. ``used``: whether this rank has one; if not, and where this rank has joined, ``gradient`` is zero.
         """
         if not self._gradients:
-            status.current().enter("is in a backward pass", self.exchange.step)
+            status.current().enter("is in a backward pass", self.exchange.agreed.step)
         name = self.members.name_of(parameter)
         self._gradients[name] = gradient
         if self.group.flag == Flag.ACTIVE:  # of one that has joined, everything leaves in combine()
@@ -108,12 +108,12 @@ class BucketReducer:
         self.connect()
         if self._optimizer is not None:
             take_over(self.exchange, self.members, self._optimizer)
-        status.current().enter("combines gradients", self.exchange.step)
+        status.current().enter("combines gradients", self.exchange.agreed.step)
         try:
             combined = self.exchange.finish(flags=self.group.flag)
         except NonFiniteError as error:
             raise NonFiniteError(IN_BACKWARD.format(where=error.where), error.where) from None
-        with self.exchange.breaking():
+        with self.exchange.fault.recording():
             if self._optimizer is not None:
                 self._clipping.note(combined)
             here = ((name, update) for name, update in combined.updates.items() if update is not None)
@@ -125,7 +125,7 @@ class BucketReducer:
         self._end_pass()
         if not combined.skipped:
             # Not before the optimizer has stepped, and not where it does not: on a rank that has joined.
-            self.group.end_exchange(compares=self.exchange.steps > 1 and not combined.flags & Flag.JOINED)
+            self.group.end_exchange(compares=self.exchange.agreed.steps > 1 and not combined.flags & Flag.JOINED)
 
     def flush(self) -> None:
         """Apply updates that are on their way: there are none, each pass ends with its own."""

@@ -71,13 +71,13 @@ class ClippingWatch:
     def note(self, combined: Combined) -> None:
         """Sample the combined gradients, before the script changes them."""
         self._sample = None
-        if self._exchange.config is not self._config:
+        if self._exchange.agreed.config is not self._config:
             self._follow_config()
         if not self._matters or combined.skipped or combined.flags & Flag.JOINED:
             return
         if self._seen is not None:
             self._judge(*self._seen)
-        self._step = self._exchange.steps
+        self._step = self._exchange.agreed.steps
         if combined.buffers is not self._buffers:
             self._buffers, self._places = combined.buffers, places_in(combined.buffers)
         self._sample = sample_of(combined, self._places, on_device=self._is_changed)
@@ -124,7 +124,7 @@ class ClippingWatch:
 
     def _follow_config(self) -> None:
         """Decide what clipping means with the present config; drop the findings of another compressor or memory."""
-        config, comm = self._exchange.config, self._exchange.comm
+        config, comm = self._exchange.agreed.config, self._exchange.group.comm
         compressor, memory = config.compression.compressor, config.compression.memory
         before = None if self._config is None else self._config.compression
         if before is None or compressor is not before.compressor or memory is not before.memory:
@@ -153,7 +153,7 @@ class ClippingWatch:
 
     def _tell(self, factor: float, bound: float, seen: Norms) -> None:
         """Refuse or warn: gradients have been clipped to ``bound`` by ``factor``."""
-        config, step = self._exchange.config, self._step
+        config, step = self._exchange.agreed.config, self._step
         if config.compression.memory.has_momentum:
             self._refusal = VELOCITY.format(step=step, bound=bound, memory=config.compression.memory.name)
             return

@@ -86,7 +86,7 @@ class DearReducer(Reducer):
             if self._times is not None:
                 self._times.end()
             if self._updates is not None:
-                with self.exchange.breaking():
+                with self.exchange.fault.recording():
                     if parameter in self._updates:
                         raise AGMergeError(STALE.format(name=name))
                     self._updates.receive(parameter)  # its message must be free before the next one is written
@@ -111,18 +111,18 @@ class DearReducer(Reducer):
         if not self._combines:
             raise ValueError(f"step() inside skip_synchronize(): {TOGETHER}")
         check_hooks(self._optimizer)
-        if self.exchange.outside:
+        if self.exchange.group.outside:
             return self._optimizer.step()
         with self.passes.lock:
-            self.exchange.check_unbroken()
+            self.exchange.fault.check()
             self.flush()
             super().synchronize()
             if self.skipped or self.idle:
                 self.discard()
                 return None
-            with torch.no_grad(), self.exchange.breaking():
+            with torch.no_grad(), self.exchange.fault.recording():
                 assert self._combined is not None
-                self._updates = Updates(self._optimizer, self._combined, self.exchange.config.sync.zero_unused)
+                self._updates = Updates(self._optimizer, self._combined, self.exchange.agreed.config.sync.zero_unused)
                 self._combined = None
             self.end_step()
         return None
@@ -134,12 +134,12 @@ class DearReducer(Reducer):
 
     def end_step(self) -> None:
         """Collective. See :meth:`Reducer.end_step`; replicas are compared with all updates applied."""
-        every = self.exchange.config.guards.check_every
-        if every and (self.exchange.step + 1) % every == 0:  # the first comparison is of the initial parameters
+        every = self.exchange.agreed.config.guards.check_every
+        if every and (self.exchange.agreed.step + 1) % every == 0:  # the first comparison is of the initial parameters
             self.flush()
         super().end_step()
-        buffers = self.exchange.buffers
-        if self._times is not None and buffers is not None and self.exchange.times.measures_next(buffers.clock):
+        buffers = self.exchange.agreed.buffers
+        if self._times is not None and buffers is not None and self.exchange.agreed.times.measures_next(buffers.clock):
             self._times.begin()
 
     # -- updates --------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class DearReducer(Reducer):
             if self._updates is None:
                 times.reached(number, mark)
                 return
-            with self.exchange.breaking():
+            with self.exchange.fault.recording():
                 self._receive(self._updates, parameters)
                 times.reached(number, mark)
                 self._updates.apply(parameters)
@@ -174,7 +174,7 @@ class DearReducer(Reducer):
         with self.passes.lock:
             updates, self._updates = self._updates, None
             if updates is not None:
-                with self.exchange.breaking():
+                with self.exchange.fault.recording():
                     self._receive(updates, updates.parameters)
                     updates.apply(updates.parameters)
 
@@ -183,12 +183,12 @@ class DearReducer(Reducer):
         begin = time.perf_counter()
         for parameter in parameters:
             updates.receive(parameter)
-        self.exchange.times.add_exposed(time.perf_counter() - begin)
+        self.exchange.agreed.times.add_exposed(time.perf_counter() - begin)
 
     def forward_seconds(self) -> Seconds:
         """Return the seconds of forward of each tensor of the merge buffers, (n,), as measured on this rank."""
-        assert self.exchange.buffers is not None and self._times is not None
-        return self._times.of(self.exchange.buffers.flat.parameters)
+        assert self.exchange.agreed.buffers is not None and self._times is not None
+        return self._times.of(self.exchange.agreed.buffers.flat.parameters)
 
     # -- guards ---------------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class DearReducer(Reducer):
     def close(self) -> None:
         """Collective. Apply pending updates, unless the exchange is broken, and remove all hooks."""
         try:
-            if not self.exchange.is_broken:
+            if not self.exchange.fault:
                 self.flush()
         finally:
             self._modules.remove()

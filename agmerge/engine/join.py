@@ -29,13 +29,13 @@ def join(reducer: Reducer | UpdateReducer, step: Callable[[], object]) -> int:
         reducer: of the optimizer that joins.
         step: takes a step with the gradients as ``synchronize()`` left them.
     """
-    if reducer.exchange.config.sync.model is not None:
+    if reducer.exchange.agreed.config.sync.model is not None:
         raise ValueError("join() with merging='dear' is not built yet: give every rank the same number of batches")
     if not reducer.combines_gradients:
         return join_with_updates(reducer)
     reducer.connect()
     reducer.check_idle("join()")
-    comm = reducer.exchange.comm
+    comm = reducer.exchange.group.comm
     if comm is None:  # not of the process set
         return workers.rank()
     alone = 0  # steps that this rank has taken without batches
@@ -48,7 +48,9 @@ def join(reducer: Reducer | UpdateReducer, step: Callable[[], object]) -> int:
             alone += 1
     _discard(reducer)
     last = last_to_join(reducer, alone)
-    level_replicas(comm, reducer.members, reducer.members.optimizer, last, reducer.exchange.config.guards.timeout)
+    level_replicas(
+        comm, reducer.members, reducer.members.optimizer, last, reducer.exchange.agreed.config.guards.timeout
+    )
     return world_rank(reducer, last)
 
 
@@ -58,7 +60,7 @@ def join_with_updates(reducer: UpdateReducer) -> int:
     The optimizer does not step meanwhile. Returns the world's rank that joined last.
     """
     reducer.before_step()
-    if reducer.exchange.outside:
+    if reducer.exchange.group.outside:
         return workers.rank()
     waited = 0
     with reducer.group.joined():
@@ -70,9 +72,9 @@ def join_with_updates(reducer: UpdateReducer) -> int:
 
 def last_to_join(reducer: Reducer | UpdateReducer, alone: int) -> int:
     """Collective. Return the rank that joined last; of several the highest. ``alone``: steps that this one waited."""
-    assert reducer.exchange.comm is not None
+    assert reducer.exchange.group.comm is not None
     texts = gather_bytes(
-        reducer.exchange.comm, alone.to_bytes(8, "little"), "join", reducer.exchange.config.guards.timeout
+        reducer.exchange.group.comm, alone.to_bytes(8, "little"), "join", reducer.exchange.agreed.config.guards.timeout
     )
     waited = [int.from_bytes(text, "little") for text in texts]
     return max(rank for rank, steps in enumerate(waited) if steps == min(waited))
@@ -80,13 +82,13 @@ def last_to_join(reducer: Reducer | UpdateReducer, alone: int) -> int:
 
 def _discard(reducer: Reducer) -> None:
     """Discard the last round, in which no rank has trained: residuals and everything else are as before it."""
-    assert reducer.exchange.buffers is not None
-    for parameter in reducer.exchange.buffers.flat.parameters:
+    assert reducer.exchange.agreed.buffers is not None
+    for parameter in reducer.exchange.agreed.buffers.flat.parameters:
         parameter.grad = None
     reducer.discard()
 
 
 def world_rank(reducer: Reducer | UpdateReducer, rank: int) -> int:
     """Return the world's number of a rank of the process set."""
-    ranks = reducer.exchange.config.sync.process_set.members
+    ranks = reducer.exchange.agreed.config.sync.process_set.members
     return ranks[rank] if ranks else rank

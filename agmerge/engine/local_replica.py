@@ -46,8 +46,8 @@ class LocalReplica:
 
     def _fitting(self) -> SharedParameters:
         """Return shared parameters for the present config, and give the exchange the memory that they need."""
-        options, memory = self._options, self.memory_for(self._exchange.config)
-        self._exchange.adopt(self._exchange.config.changed(memory=memory))
+        options, memory = self._options, self.memory_for(self._exchange.agreed.config)
+        self._exchange.agreed.adopt(self._exchange.agreed.config.changed(memory=memory))
         if memory.hands_back or (not memory.has_residual and not self._table.is_narrow):
             return UnsentInParameters(self._exchange, options.outer, overlap=options.overlap > 0)
         if options.overlap:
@@ -60,7 +60,7 @@ class LocalReplica:
     def memory_for(self, config: Config) -> Memory:
         """Return the memory of unsent updates with ``config``; a residual that exists is kept in any case."""
         memory = self._options.memory_for(config.compression.compressor, narrow=self._table.is_narrow)
-        return Residual() if self._exchange.residuals() and not memory.has_residual else memory
+        return Residual() if self._exchange.agreed.current.residuals() and not memory.has_residual else memory
 
     def refit(self) -> None:
         """Keep unsent deltas where the memory and the dtypes ask for. Nothing is under way."""
@@ -90,10 +90,10 @@ class LocalReplica:
 
     def absorb_residuals(self) -> None:
         """Subtract residuals kept beside the parameters from these: a lone worker sends nothing any more."""
-        for name, residual in self._exchange.residuals().items():
+        for name, residual in self._exchange.agreed.current.residuals().items():
             if self._options.carry == HOLD and name in self.shared.own:
                 self.shared.own[name].detach().sub_(residual)
-            self._exchange.carry("residual", name, None)
+            self._exchange.agreed.carried.stash("residual", name, None)
 
     # -- what differs from the shared parameters ------------------------------------------------------------------
 

@@ -48,8 +48,8 @@ class OwnSteps:
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
-        exchange.totals.skipped(0, 0)
-        raises = exchange.config.guards.nonfinite == RAISE and not step.scaled
+        exchange.agreed.totals.skipped(0, 0)
+        raises = exchange.agreed.config.guards.nonfinite == RAISE and not step.scaled
         if raises or self._skipped_in_a_row >= MOST_IN_A_ROW:
             self._bad = tuple(dict.fromkeys([*self._bad, *(step.bad or ("(found by the GradScaler)",))]))
             if alone:

@@ -39,7 +39,7 @@ def open_exchange(
     check_patterns(config, (members.name_of(parameter) for parameter in members.name_all()))
     exchange = GradientExchange(table, config, on_agreement, workers.current)
     if config.merging.plan is not None:
-        config.merging.plan.check(len(exchange.members()))
+        config.merging.plan.check(len(exchange.agreed.members()))
     return exchange
 
 
@@ -81,36 +81,35 @@ class Participation:
 
         That is so after ``shutdown()`` and ``init()``, and after a reset of an elastic Horovod.
         """
-        return self.exchange.world is not None and self.exchange.world is not workers.world()
+        return self.exchange.group.world is not None and self.exchange.group.world is not workers.world()
 
     @property
     def connected(self) -> bool:
         """Return whether the exchange has a group, or this rank is known to be outside of it."""
-        return self.exchange.comm is not None or self.exchange.outside
+        return self.exchange.group.comm is not None or self.exchange.group.outside
 
     @property
     def alone(self) -> bool:
         """Return whether this worker has no other worker to exchange with."""
-        return self.exchange.outside or self.exchange.comm is None or self.exchange.comm.size == 1
+        return self.exchange.group.outside or self.exchange.group.comm is None or self.exchange.group.comm.size == 1
 
     def connect(self) -> None:
         """Collective. Connect to the present workers, and compare facts (G1).
 
         Residuals of an earlier group are scaled to the number of workers of this one.
         """
-        exchange, config, world = self.exchange, self.exchange.config, workers.world()
-        shard_before = exchange.shard
-        facts = [("library version", __version__), *exchange.facts()]  # refuses before anything is sent
+        exchange, config, world = self.exchange, self.exchange.agreed.config, workers.world()
+        facts = [("library version", __version__), *exchange.agreed.facts()]  # refuses before anything is sent
         workers.listen()
         wants_second = config.quantises and world.size > 2
         comm, second = process_sets.communicators(
             world, config.sync.process_set, config.guards.timeout, wants_second=wants_second
         )
-        exchange.connect(world, comm, facts, second)
+        keeps_state = exchange.connect(world, comm, facts, second)
         for held in (comm, second):
             if held is not None:
                 weakref.finalize(self, held.drop)  # an optimizer that was dropped holds no threads and no connections
-        if comm is not None and not exchange.fit_to_group(shard_before):
+        if not keeps_state:
             warnings.warn(OTHER_SHARDS, stacklevel=5)
 
     def leave(self) -> None:
@@ -123,7 +122,7 @@ class Participation:
 
         ``what``: the call of the script, and ``advice`` for it, where ranks differ.
         """
-        before = self.exchange.config.compression.partial
+        before = self.exchange.agreed.config.compression.partial
         if config.compression.partial is not None:
             config = config.changed(partial=before)  # tensors that have a residual by now stay sparse
         self.exchange.reconfigure(config, what, advice)
@@ -142,12 +141,12 @@ class Participation:
 
         ``compares``: replicas are comparable now. They are after the first exchange, and after every ``check_every``.
         """
-        exchange, guards = self.exchange, self.exchange.config.guards
-        status.current().enter("is in its script, before a backward pass", exchange.step)
-        is_due = not self._has_compared or (guards.check_every and exchange.steps % guards.check_every == 0)
-        with exchange.breaking():
+        exchange, guards = self.exchange, self.exchange.agreed.config.guards
+        status.current().enter("is in its script, before a backward pass", exchange.agreed.step)
+        is_due = not self._has_compared or (guards.check_every and exchange.agreed.steps % guards.check_every == 0)
+        with exchange.fault.recording():
             if compares and is_due:  # G11
-                assert exchange.comm is not None
-                compare_replicas(exchange.comm, self._compared_tensors(), exchange.steps, guards.timeout)
+                assert exchange.group.comm is not None
+                compare_replicas(exchange.group.comm, self._compared_tensors(), exchange.agreed.steps, guards.timeout)
                 self._has_compared = True
-            exchange.replan()
+            exchange.agreed.replan()

@@ -71,7 +71,7 @@ class Reducer:
         self._clipping = ClippingWatch(self.exchange)
         self._hooks = GradientHooks(listener or self.passes)
         alone = workers.is_initialized() and workers.size() == 1 and not workers.elastic()
-        self._hooks.attach((member.parameter for member in self.exchange.members()), members, alone=alone)
+        self._hooks.attach((member.parameter for member in self.exchange.agreed.members()), members, alone=alone)
 
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans:
         """Hook the parameters that take part now, and return a planner of their exchange."""
@@ -88,7 +88,7 @@ class Reducer:
         if not self.group.connected:
             check_not_averaged(self.members)
             self.group.connect()
-            if self.exchange.outside:
+            if self.exchange.group.outside:
                 self._hooks.remove()
 
     def leave(self) -> None:
@@ -116,8 +116,8 @@ class Reducer:
         self.connect()
         take_over(self.exchange, self.members, self.members.optimizer)
         with self.passes.lock:
-            self.exchange.check_unbroken()
-            if self.exchange.outside or self.passes.combined:
+            self.exchange.fault.check()
+            if self.exchange.group.outside or self.passes.combined:
                 return  # nothing new: a backward pass would have begun another round
             self.skipped = False
             self.idle = (self.group.alone or self._gathered is not None) and not trains(self.exchange)
@@ -126,16 +126,16 @@ class Reducer:
                 if self._gathered is not None:
                     self.passes.mark_combined()
                 return
-            status.current().enter("is in step()", self.exchange.step)
-            changed = self.passes.handed_over.error(self.members, self.exchange.steps, self.remedy)
+            status.current().enter("is in step()", self.exchange.agreed.step)
+            changed = self.passes.handed_over.error(self.members, self.exchange.agreed.steps, self.remedy)
             try:
                 combined = self.exchange.finish(self.passes.late, self.group.flag)
             except BaseException:
-                if not self.exchange.is_broken:  # all ranks are at the same place, and go on with the next step
+                if not self.exchange.fault:  # all ranks are at the same place, and go on with the next step
                     self.discard()
                 raise
             self.flags_of_all, self.skipped = combined.flags, combined.skipped
-            with self.exchange.breaking():
+            with self.exchange.fault.recording():
                 self._attach(combined)
             if changed is not None:
                 self.discard()
@@ -146,17 +146,19 @@ class Reducer:
 
     def _gather(self) -> None:
         """Collective. Combine gathered sparse gradients, if there are any. Raises as :meth:`synchronize` does."""
-        comm = self.exchange.comm
+        comm = self.exchange.group.comm
         if self._gathered is None or comm is None:
             return
         joined = self.group.flag == Flag.JOINED
         try:
-            self.skipped = not self._gathered.combine(comm, self.exchange.config, self.exchange.totals, joined=joined)
+            self.skipped = not self._gathered.combine(
+                comm, self.exchange.agreed.config, self.exchange.agreed.totals, joined=joined
+            )
         except NonFiniteError:  # the same on all ranks
             self.discard()
             raise
         except BaseException as error:
-            with self.exchange.breaking():
+            with self.exchange.fault.recording():
                 raise error
 
     def _attach(self, combined: Combined) -> None:
@@ -194,7 +196,7 @@ class Reducer:
             if self.passes.combined and not self.passes.scaling.combined:
                 warnings.warn(TWICE, stacklevel=3)
             self.synchronize()
-        elif not self.passes.combined and not self.exchange.outside and not self.idle:
+        elif not self.passes.combined and not self.exchange.group.outside and not self.idle:
             raise AGMergeError(NOT_COMBINED)
         optimizer = self.members.optimizer
         with withheld(self.exchange, optimizer), self._clipping.looking(optimizer):
@@ -204,7 +206,7 @@ class Reducer:
 
     def end_step(self) -> None:
         """Collective. Commit: the inner optimizer has stepped. Compare replicas and plan again, where that is due."""
-        if self.exchange.outside or self.skipped or self.idle:
+        if self.exchange.group.outside or self.skipped or self.idle:
             self.discard()
             return
         self.exchange.commit()
@@ -217,7 +219,7 @@ class Reducer:
 
         Does nothing for a scaler that is not attached, or where they are combined already.
         """
-        if scaler is self.passes.scaling.scaler and not self.passes.combined and not self.exchange.outside:
+        if scaler is self.passes.scaling.scaler and not self.passes.combined and not self.exchange.group.outside:
             if not self._combines:
                 raise AGMergeError(NOT_COMBINED)
             self.synchronize()
@@ -246,12 +248,12 @@ class Reducer:
         an error that has broken the exchange.
         """
         if self.group.alone:
-            if self.exchange.is_broken and self.exchange.config.sync.model is not None:
+            if self.exchange.fault and self.exchange.agreed.config.sync.model is not None:
                 raise_broken(self.exchange)  # updates of the last step may be lost
-            if self.exchange.is_broken:
+            if self.exchange.fault:
                 self.leave()  # a lone worker: no other rank is affected
             self.discard()
-        elif self.exchange.is_broken:
+        elif self.exchange.fault:
             raise_broken(self.exchange)
         elif missing := self.passes.missing():
             if self.exchange.under_way:  # else nothing has left, and this rank begins the step again
@@ -261,7 +263,7 @@ class Reducer:
             try:
                 Reducer.synchronize(self)
             except AGMergeError:  # its text names the gradients that the refused pass has changed
-                self.exchange.check_unbroken()
+                self.exchange.fault.check()
         return not self.passes.unfinished
 
     def discard(self) -> None:
@@ -285,7 +287,7 @@ class Reducer:
 
 def trains(exchange: GradientExchange) -> bool:
     """Return whether a parameter needs a gradient, or the exchange has known one that did."""
-    return (exchange.agreed and not exchange.changed) or bool(exchange.members())
+    return (exchange.agreed.is_valid and not exchange.agreed.changed) or bool(exchange.agreed.members())
 
 
 def check_attachable(combined: Combined, exchange: GradientExchange, *, is_active: bool) -> None:
@@ -302,9 +304,9 @@ def check_attachable(combined: Combined, exchange: GradientExchange, *, is_activ
             )
     if not any(combined.used) and is_active:
         warnings.warn(NO_GRADIENT, stacklevel=7)
-    if exchange.changed:
+    if exchange.agreed.changed:
         known = set(buffers.flat.parameters)
-        for member in exchange.members():
+        for member in exchange.agreed.members():
             if member.parameter not in known and member.parameter.grad is not None:
                 raise AGMergeError(
                     f"parameter {member.name!r} was added or unfrozen during backward(), and its gradient was "
@@ -315,7 +317,7 @@ def check_attachable(combined: Combined, exchange: GradientExchange, *, is_activ
 def raise_broken(exchange: GradientExchange) -> None:
     """Raise the error that has broken the exchange, with advice."""
     try:
-        exchange.check_unbroken()
+        exchange.fault.check()
     except AGMergeError as error:
         raise AGMergeError(f"{error}. {AFTER_BROKEN}") from error.__cause__
 

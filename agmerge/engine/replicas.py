@@ -87,7 +87,7 @@ class SyncedReplica:
     @property
     def steps(self) -> int:
         """Return how many steps the optimizer has made."""
-        return self._exchange.steps
+        return self._exchange.agreed.steps
 
     def compared(self) -> dict[str, torch.Tensor]:
         """Return the tensors that must be equal on all ranks after a step, by name: all parameters."""
@@ -95,7 +95,7 @@ class SyncedReplica:
 
     def unsent(self) -> dict[str, torch.Tensor]:
         """Return the residuals of this rank, by name, in the shape of the parameter or of this rank's shard."""
-        return self._exchange.residuals()
+        return self._exchange.agreed.current.residuals()
 
     def saved(self) -> None:
         """Return None: a rank has no state beside residuals and the optimizer's."""

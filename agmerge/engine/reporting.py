@@ -36,7 +36,7 @@ class ReportingMixin:
 
     def _buffers(self) -> MergeBuffers:
         """Return the merge buffers in use. Raises ``AGMergeError`` before the first step, when there are none."""
-        buffers = self._reducer.exchange.buffers
+        buffers = self._reducer.exchange.agreed.buffers
         if buffers is None:
             raise AGMergeError("there is no plan yet: ranks agree on one in the first step")
         return buffers
@@ -48,7 +48,7 @@ class ReportingMixin:
         ``"density"`` is the compressor's own target, ``"merging"`` a planner with its options, ``"plan"`` and a digest,
         or ``"groups"``.
         """
-        return dict(self._reducer.exchange.config.facts())
+        return dict(self._reducer.exchange.agreed.config.facts())
 
     def stats(self) -> dict[str, Any]:
         """Return totals since construction, of this rank; ``buffers`` and ``residual_norm`` (L2) are as of now.
@@ -74,15 +74,15 @@ class ReportingMixin:
         in ``bytes_sent``, nor in ``link_bytes``. ``selection``: only while :meth:`measure_selection` is on.
         """
         exchange = self._reducer.exchange
-        totals, compressor = exchange.totals, exchange.config.compression.compressor
+        totals, compressor = exchange.agreed.totals, exchange.agreed.config.compression.compressor
         sparsifier = compressor.part(Kind.SPARSE)
         figures = {} if sparsifier is None else sparsifier.figures()
-        exchange.times.settle()
+        exchange.agreed.times.settle()
         now = plan_status(exchange)
         norms = [float(torch.linalg.vector_norm(r.double())) for r in self._reducer.replica.unsent().values()]
         return {
             "steps": self._reducer.replica.steps,
-            "exchanges": exchange.steps,
+            "exchanges": exchange.agreed.steps,
             "steps_skipped": totals.steps_skipped,
             "compressor": compressor.name,
             "buffers": totals.buffers,
@@ -93,7 +93,7 @@ class ReportingMixin:
             "link_bytes_dense": totals.link_bytes_dense,
             "elements_sent": totals.elements_sent,
             "density": totals.density,
-            "exposed_seconds": exchange.times.exposed,
+            "exposed_seconds": exchange.agreed.times.exposed,
             "planning": now.activity,
             "bytes_probed": now.bytes_probed,
             "values": now.wire,
@@ -125,7 +125,7 @@ class ReportingMixin:
         Raises :class:`agmerge.AGMergeError` before the first step, and with ``sync="updates"`` and ``merging="dear"``,
         where gradients are never together before the optimizer steps.
         """
-        config = self._reducer.exchange.config
+        config = self._reducer.exchange.agreed.config
         if config.sync.updates is not None or config.sync.model is not None:
             how = "sync='updates'" if config.sync.updates is not None else "merging='dear'"
             raise AGMergeError(f"grad_norm(): with {how} no combined gradients are there to look at")
@@ -136,12 +136,12 @@ class ReportingMixin:
 
         ``on``: False ends it.
         """
-        self._reducer.exchange.observe_selection(on)
+        self._reducer.exchange.agreed.observe_selection(on)
 
     def compression_report(self) -> str:
         """Return a table with a line for each tensor: merge buffer, lane, density, elements. After the first step."""
         exchange = self._reducer.exchange
-        return compression_table(self._buffers(), exchange.config, exchange.steps)
+        return compression_table(self._buffers(), exchange.agreed.config, exchange.agreed.steps)
 
     def measure(self) -> merging.Measurements:
         """Collective. Measure what selection and exchanges cost now; :meth:`merge_report` predicts from it.
@@ -151,10 +151,10 @@ class ReportingMixin:
         """
         self._reducer.check_idle("measure()")
         exchange = self._reducer.exchange
-        if exchange.plans is None or not exchange.agreed or not exchange.times.typical():
+        if exchange.agreed.plans is None or not exchange.agreed.is_valid or not exchange.agreed.times.typical():
             raise AGMergeError("measure() needs a step to measure: call it after step()")
-        with exchange.breaking():
-            return exchange.plans.measure(exchange.step)
+        with exchange.fault.recording():
+            return exchange.agreed.plans.measure(exchange.agreed.step)
 
     @property
     def measurements(self) -> merging.Measurements:
@@ -177,7 +177,7 @@ class ReportingMixin:
         All are milliseconds since the first tensor. After the first step.
         """
         now = plan_status(self._reducer.exchange)
-        table = merge_buffers_table(self._buffers(), now.measured, self._reducer.exchange.times.typical())
+        table = merge_buffers_table(self._buffers(), now.measured, self._reducer.exchange.agreed.times.typical())
         return table if now.wire == AUTO else f"{table}\nselected values travel in {now.wire}: {now.wire_why}"
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
@@ -187,8 +187,8 @@ class ReportingMixin:
 
 def plan_status(exchange: GradientExchange) -> PlanStatus:
     """Return what is in use in an exchange, and why; ``measured`` only while its agreement holds."""
-    now = unplanned(exchange.config) if exchange.plans is None else exchange.plans.status()
-    return now if exchange.agreed else replace(now, measured=None)
+    now = unplanned(exchange.agreed.config) if exchange.agreed.plans is None else exchange.agreed.plans.status()
+    return now if exchange.agreed.is_valid else replace(now, measured=None)
 
 
 def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
@@ -277,13 +277,13 @@ def traced(exchange: GradientExchange, path: str | os.PathLike[str]) -> Iterator
 
     Raises ``AGMergeError`` while another trace is being recorded.
     """
-    times = exchange.times
+    times = exchange.agreed.times
     if times.trace is not None:
         raise AGMergeError("trace(): a trace is being recorded already; end that one first")
-    rank, size = (exchange.comm.rank, exchange.comm.size) if exchange.comm is not None else (0, 1)
+    rank, size = (exchange.group.comm.rank, exchange.group.comm.size) if exchange.group.comm is not None else (0, 1)
     trace = Trace(rank, f"rank {rank}")
     times.record(trace)
-    exchange.describe_to(trace)
+    exchange.agreed.describe_to(trace)
     try:
         yield
     finally:

@@ -171,7 +171,7 @@ class UnsentInParameters(SharedParameters):
 
     def delta(self, name: str) -> Difference:
         delta = super().delta(name)
-        buffers = self._exchange.buffers
+        buffers = self._exchange.agreed.buffers
         if self._overlap and buffers is not None and buffers.goes_dense(buffers.slot_of[name]):
             self._whole[name] = delta.tensor().reshape(-1)
         return delta
@@ -240,15 +240,15 @@ class UnsentInResidual(SharedParameters):
         self._applied = applied
 
     def expected(self, name: str) -> torch.Tensor:
-        residual = self._exchange.residual_of(name) if self._applied else None
+        residual = self._exchange.agreed.residual_of(name) if self._applied else None
         return place(self.base[name], residual, self.own[name].dtype)
 
     def unsent(self, name: str) -> torch.Tensor:
-        residual = self._exchange.residual_of(name)
+        residual = self._exchange.agreed.residual_of(name)
         if residual is None:
             return self.displacement(name)
         # A node's residual lies in shards on its ranks: this rank's own share of it cannot be separated.
-        return residual if self._exchange.shard is not None else self.displacement(name) + residual
+        return residual if self._exchange.group.shard is not None else self.displacement(name) + residual
 
     def apply(self, combined: Combined) -> None:
         updates = {name: update for name, update in combined.updates.items() if update is not None}

@@ -36,7 +36,7 @@ class SwappingMixin:
         in the next step. A momentum that the new memory does not have, and bases that the new compressor does not have,
         are kept, and saved, until a later one uses them; an SGD's own momentum then begins at zero.
         """
-        reducer, optimizer, before = self._reducer, self._inner, self._reducer.exchange.config
+        reducer, optimizer, before = self._reducer, self._inner, self._reducer.exchange.agreed.config
         chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
         changed = prepare_change(self._options, optimizer, compression, chosen, options)
         advice = "Give every rank the same compressor, at the same step."

@@ -81,15 +81,15 @@ class UpdateReducer:
             check_not_averaged(self.members)
             self._connect_anew()
         if not self.group.alone:
-            assert self.exchange.comm is not None
-            self._sharded.begin(together=self.exchange.comm.size == workers.size())
+            assert self.exchange.group.comm is not None
+            self._sharded.begin(together=self.exchange.group.comm.size == workers.size())
 
     def _connect_anew(self) -> None:
         """Collective. Connect, and scale unsent updates to the number of workers, as residuals are."""
-        origin, shared = self.exchange.origin, self.replica.shared
+        origin, shared = self.exchange.agreed.carried.origin, self.replica.shared
         displaced = {} if origin is None else {name: shared.displacement(name) for name in shared.own}
         self.group.connect()
-        comm = self.exchange.comm
+        comm = self.exchange.group.comm
         if origin is not None and comm is not None and comm.size != origin[1]:
             factor = comm.size / origin[1]
             shared.put({name: displacement * factor for name, displacement in displaced.items()})
@@ -127,7 +127,7 @@ class UpdateReducer:
         """Collective. Connect, if need be, and sample parameters before the optimizer moves them."""
         self.replica.check_not_shown("a step")
         self.connect()
-        self.exchange.check_unbroken()
+        self.exchange.fault.check()
         self._sharded.note()
         if self.group.alone:
             self.replica.absorb_residuals()
@@ -148,18 +148,18 @@ class UpdateReducer:
             return
         self.replica.strayed.stepped(says=workers.rank() == 0 and workers.bound() is None)
         if self._receive_at is None:  # else parameters are about to move by others' updates
-            assert self.exchange.comm is not None
-            with self.exchange.breaking():
-                self._sharded.compare(self.exchange.comm, self.exchange.config.guards.timeout)
+            assert self.exchange.group.comm is not None
+            with self.exchange.fault.recording():
+                self._sharded.compare(self.exchange.group.comm, self.exchange.agreed.config.guards.timeout)
         if self._receive_at is not None and steps.count >= self._receive_at:
             self._receive()
         fragment = self.updates.fragment_at(steps.count)
         due = None if fragment is None else self.updates.merge_buffers_of(fragment)
         # With fewer merge buffers than fragments some of these have none.
         if fragment is None or (due is not None and not due(len(self.exchange.agree().plan.counts))):
-            self.exchange.totals.passed(sum(tensor.numel() for tensor in self.replica.shared.base.values()))
+            self.exchange.agreed.totals.passed(sum(tensor.numel() for tensor in self.replica.shared.base.values()))
             return
-        status.current().enter("is in step()", self.exchange.step)
+        status.current().enter("is in step()", self.exchange.agreed.step)
         self._due, self._announced = due, steps.drain()
         self._receive_at = steps.count + self.updates.overlap
         if self.updates.overlap:
@@ -178,7 +178,7 @@ class UpdateReducer:
         """Collective. Receive and apply the exchange that is due, or under way."""
         announced, self._announced, self._receive_at = self._announced, (), None
         combined = self.exchange.finish(self.replica.shared.delta, self.group.flag, self._due, announced)
-        with self.exchange.breaking():
+        with self.exchange.fault.recording():
             self.exchange.commit()
             self.replica.shared.apply(combined)
             combined.buffers.forget_round()
@@ -188,7 +188,7 @@ class UpdateReducer:
     @torch.no_grad()
     def flush(self) -> None:
         """Collective. Receive and apply the exchange under way."""
-        if self._receive_at is not None and not self.exchange.is_broken:
+        if self._receive_at is not None and not self.exchange.fault:
             self._receive()
 
     @torch.no_grad()
@@ -199,7 +199,7 @@ class UpdateReducer:
             return
         self.flush()
         self._due, buffers = None, None
-        while buffers is None or buffers is not self.exchange.buffers:  # else ranks have agreed again meanwhile
+        while buffers is None or buffers is not self.exchange.agreed.buffers:  # else ranks have agreed again meanwhile
             buffers = self.exchange.agree()
             self._announced = self.replica.own_steps.drain()
             with self.exchange.sending_whole():
@@ -216,8 +216,8 @@ class UpdateReducer:
 
     def close(self) -> None:
         """Collective. Consolidate, where steps have been made since; after an error do not wait for others."""
-        world, is_ahead = self.exchange.world, self.replica.strayed.ahead
-        if is_ahead and not self.exchange.is_broken and workers.current(world) and sys.exc_info()[1] is None:
+        world, is_ahead = self.exchange.group.world, self.replica.strayed.ahead
+        if is_ahead and not self.exchange.fault and workers.current(world) and sys.exc_info()[1] is None:
             self.consolidate()
         self.exchange.close()
 

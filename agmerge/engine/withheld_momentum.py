@@ -100,19 +100,19 @@ class _Hidden:
 
 def _has_applied(exchange: GradientExchange, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a memory has applied ``optimizer``'s momentum in this step. Raises as :func:`withheld` does."""
-    memory = exchange.config.compression.memory
-    if not memory.has_momentum or exchange.outside:
+    memory = exchange.agreed.config.compression.memory
+    if not memory.has_momentum or exchange.group.outside:
         return False
-    if exchange.config.compression.rates is None:
+    if exchange.agreed.config.compression.rates is None:
         if rates(optimizer, memory) is not None:
             raise ValueError(
                 f"a group of {type(optimizer).__name__} has got a momentum, and {memory} applies its own, 0.9, before "
                 "selection: set it back to 0, or call "
-                f"set_compressor({exchange.config.compression.compressor.name!r}) on every rank"
+                f"set_compressor({exchange.agreed.config.compression.compressor.name!r}) on every rank"
             )
         return False
     check_dampening(optimizer.param_groups)
-    rank_0 = exchange.comm is not None and exchange.comm.rank == 0
+    rank_0 = exchange.group.comm is not None and exchange.group.comm.rank == 0
     if rank_0 and not any(group["momentum"] for group in optimizer.param_groups):
         warnings.warn(GONE.format(memory=memory.name, optimizer=type(optimizer).__name__), stacklevel=5)
     return True
@@ -126,7 +126,7 @@ def take_over(exchange: GradientExchange, members: ParameterTable, optimizer: to
     It is the same recursion. The buffers are averages (or sums) over all ranks and alike on all of them: where updates
     are averages every rank takes them; where they are sums rank 0 does, so that they count once.
     """
-    if exchange.config.compression.rates is None or exchange.comm is None or exchange.agreed:
+    if exchange.agreed.config.compression.rates is None or exchange.group.comm is None or exchange.agreed.is_valid:
         return
     dropped = False
     for parameter, group in [(p, its_group) for its_group in optimizer.param_groups for p in its_group["params"]]:
@@ -136,12 +136,14 @@ def take_over(exchange: GradientExchange, members: ParameterTable, optimizer: to
             optimizer.state.pop(parameter, None)
         if buffer is None or not local_of(buffer).any():
             continue  # torch.distributed.checkpoint makes empty ones: they are no momentum in place of a loaded one
-        dropped |= exchange.shard is not None
+        dropped |= exchange.group.shard is not None
         own_part = None  # this rank's share of it
-        if exchange.shard is None and (exchange.config.sync.op is Average or exchange.comm.rank == 0):
+        if exchange.group.shard is None and (
+            exchange.agreed.config.sync.op is Average or exchange.group.comm.rank == 0
+        ):
             factor, nesterov = rate(group)
             own_part = local_of(buffer)
             own_part = own_part * factor if nesterov else own_part  # nesterov's has its factor in DGCMemory
-        exchange.carry("momentum", members.name_of(parameter), own_part)  # in place of an older one
-    if dropped and exchange.comm.rank == 0:
+        exchange.agreed.carried.stash("momentum", members.name_of(parameter), own_part)  # in place of an older one
+    if dropped and exchange.group.comm.rank == 0:
         warnings.warn(SHARDS.format(optimizer=type(optimizer).__name__), stacklevel=4)

@@ -134,7 +134,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         if self._inner is not None:
             self._attached.callback(withhold(self._reducer.exchange, self._inner))
             self._attached.callback(torch_helpers.hide_momentum(self._reducer.exchange, self._inner))
-            for each in optimizers_of(self._inner) if not self._reducer.exchange.config.guards.scaled else ():
+            for each in optimizers_of(self._inner) if not self._reducer.exchange.agreed.config.guards.scaled else ():
                 self._attached.callback(refuse_unknown(each))
 
     def _check_apart(self, model: DistributedDataParallel) -> None:
@@ -166,7 +166,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         if self._inner is not None and self._steps_alone and inner:
             load_state(self._inner, inner)
         exchange = self._reducer.exchange
-        exchange.adopt(with_momentum_of(exchange.config, self._inner))
+        exchange.agreed.adopt(with_momentum_of(exchange.agreed.config, self._inner))
 
     @property
     def _steps_alone(self) -> bool:

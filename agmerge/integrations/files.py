@@ -135,7 +135,7 @@ def restart(compressed: Compressed) -> None:
 
 def _place(compressed: Compressed) -> File:
     """Return this rank's number among all ranks. Raises ``ValueError`` where these do not all exchange gradients."""
-    if compressed._reducer.exchange.config.sync.process_set.members:
+    if compressed._reducer.exchange.agreed.config.sync.process_set.members:
         raise ValueError(
             "files beside a checkpoint are of all ranks, and this model's process_group has some of them only: save "
             "state_dict() by rank"

@@ -62,7 +62,7 @@ def watch(
 
     def saved(*_: Any) -> None:
         reducer = held()
-        if reducer is not None and (reducer.exchange.comm is None or reducer.exchange.comm.rank == 0):
+        if reducer is not None and (reducer.exchange.group.comm is None or reducer.exchange.group.comm.rank == 0):
             seen.saved(_kept(reducer))
 
     def stepped(*_: Any) -> None:
@@ -86,5 +86,5 @@ def _kept(reducer: AnyReducer) -> str:
     if not reducer.combines_gradients:
         return UPDATES if reducer.replica.steps else ""
     kinds = [kind for kind, plural in KINDS.items() if plural in LOST]
-    kept = (tensor for (kind, _), tensor in reducer.exchange.state().items() if kind in kinds)
+    kept = (tensor for (kind, _), tensor in reducer.exchange.agreed.current.tensors.items() if kind in kinds)
     return RESIDUALS if any(bool(tensor.any()) for tensor in kept) else ""

@@ -226,7 +226,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         if len(optimizers_of(self._inner)) == 1:  # else the next line but one refuses, before anything is sent
             self._reducer.check_idle("add_param_group()")
         self._inner.add_param_group(param_group)
-        model = self._reducer.exchange.config.sync.model
+        model = self._reducer.exchange.agreed.config.sync.model
         if model is not None:
             dear_modules.admit_group(model, self._inner)
 
@@ -293,13 +293,15 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         options = replace(self._options, scaler=scaler)
         config = prepare(options, self._inner, are_new=False).config
         grad_scaler.check_dtypes(self._reducer.members, config.guards.scaled)
-        config = self._reducer.exchange.config.changed(nonfinite=config.guards.nonfinite, scaled=config.guards.scaled)
+        config = self._reducer.exchange.agreed.config.changed(
+            nonfinite=config.guards.nonfinite, scaled=config.guards.scaled
+        )
         self._reducer.reconfigure(config, "attach_scaler()", "Attach the scaler on every rank, at the same step.")
         self._options = options
         self._take_scaler()
 
     def _take_scaler(self) -> None:
-        scaler = self._options.scaler if self._reducer.exchange.config.guards.scaled else None
+        scaler = self._options.scaler if self._reducer.exchange.agreed.config.guards.scaled else None
         grad_scaler.check_dtypes(self._reducer.members, scaler is not None)
         if self._reducer.combines_gradients and scaler is not self._reducer.passes.scaling.scaler:
             self._reducer.passes.attach_scaler(grad_scaler.LossScale(scaler))

@@ -66,11 +66,11 @@ class SavingMixin:
         state = as_state(state_dict)
         inner = {key: value for key, value in state.items() if key != rank_state.SECTION}
         check_state(self._inner, inner)
-        before = self._reducer.exchange.config
+        before = self._reducer.exchange.agreed.config
         groups = [group for section in sections_of(self._inner, inner) for group in section["param_groups"]]
         rates = with_momentum_of(before, self._inner, groups).compression.rates
         inner = rank_state.load(self._reducer, state.get(rank_state.SECTION)) or inner
-        config = self._reducer.exchange.config.changed(rates=rates)
-        self._reducer.exchange.adopt(config)
+        config = self._reducer.exchange.agreed.config.changed(rates=rates)
+        self._reducer.exchange.agreed.adopt(config)
         load_state(self._inner, inner)
         notices.warn_of_changes(self._reducer.exchange, self._inner, before)

@@ -19,7 +19,7 @@ _FROM = "its dictionary is read by agmerge.from_params: pass **agmerge.from_para
 # By keyword, what to write: {value} is the given value, {name} the keyword.
 _MEANT = {
     # ACP-SGD's and DeAR's are MB, those of MG-WFBP, OMGS-SGD and FGBuff elements.
-    "threshold": f'pass {_PLANNER.format("{value}")} for MB, or for elements {_ELEMENTS}',
+    "threshold": f"pass {_PLANNER.format('{value}')} for MB, or for elements {_ELEMENTS}",
     "fusion_threshold": 'pass merging=merging.get("threshold", bytes={value})',
     "fusion_threshold_mb": f"pass {_PLANNER.format('{value}')}",
     "bucket_cap_mb": f"pass {_PLANNER.format('{value}')}",

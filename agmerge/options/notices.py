@@ -35,11 +35,11 @@ def warn_of_changes(exchange: Any, optimizer: torch.optim.Optimizer | None, befo
         optimizer: the one that steps; None: it is not known, and there is no warning.
         before: a ``Config``, or None.
     """
-    alone = exchange.comm is None and workers.is_initialized()  # elastic: not connected yet
-    if optimizer is None or exchange.outside or not (alone or exchange.comm is not None):
+    alone = exchange.group.comm is None and workers.is_initialized()  # elastic: not connected yet
+    if optimizer is None or exchange.group.outside or not (alone or exchange.group.comm is not None):
         return
-    rank = workers.rank() if alone else exchange.comm.rank
-    config, name, groups = exchange.config, type(optimizer).__name__, optimizer.param_groups
+    rank = workers.rank() if alone else exchange.group.comm.rank
+    config, name, groups = exchange.agreed.config, type(optimizer).__name__, optimizer.param_groups
     followed = before is not None and before.compression.rates is not None
     if config.compression.rates is not None and not followed:
         momenta = ", ".join(f"{value:g}" for value in dict.fromkeys(float(group["momentum"]) for group in groups))

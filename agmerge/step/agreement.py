@@ -10,15 +10,20 @@ from typing import Any
 import merging
 from agmerge.backends import Backend
 from agmerge.backends.handshake import Fact, broadcast_bytes, require_agreement
-from agmerge.backends.topology import Nodes
 from agmerge.exchanges.send_mode import OWN, send_mode, why_labels_are_wrong, with_send_mode
 from agmerge.exchanges.splitting import why_parts_impossible
+from agmerge.step.carried_state import CarriedState
 from agmerge.step.config import AUTO, FASTEST, Config
 from agmerge.step.counted_links import Count
-from agmerge.step.flat_buffers import State
+from agmerge.step.group import Group
 from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.tensors.layout import Slot
 from agmerge.tensors.parameters import ParameterInfo
 
+RESIZED = (
+    "parameter {name!r} had shape {before} and has {now} now: what was kept of it does not fit. Give the model its "
+    "shapes before its optimizer is wrapped, or close() this optimizer and wrap anew"
+)
 ADVICE = "Change parameters (add_param_group, requires_grad, dtype, device) on every rank at the same step."
 SHARD = (
     "the shard of {name!r}, which all ranks of a process set have to hold (fully_shard takes mesh['shard'], "
@@ -41,36 +46,31 @@ def model_facts(members: Sequence[ParameterInfo], config: Config) -> list[Fact]:
 
 
 def open_merge_buffers(
-    comm: Backend,
+    group: Group,
     config: Config,
     members: Sequence[ParameterInfo],
     order: Iterable[str],
     steps: int,
-    recorded: merging.Plan | None,
-    nodes: Nodes | None,
-    shares: dict[str, int] | None,
-    carried: State,
-    second: Backend | None,
+    carried: CarriedState,
     count: Count,
 ) -> tuple[MergeBuffers, int]:
     """Collective. Agree on members, order and plan, and allocate memory; return the merge buffers and the step count.
 
     Args:
 
-        comm: the ranks that agree.
+        group: the ranks that agree.
         config: the same on all of them.
-        members: this rank's tensors, each with its lane.
+        members: this rank's tensors, each with its class.
         order: names in the order in which this rank saw them ready; other tensors go last. Rank 0's counts.
         steps: committed exchanges so far. Rank 0's counts.
-        recorded: a plan to go on with, if it still fits; else None.
-        nodes: for ``exchange="two-level"``; else None.
-        shares: elements to send by name, by importance; None if not known of every tensor. Rank 0's counts.
-        carried: this rank's state of before, which is only read.
-        second, count: as in :class:`MergeBuffers`.
+        carried: this rank's state of before, which is only read. Rank 0's plan and budgets count.
+        count: as in :class:`MergeBuffers`.
 
     Raises :class:`agmerge.RankMismatchError` on every rank if the models differ, and ``ValueError`` on every rank if
     the plan does not fit.
     """
+    comm = group.comm
+    assert comm is not None
     require_agreement(
         comm, model_facts(members, config), what="membership", advice=ADVICE, timeout=config.guards.timeout
     )
@@ -79,14 +79,27 @@ def open_merge_buffers(
     names = [member.name for member in members]
     decision = decide_on_rank_0(
         comm,
-        lambda: {"plan": _make_plan(config, members, order, recorded).dumps(), "steps": steps, "shares": shares},
+        lambda: {
+            "plan": _make_plan(config, members, order, carried.plan).dumps(),
+            "steps": steps,
+            "shares": carried.budgets,
+        },
         reject=lambda decision: why_plan_does_not_fit(merging.Plan.loads(decision["plan"]), names),
         timeout=config.guards.timeout,
     )
-    unsent = {name for (kind, name), tensor in carried.items() if kind == "residual" and bool(tensor.any())}
-    buffers = MergeBuffers(comm, config, members, merging.Plan.loads(decision["plan"]), nodes, second, count, unsent)
+    unsent = {name for name, residual in carried.residuals().items() if bool(residual.any())}
+    plan = merging.Plan.loads(decision["plan"])
+    buffers = MergeBuffers(comm, config, members, plan, group.nodes, group.second_across, count, unsent)
     buffers.budgets.restore(decision["shares"] or {})
     return buffers, decision["steps"]
+
+
+def check_shapes(before: Iterable[Slot], now: Iterable[Slot]) -> None:
+    """Raise ``ValueError`` for a parameter that the script has given another shape since the last agreement."""
+    shapes = {slot.name: slot.shape for slot in before}
+    for slot in now:
+        if shapes.get(slot.name, slot.shape) != slot.shape:
+            raise ValueError(RESIZED.format(name=slot.name, before=list(shapes[slot.name]), now=list(slot.shape)))
 
 
 def decide_on_rank_0(

@@ -11,18 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 
 import merging
 from agmerge.backends import Backend
+from agmerge.backends.handshake import Fact
 from agmerge.errors import AGMergeError
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.step_times import StoppedClock
 from agmerge.step.agreed_state import AgreedState, OnAgreement, TensorTable
+from agmerge.step.carried_state import CarriedState
 from agmerge.step.config import TWO_LEVEL, Config
+from agmerge.step.fault import Fault
 from agmerge.step.gradient_norm import GradientNorm
+from agmerge.step.group import Group
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.nonfinite_verdict import resolve_nonfinite
 from agmerge.step.round import GradientOf, Round
@@ -73,13 +78,13 @@ class Combined:
         )
 
 
-class GradientExchange(AgreedState):
-    """Exchange that combines the tensors of ``table`` over the ranks of one communicator, step by step.
+class GradientExchange:
+    """Exchange that combines the tensors of ``table`` over the ranks of one group, step by step.
 
     :meth:`connect` once. In each step :meth:`ready` for each tensor as soon as it exists, :meth:`finish` for the
-    combined ones, :meth:`commit` to keep the residuals, and :meth:`replan` if plans may change. Or :meth:`discard` in
-    place of ``commit``: then nothing of the step is kept. ``is_current`` returns whether ``world``, from which it was
-    connected, still exists: where it does not, nothing is sent before it is connected again.
+    combined ones, :meth:`commit` to keep the residuals, and ``agreed.replan()`` if plans may change. Or :meth:`discard`
+    in place of ``commit``: then nothing of the step is kept. ``is_current`` returns whether ``world``, from which it
+    was connected, still exists: where it does not, nothing is sent before it is connected again.
     """
 
     def __init__(
@@ -89,13 +94,71 @@ class GradientExchange(AgreedState):
         on_agreement: OnAgreement = lambda buffers, times: None,
         is_current: Callable[[Backend | None], bool] = lambda world: True,
     ) -> None:
-        super().__init__(table, config, on_agreement)
+        self.group, self.fault = Group(), Fault()
+        self.agreed = AgreedState(table, config, on_agreement, self.group)
         self._is_current = is_current
         self.norm = GradientNorm()  # of the last step, where gradients are combined before it ends
         self._handed: dict[str, torch.Tensor | None] = {}  # gradients of this step, in readiness order
         self._round: Round | None = None  # under way
-        self._broken: BaseException | None = None  # an error that has left ranks at different places
         self._why_given_up = ""  # while this rank gives a step up: why
+
+    # -- the group ------------------------------------------------------------------------------------------------
+
+    def connect(
+        self,
+        world: Backend,
+        comm: Backend | None,
+        facts: Sequence[Fact] | None = None,
+        second: Backend | None = None,
+    ) -> bool:
+        """Collective. Exchange among the ranks of ``comm``, as :meth:`Group.connect` does; None: not this one.
+
+        ``facts``: compared between ranks; None: those of the config and the tensors. Residuals of an earlier group are
+        scaled to the number of workers of this one. Returns False where they are of other shards than this rank has
+        now, and are dropped.
+        """
+        agreed, shard_before = self.agreed, self.group.shard
+        self.group.connect(world, comm, second, agreed.config, agreed.facts() if facts is None else facts)
+        if comm is None:
+            return True
+        agreed.totals.among(comm.size)
+        carried = agreed.carried
+        if carried.origin is not None and carried.tensors and self.group.shard != shard_before:
+            agreed.restore(replace(carried, tensors={}, origin=None), agreed.steps)
+            return False
+        carried.fit(agreed.config.sync.op, comm.size)
+        return True
+
+    def reconfigure(self, config: Config, what: str, advice: str) -> None:
+        """Collective. Use another config from the next step on, as :meth:`AgreedState.reconfigure` does."""
+        self.agreed.reconfigure(config, what, advice)
+        self.discard()
+
+    def restore(self, carried: CarriedState, steps: int, shard: tuple[int, int] | None) -> None:
+        """Replace the state and the number of exchanges by earlier ones, as :meth:`AgreedState.restore` does.
+
+        ``shard``: which shard of each tensor ``carried`` has, for a rank that has no group yet.
+        """
+        self.agreed.restore(carried, steps)
+        if self.group.comm is None:
+            self.group.assume(shard)
+        self.discard()
+
+    def leave(self) -> None:
+        """Forget the group, and how it broke. The state after the last step is carried over."""
+        self.agreed.leave()
+        self.group.leave()
+        self.fault.record(None)
+        self._round = None
+
+    def close(self) -> None:
+        """Close the communicators. Nothing can be exchanged any more."""
+        if self._round is not None:
+            self._round.let_go()
+        self.fault.record(AGMergeError("this optimizer was closed"))
+        self.group.close()
+
+    # -- a step ---------------------------------------------------------------------------------------------------
 
     def ready(self, name: str, tensor: torch.Tensor | None, *, stays: bool = False) -> torch.Tensor | None:
         """Collective. Hand over a tensor (None: this rank has none), and send the merge buffers that are complete now.
@@ -104,23 +167,23 @@ class GradientExchange(AgreedState):
         to use in its place until then: the same numbers, perhaps where the update will be, so that memory is freed.
         ``stays``: the caller keeps it in any case.
         """
-        self.check_unbroken()
+        self.fault.check()
         held, attempt = tensor, self._attempt()
         # A tensor that joined the table since the last agreement has no place: the next agreement gives it one.
         if attempt is not None and not attempt.dirty and name in attempt.buffers.slot_of:
             try:
                 held = attempt.add(attempt.buffers.slot_of[name], tensor, stays=stays)
-            except BaseException as error:  # as breaking() does, without a generator a tensor
-                self._broken = error
+            except BaseException as error:  # as fault.recording() does, without a generator a tensor
+                self.fault.record(error)
                 raise
         self._handed[name] = held
         return held
 
     def agree(self) -> MergeBuffers:
         """Collective. Return the merge buffers. Before the first agreement, all ranks agree first."""
-        self.check_unbroken()
-        with self.breaking():
-            return self.agree_anew([]) if self.buffers is None else self.buffers
+        self.fault.check()
+        with self.fault.recording():
+            return self.agreed.agree_anew([]) if self.agreed.buffers is None else self.agreed.buffers
 
     def start(
         self,
@@ -133,8 +196,8 @@ class GradientExchange(AgreedState):
 
         Arguments are those of :meth:`finish`. Before the first agreement nothing is sent.
         """
-        self.check_unbroken()
-        with self.breaking():
+        self.fault.check()
+        with self.fault.recording():
             attempt = self._attempt(flags, due, nonfinite)
             if attempt is not None:
                 attempt.add_all(gradient_of)
@@ -159,26 +222,26 @@ class GradientExchange(AgreedState):
         def late(name: str) -> torch.Tensor | Difference | None:
             return self._handed[name] if name in self._handed else gradient_of(name)
 
-        self.check_unbroken()
-        with self.breaking():
+        self.fault.check()
+        with self.fault.recording():
             attempt = self._attempt(flags, due, nonfinite)
             if attempt is None or not attempt.receive(late):
                 if attempt is not None:
                     attempt.undo()
-                buffers = self.agree_anew(list(self._handed))
+                buffers = self.agreed.agree_anew(list(self._handed))
                 self._round = attempt = self._new_round(buffers, False, flags, due, nonfinite)
                 if not attempt.receive(late):
                     raise AGMergeError("parameters changed while ranks agreed on them; change them between steps")
             if attempt.is_complete:  # a round of some merge buffers teaches nothing about the plan
-                self.times.observe(attempt.recorder)
+                self.agreed.times.observe(attempt.recorder)
             error = resolve_nonfinite(attempt)
             if attempt.nonfinite:
                 attempt.undo()
         if error is not None:
             self.discard()
             raise error
-        now = self.config.sync.updates is None and self.config.sync.model is None
-        return Combined(attempt, self.config.sync.zero_unused, self.norm if now else None)
+        now = self.agreed.config.sync.updates is None and self.agreed.config.sync.model is None
+        return Combined(attempt, self.agreed.config.sync.zero_unused, self.norm if now else None)
 
     def give_up(self, why: str) -> None:
         """Collective. End the round under way with nothing, on all ranks: theirs raise :class:`agmerge.AGMergeError`.
@@ -192,7 +255,7 @@ class GradientExchange(AgreedState):
         try:
             self.finish()
         except AGMergeError:
-            self.check_unbroken()
+            self.fault.check()
         finally:
             self._why_given_up = ""
         self.discard()
@@ -203,11 +266,8 @@ class GradientExchange(AgreedState):
         ``drops_unused``: the update of a tensor that no rank had, which stems from residuals, is not applied: its
         residual and momentum stay as before the step.
         """
-        assert self.buffers is not None and self._round is not None
-        self.buffers.flat.end_step(self._round.left_out(unused=drops_unused))
-        self.steps = self.step = self.step + 1
-        layout, tensors = self.buffers.layout, self.buffers.flat.tensors
-        self.totals.stepped(len(self.buffers.messages), layout.numel, tensors.numel)
+        assert self._round is not None
+        self.agreed.end_step(self._round.left_out(unused=drops_unused))
         self._handed, self._round = {}, None
 
     def discard(self) -> None:
@@ -216,37 +276,6 @@ class GradientExchange(AgreedState):
             self._round.undo()
             self._round.buffers.flat.in_place.let_go()
         self._handed, self._round = {}, None
-
-    def leave(self) -> None:
-        """Forget the group, and how it broke. The state after the last step is carried over."""
-        super().leave()
-        self._round = self._broken = None
-
-    def close(self) -> None:
-        """Close the communicators. Nothing can be exchanged any more."""
-        if self._round is not None:
-            self._round.let_go()
-        self._broken = AGMergeError("this optimizer was closed")
-        super().close()
-
-    def check_unbroken(self) -> None:
-        """Raise :class:`agmerge.AGMergeError` after an error that has left ranks at different places."""
-        if self._broken is not None:
-            raise AGMergeError(f"an earlier error ended this exchange: {self._broken}") from self._broken
-
-    @property
-    def is_broken(self) -> bool:
-        """Return whether an earlier error has ended this exchange."""
-        return self._broken is not None
-
-    @contextmanager
-    def breaking(self) -> Iterator[None]:
-        """Record an error inside: it leaves ranks at different places, and nothing can be exchanged after it."""
-        try:
-            yield
-        except BaseException as error:
-            self._broken = error
-            raise
 
     @property
     def under_way(self) -> bool:
@@ -259,7 +288,7 @@ class GradientExchange(AgreedState):
 
         After a new agreement inside, later rounds are compressed again.
         """
-        buffers = self.buffers
+        buffers = self.agreed.buffers
         assert buffers is not None and self._round is None
         plan = buffers.plan
         whole = merging.Plan(plan.counts, names=plan.names, dense=(True,) * len(plan.counts))
@@ -269,17 +298,10 @@ class GradientExchange(AgreedState):
         finally:
             buffers.rebuild(plan)
 
-    def residual_of(self, name: str) -> torch.Tensor | None:
-        """Return the residual of one tensor, in the shape in which it is kept: a view; None: there is none."""
-        if self.buffers is None or not self.agreed or name not in self.buffers.slot_of:
-            return self.state().get(("residual", name))
-        slot = self.buffers.slot_of[name]
-        return self.buffers.flat.arena_of[slot.index].residual_of(slot)
-
     def _attempt(self, flags: int = Flag.ACTIVE, due: Due | None = None, nonfinite: Sequence[str] = ()) -> Round | None:
         """Return the round under way; None before the first agreement. It begins with the first tensor of a step."""
-        if self._round is None and self.buffers is not None and self._is_current(self.world):
-            self._round = self._new_round(self.buffers, self.changed, flags, due, nonfinite)
+        if self._round is None and self.agreed.buffers is not None and self._is_current(self.group.world):
+            self._round = self._new_round(self.agreed.buffers, self.agreed.changed, flags, due, nonfinite)
         return self._round
 
     def _new_round(
@@ -288,8 +310,10 @@ class GradientExchange(AgreedState):
         kind = TwoLevelRound if buffers.config.merging.exchange == TWO_LEVEL else Round
         buffers.forget_round()
         numbers = None if due is None else due(len(buffers.plan.counts))
-        clock = buffers.clock if self.times.measures_next(buffers.clock) else StoppedClock()
-        attempt = kind(buffers, self.step, self.totals, dirty=dirty, flags=flags, due=numbers, clock=clock)
+        clock = buffers.clock if self.agreed.times.measures_next(buffers.clock) else StoppedClock()
+        attempt = kind(
+            buffers, self.agreed.step, self.agreed.totals, dirty=dirty, flags=flags, due=numbers, clock=clock
+        )
         attempt.guard.report(nonfinite)
         if self._why_given_up:
             attempt.guard.give_up(self._why_given_up)

@@ -48,7 +48,7 @@ def _layers() -> nn.ModuleList:
 
 
 def _exchange_of(optimizer: Any) -> QuantisedExchange:
-    message, *_ = optimizer._reducer.exchange.buffers.messages[0]
+    message, *_ = optimizer._reducer.exchange.agreed.buffers.messages[0]
     assert isinstance(message.exchange, QuantisedExchange)
     return message.exchange
 

@@ -66,7 +66,9 @@ def soak(rank: int, model: nn.Module, steps: int) -> Iterator[dict[str, Any]]:
                 "waiting": sum(bool(tensor.any()) for tensor in kept.values()),
                 "finite": all(bool(p.isfinite().all()) for p in model.parameters()),
                 "bytes": player.optimizer.stats()["bytes_sent"],
-                "plan": player.optimizer.plan.digest() if player.optimizer._reducer.exchange.plan() else "",
+                "plan": player.optimizer.plan.digest()
+                if player.optimizer._reducer.exchange.agreed.current.plan
+                else "",
             }
         if done == steps:
             player.optimizer.close()

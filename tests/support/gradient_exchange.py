@@ -51,7 +51,7 @@ def connected(table: Table, config: Config | None = None, **options: Any) -> Gra
     """Return an exchange of this rank's own, connected to the other ranks. ``config``: instead of ``options``."""
     exchange = GradientExchange(table, config_of(**options) if config is None else config)
     world = workers.world()
-    chosen, wants_second = exchange.config.sync.process_set, exchange.config.quantises and world.size > 2
+    chosen, wants_second = exchange.agreed.config.sync.process_set, exchange.agreed.config.quantises and world.size > 2
     comm, second = process_sets.communicators(world, chosen, 30.0, wants_second=wants_second)
     exchange.connect(world, comm, second=second)
     return exchange

@@ -66,7 +66,7 @@ def drawn(rank: int, step: int, dtype: torch.dtype = torch.float64, shapes: Any 
 
 def kept(exchange: GradientExchange) -> tuple[dict[str, Tensor], dict[str, tuple[str, Tensor]]]:
     """Copies of residuals and bases, by name."""
-    state = {key: tensor.clone() for key, tensor in exchange.state().items()}
+    state = {key: tensor.clone() for key, tensor in exchange.agreed.current.tensors.items()}
     residuals = {name: tensor for (kind, name), tensor in state.items() if kind == "residual"}
     return residuals, {name: (kind, tensor) for (kind, name), tensor in state.items() if kind in (LEFT, RIGHT)}
 

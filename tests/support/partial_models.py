@@ -53,7 +53,7 @@ def wrapped(model: nn.Module, lr: float = 0.01, **options: Any) -> agmerge.Distr
 
 
 def cut(optimizer: agmerge.DistributedOptimizer) -> tuple[int | None, bool]:
-    rule = optimizer._reducer.exchange.config.compression.partial
+    rule = optimizer._reducer.exchange.agreed.config.compression.partial
     assert rule is not None
     return rule.elements, rule.final
 

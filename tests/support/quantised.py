@@ -89,7 +89,7 @@ def exchanged(model: nn.Module, optimizer: Any, passes: Callable[[], object], cl
     passes()
     before = gradients(model)
     optimizer.synchronize()
-    number, after = optimizer._reducer.exchange.step, gradients(model)  # rank 0's, once ranks have agreed
+    number, after = optimizer._reducer.exchange.agreed.step, gradients(model)  # rank 0's, once ranks have agreed
     if clip is not None:
         nn.utils.clip_grad_norm_(model.parameters(), clip)
     with optimizer.skip_synchronize():

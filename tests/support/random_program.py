@@ -220,7 +220,7 @@ class Player:
 
     def replan(self, seed: int) -> None:
         """Let the planner find another plan once, if there are merge buffers that it could be for."""
-        adaptation = self.optimizer._reducer.exchange.plans
+        adaptation = self.optimizer._reducer.exchange.agreed.plans
         if adaptation is None:
             return
         plan = plan_for(adaptation.buffers, seed)

@@ -60,7 +60,9 @@ def passed(reducer: BucketReducer, model: nn.Module, without: tuple[str, ...] = 
 
 def kept(reducer: BucketReducer, name: str) -> dict[str, torch.Tensor]:
     """Copies of what is kept of a tensor."""
-    return {kind: tensor.clone() for (kind, its), tensor in reducer.exchange.state().items() if its == name}
+    return {
+        kind: tensor.clone() for (kind, its), tensor in reducer.exchange.agreed.current.tensors.items() if its == name
+    }
 
 
 @pytest.mark.parametrize("compression", ["none", "topk", "adtopk", "powersgd"])
@@ -105,7 +107,7 @@ def test_messages_leave_before_the_last_bucket() -> None:
         parameter = model.get_parameter(NAMES[-1])
         reducer.hand_over(parameter, parameter.grad)
         reducer.combine()
-        return early, len(reducer.exchange.plan().counts)
+        return early, len(reducer.exchange.agreed.current.plan.counts)
 
     early, buffers = agreed(on_ranks(2, MODEL, body))
     assert buffers > 1 and early >= buffers - 1

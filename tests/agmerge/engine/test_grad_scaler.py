@@ -50,7 +50,7 @@ def several(model: nn.Module, **options: Any) -> agmerge.DistributedOptimizer:
 
 def clip(optimizer: Any, model: nn.Module) -> None:
     """By the norm; a velocity, which nobody may clip so, element by element."""
-    if optimizer._reducer.exchange.config.compression.memory.has_momentum:
+    if optimizer._reducer.exchange.agreed.config.compression.memory.has_momentum:
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
     else:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)

@@ -115,8 +115,10 @@ def test_a_scaler_that_finds_something_on_one_rank_hangs_nobody(fused: bool) -> 
                 scaler.update()
                 counts.append(int(inner.state[model[0].weight].get("step", torch.tensor(0))))
         assert inner._step_supports_amp_scaling if fused else not hasattr(inner, "_step_supports_amp_scaling")
-        assert all(parameter.isfinite().all() for parameter in model.parameters()) and reducer.exchange.steps == 5
-        assert reducer.exchange.totals.steps_skipped == int(rank == 1)
+        assert (
+            all(parameter.isfinite().all() for parameter in model.parameters()) and reducer.exchange.agreed.steps == 5
+        )
+        assert reducer.exchange.agreed.totals.steps_skipped == int(rank == 1)
         return counts
 
     first, second = on_ranks(2, MODEL, body)

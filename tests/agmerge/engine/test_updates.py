@@ -138,7 +138,7 @@ def test_where_nothing_is_carried_parameters_are_the_common_ones_to_the_bit(comp
         checked, sent, shared = 0, {}, None
         for seen in range(4):
             watched(rank, model, optimizer, [seen])
-            buffers = reducer_of(optimizer).exchange.buffers
+            buffers = reducer_of(optimizer).exchange.agreed.buffers
             assert buffers is not None
             if shared is None:  # the first step has taken the parameters in
                 shared = reducer_of(optimizer).replica.shared
@@ -257,7 +257,7 @@ def test_two_levels_keep_a_nodes_rest_in_shards(options: dict[str, Any]) -> None
 
         def look() -> Any:
             displaced = {name: exact(reducer.replica.shared.displacement(name)) for name in base_of(optimizer)}
-            rests = {name: exact(rest) for name, rest in reducer.exchange.residuals().items()}
+            rests = {name: exact(rest) for name, rest in reducer.exchange.agreed.current.residuals().items()}
             return {name: exact(base) for name, base in base_of(optimizer).items()}, displaced, rests
 
         optimizer.register_step_post_hook(lambda *_: seen.append([look()]))

@@ -60,7 +60,7 @@ def test_alone_it_is_the_plain_optimizer(options: dict[str, Any]) -> None:
         optimizer.flush()
         optimizer.consolidate()
         assert digest(model) == seen[-1] and len(testing.calls()) == begun
-        assert not base_of(optimizer) and reducer_of(optimizer).exchange.buffers is None
+        assert not base_of(optimizer) and reducer_of(optimizer).exchange.agreed.buffers is None
         assert optimizer.stats()["steps"] == 7 and optimizer.stats()["bytes_sent"] == 0
         assert optimizer.join() == 0
         return seen

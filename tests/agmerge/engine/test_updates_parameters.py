@@ -85,7 +85,7 @@ def test_models_of_another_dtype_lose_nothing(dtype: torch.dtype, carry: str) ->
         seen = watched(rank, model, optimizer, range(5))
         for name, parameter in model.named_parameters():
             base, exchange = base_of(optimizer)[name], reducer_of(optimizer).exchange
-            residual = exchange.residual_of(name)
+            residual = exchange.agreed.residual_of(name)
             if dtype == torch.float64:
                 assert base.dtype == torch.float64
             elif carry == "apply" and residual is not None:

@@ -193,7 +193,7 @@ def test_a_rank_is_refused_with_what_has_no_factors_and_waits_where_the_compress
         train(model, optimizer, who, range(2, 4))
         optimizer.set_compressor("powersgd")
         train(model, optimizer, who, range(4, 6))
-        assert optimizer._reducer.exchange.config.compression.compressor.rank == 8
+        assert optimizer._reducer.exchange.agreed.config.compression.compressor.rank == 8
 
     on_ranks(2, MODEL, body)
 

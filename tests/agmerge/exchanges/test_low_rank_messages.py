@@ -54,7 +54,7 @@ def calls_of(name: str, size: int, steps: int, **options: object) -> tuple[list[
             seen.append(made(exchange, single(rank, step)))
             calls.append(testing.calls()[known:])
             known = len(testing.calls())
-            totals.append(exchange.totals.bytes_sent)
+            totals.append(exchange.agreed.totals.bytes_sent)
         return calls, seen, totals
 
     return testing.run(size, body)[0]
@@ -167,9 +167,9 @@ def test_plans_that_differ_from_step_to_step_change_no_bit(name: str) -> None:
         seen = []
         for step in range(5):
             seen.append(made(exchange, single(rank, step)))
-            plan = exchange.plan()
+            plan = exchange.agreed.current.plan
             assert plan is not None
-            exchange.use_plan(merging.Plan(plans[step].counts, names=plan.names))
+            exchange.agreed.use_plan(merging.Plan(plans[step].counts, names=plan.names))
         return digests(seen)
 
     still = testing.run(2, lambda rank: body(rank, [merging.Plan((1,) * 5)] * 5))
@@ -218,7 +218,7 @@ def test_a_merge_buffer_that_is_planned_dense_takes_what_is_left_along(name: str
         seen = []
         for step in range(7):
             seen.append(made(exchange, single(rank, step)))
-            exchange.use_plan(plans[step + 1 in (2, 3)])
+            exchange.agreed.use_plan(plans[step + 1 in (2, 3)])
         return seen
 
     seen = testing.run(2, body)

@@ -79,10 +79,10 @@ def test_what_is_compressed_is_smaller_for_it(name: str, shape: tuple[int, ...])
     def body(rank_: int) -> tuple[int, bool]:
         exchange, elements = opened({"a": torch.zeros(shape)}, name, rank=rank), 0
         for step in range(3):
-            before = exchange.totals.elements_sent
+            before = exchange.agreed.totals.elements_sent
             made(exchange, {"a": normal(step, *shape).float()})
-            elements += exchange.totals.elements_sent - before if step else 0  # the first one sends both factors
-        return elements, bool(exchange.state().get(("residual", "a"), torch.zeros(1)).any())
+            elements += exchange.agreed.totals.elements_sent - before if step else 0  # the first one sends both factors
+        return elements, bool(exchange.agreed.current.tensors.get(("residual", "a"), torch.zeros(1)).any())
 
     elements, compressed = testing.run(2, body)[0]
     sent = true if name == "acpsgd" else 2 * true  # in two steps

@@ -90,12 +90,11 @@ def test_bases_are_taken_from_rank_0_where_others_have_not_loaded_them(name: str
         exchange = new(name)
         for step in range(3):
             made(exchange, single(rank, step))
+        carried = exchange.agreed.current.copied()
         if rank == 1:
-            state = {key: tensor for key, tensor in exchange.copy_state().items() if key[0] == "residual"}
-        else:
-            state = exchange.copy_state()
+            carried.tensors = {key: tensor for key, tensor in carried.tensors.items() if key[0] == "residual"}
         again = new(name)
-        again.restore(state, exchange.steps, exchange.plan())
+        again.restore(carried, exchange.agreed.steps, None)
         seen = [made(again, single(rank, step)) for step in range(3, 6)]
         return [common_bits(one) for one in seen]
 
@@ -113,7 +112,7 @@ def test_bases_of_another_rank_are_drawn_anew_and_residuals_stay(name: str) -> N
         before = new(name, rank=4)
         seen = [made(before, single(rank, step)) for step in range(2)]
         after = new(name, rank=2)
-        after.restore(before.copy_state(), before.steps, before.plan())
+        after.restore(before.agreed.current.copied(), before.agreed.steps, None)
         return seen[-1], made(after, single(rank, 2))
 
     seen = testing.run(2, body)
@@ -168,7 +167,9 @@ def test_sides_are_kept_by_kind_and_name(name: str) -> None:
         exchange = new(name, rank=2)
         for step in range(2):
             made(exchange, single(rank, step))
-        return {key: tuple(tensor.shape) for key, tensor in exchange.state().items() if key[0] != "residual"}
+        return {
+            key: tuple(tensor.shape) for key, tensor in exchange.agreed.current.tensors.items() if key[0] != "residual"
+        }
 
     shapes = agreed(testing.run(2, body))
     assert {tensor for _, tensor in shapes} == set(MATRICES) and len(shapes) == len(MATRICES)

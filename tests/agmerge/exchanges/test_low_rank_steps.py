@@ -41,7 +41,7 @@ def new(name: str, **options: Any) -> GradientExchange:
 
 def kept_bits(exchange: GradientExchange) -> dict[tuple[str, str], str]:
     """All that is kept, by kind and name: residuals, bases and their sides."""
-    return {key: digest([tensor]) for key, tensor in exchange.state().items()}
+    return {key: digest([tensor]) for key, tensor in exchange.agreed.current.tensors.items()}
 
 
 def bits(step: Step) -> list[str]:
@@ -120,7 +120,7 @@ def test_what_a_discarded_round_has_found_is_not_kept_by_the_next_commit(name: s
         exchange.finish()
         exchange.discard()
         made(exchange, dict.fromkeys(SHAPES))
-        return [key for key in exchange.state() if key[0] != "residual"]
+        return [key for key in exchange.agreed.current.tensors if key[0] != "residual"]
 
     assert agreed(testing.run(2, body)) == []
 

@@ -139,7 +139,7 @@ def test_what_is_sent_whole_has_messages_of_its_own() -> None:
         optimizer = wrapped(model)
         backward(model, rank, 0)
         optimizer.step()
-        session = optimizer._reducer.exchange.buffers
+        session = optimizer._reducer.exchange.agreed.buffers
         assert session is not None
         routes = [route for buffer in session.messages for route in buffer]
         assert all(len({segment.lane for segment in route.segments}) == 1 for route in routes)
@@ -218,7 +218,7 @@ def test_probes_cost_the_same_calls_and_leave_nothing_behind(size: int) -> None:
         optimizer = wrap(model, exchange="oktopk", compression="topk", merging="layerwise")
         twin = train(model, optimizer, rank, range(2))
         kept, before = residuals(optimizer), len(testing.calls())
-        session = optimizer._reducer.exchange.buffers
+        session = optimizer._reducer.exchange.agreed.buffers
         assert session is not None
         *_, found = probe(session, 2, 0.01, Budget(0.01, 1 << 20, at_once=True))
         assert found is not None

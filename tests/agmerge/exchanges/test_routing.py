@@ -128,7 +128,7 @@ def test_ahead_the_owners_of_state_are_the_same_under_every_plan() -> None:
     def body(rank: int, model: nn.Module, plan: merging.Plan, sparsify: str) -> set[str]:
         optimizer = wrap(model, merging=plan, sparsify=sparsify, dense=[], dense_sum="ordered")
         train(model, optimizer, rank, range(1))
-        session = optimizer._reducer.exchange.buffers
+        session = optimizer._reducer.exchange.agreed.buffers
         assert session is not None
         return session.keys()
 

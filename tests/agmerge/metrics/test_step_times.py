@@ -177,7 +177,7 @@ class Slow(sparsifiers.Sparsifier):
 
 
 def observed(optimizer: agmerge.DistributedOptimizer) -> list[StepTimes]:
-    averages = optimizer._reducer.exchange.times
+    averages = optimizer._reducer.exchange.agreed.times
     averages.settle()
     return averages.steps
 
@@ -357,6 +357,6 @@ def test_ranks_of_a_group_have_clocks_of_their_own() -> None:
         optimizer = wrap(model, merging="layerwise")
         train(model, optimizer, rank, range(3))
         assert len(testing.calls()) > 0
-        return id(optimizer._reducer.exchange.buffers.clock)  # type: ignore[union-attr]
+        return id(optimizer._reducer.exchange.agreed.buffers.clock)  # type: ignore[union-attr]
 
     assert len(set(on_ranks(3, MODEL, body))) == 3

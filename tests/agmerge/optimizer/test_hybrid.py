@@ -34,7 +34,7 @@ def updates(
             found |= {f"{step} {name}": one for name, one in gradients(model).items() if one is not None}
             with optimizer.skip_synchronize():
                 optimizer.step()
-        session = optimizer._reducer.exchange.buffers
+        session = optimizer._reducer.exchange.agreed.buffers
         assert session is not None
         alone = any(isinstance(route.exchange, DenseExchange) for buffer in session.messages for route in buffer)
         return alone, found | residuals(optimizer), given

@@ -147,7 +147,7 @@ def test_ranks_that_differ_are_told(odd: dict[str, Any], words: str) -> None:
 
 
 def spoil_bases(optimizer: Any) -> None:
-    for kept in optimizer._reducer.exchange.buffers.flat.bases._kept.values():
+    for kept in optimizer._reducer.exchange.agreed.buffers.flat.bases._kept.values():
         kept.rows[0].mul_(0.5)
 
 
@@ -204,7 +204,7 @@ def test_hybrids_take_both_their_options() -> None:
         assert {(name, len(rows)) for (_, name), rows in bases(optimizer).items() if name[0] == "0"} == {
             ("0.weight", 2)
         }
-        assert optimizer._reducer.exchange.config.compression.density.target == 0.2
+        assert optimizer._reducer.exchange.agreed.config.compression.density.target == 0.2
 
     on_ranks(2, MODEL, body)
 

@@ -151,7 +151,7 @@ def test_another_plan_in_the_middle_changes_no_bit() -> None:
         for number in range(4):
             seen += steps(rank, model, optimizer, [number])
             exchange = optimizer._reducer.exchange
-            exchange.use_plan(plan_for(exchange.buffers, seed=number))
+            exchange.agreed.use_plan(plan_for(exchange.agreed.buffers, seed=number))
         return seen
 
     def plainly(rank: int, model: Net) -> list[Step]:
@@ -180,7 +180,7 @@ def test_the_planner_finds_another_plan_while_training() -> None:
     def body(rank: int, model: Net) -> list[Step]:
         optimizer = eden(model)
         seen = steps(rank, model, optimizer, range(2))
-        plans = optimizer._reducer.exchange.plans
+        plans = optimizer._reducer.exchange.agreed.plans
         new = plan_for(plans.buffers, seed=rank * 0 + 5)
 
         def found(step: int) -> Iterator[Decision]:

@@ -88,7 +88,7 @@ def test_the_default_goes_by_the_optimizer(case: str) -> None:
         other = copy.deepcopy(MODEL)
         by_name = wrap(other, make(other), compression=compressor, **options)
         assert train(other, by_name, rank, range(3)) == seen
-        return optimizer.stats()["compressor"], optimizer._reducer.exchange.config.compression.memory.name, seen
+        return optimizer.stats()["compressor"], optimizer._reducer.exchange.agreed.config.compression.memory.name, seen
 
     found = agreed(on_ranks(2, MODEL, body))
     assert found[:2] == (compressor, memory)
@@ -111,7 +111,7 @@ def test_without_more_words_training_chooses(case: str) -> None:
     def body(rank: int, model: nn.Module) -> tuple[Any, ...]:
         optimizer = agmerge.DistributedOptimizer(make(model), model.named_parameters(), **options)
         train(model, optimizer, rank, range(2))
-        config = optimizer._reducer.exchange.config
+        config = optimizer._reducer.exchange.agreed.config
         first = "eden-4" if "eden-4" in candidates else candidates[1]
         assert config.compression.compressor.until_chosen == first and first in optimizer.stats()["wire"]
         return config.compression.compressor.candidates
@@ -212,7 +212,7 @@ def test_whoever_swaps_during_training_keeps_what_was_said_of_selection() -> Non
             optimizer.set_compressor("none", warmup=5)
         optimizer.set_compressor("topk")
         train(model, optimizer, rank, range(5, 7))
-        config = optimizer._reducer.exchange.config
+        config = optimizer._reducer.exchange.agreed.config
         return config.compression.wire, [pattern.pattern for pattern in config.compression.patterns]
 
     assert agreed(on_ranks(2, MODEL, body)) == ("int8", given["dense"])

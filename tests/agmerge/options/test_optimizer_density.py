@@ -169,7 +169,7 @@ def test_options_of_the_sparsifier_pass_through() -> None:
         optimizer = wrap(model, sgd(model))
         optimizer.set_compressor("randomk", density=0.1, seed=5)
         train(model, optimizer, rank, range(1))
-        return repr(optimizer._reducer.exchange.config.compression.compressor)
+        return repr(optimizer._reducer.exchange.agreed.config.compression.compressor)
 
     assert agreed(on_ranks(1, MODEL, body)) == "randomk(density=0.1, seed=5)"
 

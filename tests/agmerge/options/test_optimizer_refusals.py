@@ -262,7 +262,7 @@ def test_the_arguments_horovod_has_come_in_its_order() -> None:
         optimizer = agmerge.DistributedOptimizer(
             sgd(model), model.named_parameters(), agmerge.Compression.fp16, 2, agmerge.Sum, 1.0, 0, None, True, None
         )
-        return optimizer._reducer.exchange.config.facts()
+        return optimizer._reducer.exchange.agreed.config.facts()
 
     (facts,) = on_ranks(1, MODEL, body)
     expected = {"compression": "fp16", "backward_passes_per_step": "2", "op": "sum", "sparse_as_dense": "True"}

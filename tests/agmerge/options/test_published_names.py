@@ -32,7 +32,7 @@ def refused(**options: Any) -> str:
 @pytest.mark.parametrize("name", ["SSGD", "S-SGD", "ssgd", "s_sgd"])
 def test_synchronous_sgd_sends_everything(name: str) -> None:
     def body(rank: int, model: nn.Module) -> str:
-        return wrap(model, compression=name)._reducer.exchange.config.compression.compressor.name
+        return wrap(model, compression=name)._reducer.exchange.agreed.config.compression.compressor.name
 
     assert on_ranks(1, MODEL, body) == ["none"]
     assert cast_name(name) == "none"
@@ -122,7 +122,7 @@ def test_what_is_no_exchange_says_what_it_is(name: str, advice: str) -> None:
 def test_planners_by_published_names_are_taken() -> None:
     def body(rank: int, model: nn.Module) -> list[Any]:
         both = (wrap(model, merging=name) for name in ("SNA-MGS-SGD", "AGM-Inter"))
-        return [each._reducer.exchange.config.merging.planner for each in both]
+        return [each._reducer.exchange.agreed.config.merging.planner for each in both]
 
     assert on_ranks(1, MODEL, body) == [[merging.get("agtf"), merging.get("agmerge", intra=False, check_every=0)]]
 

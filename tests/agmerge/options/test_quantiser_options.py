@@ -23,7 +23,7 @@ def made(**options: Any) -> str:
     """The compressor of an optimizer, alone."""
 
     def body(rank: int, model: nn.Module) -> str:
-        return str(wrap(model, **options)._reducer.exchange.config.compression.compressor)
+        return str(wrap(model, **options)._reducer.exchange.agreed.config.compression.compressor)
 
     return on_ranks(1, MODEL, body)[0]
 
@@ -102,7 +102,7 @@ def test_a_density_waits_for_the_next_swap_by_name(compression: Any, exchange: s
         train(model, optimizer, rank, range(2))
         sent = optimizer.stats()["density"]
         optimizer.set_compressor("topk")
-        return sent, optimizer._reducer.exchange.config.compression.compressor.density
+        return sent, optimizer._reducer.exchange.agreed.config.compression.compressor.density
 
     assert agreed(on_ranks(2, MODEL, body)) == (1.0, 0.07)
 

@@ -39,7 +39,7 @@ def test_an_iterator_is_a_list_from_there_on(name: str) -> None:
     def trained(rank: int, model: nn.Module, given: Callable[[list[Any]], Any]) -> tuple[list[Any], list[str]]:
         own = given(GIVEN[name](model))
         optimizer = wrap(model, **{"compression": "topk", name: own})
-        lanes = optimizer._reducer.exchange.config.facts()
+        lanes = optimizer._reducer.exchange.agreed.config.facts()
         seen = train(model, optimizer, rank, range(2))
         optimizer.set_compressor("adtopk", density=0.1)
         if isinstance(own, list):

@@ -22,25 +22,25 @@ Make = Callable[..., Config]
 
 
 def distributed(model: nn.Module, **options: Any) -> Config:
-    return wrap(model, **options)._reducer.exchange.config
+    return wrap(model, **options)._reducer.exchange.agreed.config
 
 
 def of_updates(model: nn.Module, **options: Any) -> Config:
-    return wrap(model, sync="updates", **options)._reducer.exchange.config
+    return wrap(model, sync="updates", **options)._reducer.exchange.agreed.config
 
 
 def local(model: nn.Module, **options: Any) -> Config:
-    return agmerge.LocalOptimizer(sgd(model), model.named_parameters(), **options)._reducer.exchange.config
+    return agmerge.LocalOptimizer(sgd(model), model.named_parameters(), **options)._reducer.exchange.agreed.config
 
 
 def local_sync(model: nn.Module, **options: Any) -> Config:
-    return agmerge.LocalSync(model, sgd(model), **options)._reducer.exchange.config
+    return agmerge.LocalSync(model, sgd(model), **options)._reducer.exchange.agreed.config
 
 
 def swapped(model: nn.Module, **options: Any) -> Config:
     optimizer = wrap(model, compression="topk", density=0.125)
     optimizer.set_compressor(options.pop("compression"), **options)
-    return optimizer._reducer.exchange.config
+    return optimizer._reducer.exchange.agreed.config
 
 
 EVERYWHERE = [distributed, of_updates, local, local_sync, swapped]
@@ -86,9 +86,9 @@ def test_a_density_in_use_goes_on_and_an_objects_own_takes_its_place() -> None:
         optimizer, seen = wrap(model, compression="topk", density=0.125), []
         for name in ("none", "adtopk", sparsifiers.get("topk", 0.5), "adtopk", {".*": sparsifiers.get("topk", 0.25)}):
             optimizer.set_compressor(name)
-            seen.append(optimizer._reducer.exchange.config.compression.density.target)
+            seen.append(optimizer._reducer.exchange.agreed.config.compression.density.target)
         optimizer.set_compressor("topk")
-        return [*seen[1:], optimizer._reducer.exchange.config.compression.density.target]
+        return [*seen[1:], optimizer._reducer.exchange.agreed.config.compression.density.target]
 
     assert agreed(on_ranks(1, MODEL, body)) == [0.125, 0.5, 0.5, 0.25, 0.25]
 
@@ -102,12 +102,12 @@ def test_a_rank_stays_with_those_that_have_none_between() -> None:
         for name in ("topk", "acpsgd", "none", "eden", "powersgd"):
             optimizer.set_compressor(name, **({"memory": "residual"} if name == "topk" else {}))
             train(model, optimizer, rank, range(len(seen), len(seen) + 1))
-            part = optimizer._reducer.exchange.config.compression.compressor.part(sparsifiers.Kind.LOW_RANK)
+            part = optimizer._reducer.exchange.agreed.config.compression.compressor.part(sparsifiers.Kind.LOW_RANK)
             seen.append(None if part is None else part.rank)
         for name in ("topk", "none", "eden"):
             with pytest.raises(ValueError, match=f"rank=2 is about .* compression='{name}' sends no factors"):
                 optimizer.set_compressor(name, rank=2)
-        return [*seen, copy.deepcopy(optimizer)._reducer.exchange.config.compression.compressor.rank]
+        return [*seen, copy.deepcopy(optimizer)._reducer.exchange.agreed.config.compression.compressor.rank]
 
     assert agreed(on_ranks(2, MODEL, body)) == [None, 3, None, None, 3, 3]
 
@@ -129,7 +129,7 @@ def told(caught: list[warnings.WarningMessage]) -> list[str]:
 def test_dgc_trains_beside_a_momentum_of_the_optimizers_own(kind: str) -> None:
     def trained(rank: int, model: nn.Module, **options: Any) -> str:
         optimizer = wrap(model, OWN[kind](model), compression="dgc", density=0.1, **options)
-        assert optimizer._reducer.exchange.config.compression.memory.name == "residual"
+        assert optimizer._reducer.exchange.agreed.config.compression.memory.name == "residual"
         train(model, optimizer, rank, range(4))
         return digest(model)
 
@@ -150,8 +150,8 @@ def test_swapping_dgc_in_is_one_word_with_adamw_too() -> None:
         optimizer = wrap(model, OWN["AdamW"](model))
         train(model, optimizer, rank, range(2))
         optimizer.set_compressor("dgc", density=0.1)
-        assert optimizer._reducer.exchange.config.compression.memory.name == "residual"
-        again = copy.deepcopy(optimizer)._reducer.exchange.config
+        assert optimizer._reducer.exchange.agreed.config.compression.memory.name == "residual"
+        again = copy.deepcopy(optimizer)._reducer.exchange.agreed.config
         assert again.compression.memory.name == "residual"
         train(model, optimizer, rank, range(2, 4))
         return digest(model)

@@ -58,8 +58,8 @@ def wrapped(model: nn.Module, **options: Any) -> agmerge.DistributedOptimizer:
 
 
 def session_of(optimizer: agmerge.DistributedOptimizer) -> MergeBuffers:
-    assert optimizer._reducer.exchange.buffers is not None
-    return optimizer._reducer.exchange.buffers
+    assert optimizer._reducer.exchange.agreed.buffers is not None
+    return optimizer._reducer.exchange.agreed.buffers
 
 
 @pytest.fixture(autouse=True)
@@ -296,7 +296,7 @@ def test_a_probe_writes_nothing_that_anyone_can_see(case: str) -> None:
         optimizer = wrapped(model, **CASES[case])
         train(model, optimizer, rank, range(3))
         before, stats = kept(model, optimizer), optimizer.stats()
-        sparsifier = optimizer._reducer.exchange.config.compression.compressor
+        sparsifier = optimizer._reducer.exchange.agreed.config.compression.compressor
         state = repr(sparsifier.state_dict()) if sparsifier else ""
         costs_at_once(session_of(optimizer), 3)
         after = kept(model, optimizer)

@@ -87,7 +87,9 @@ def test_from_factors_to_dense_and_back_nothing_is_lost(compression: str) -> Non
         for step in range(9):
             if step in (3, 6):
                 names = optimizer.plan.names
-                optimizer._reducer.exchange.use_plan(merging.Plan((2, 4), dense=(step == 3, step == 3), names=names))
+                optimizer._reducer.exchange.agreed.use_plan(
+                    merging.Plan((2, 4), dense=(step == 3, step == 3), names=names)
+                )
             optimizer.zero_grad()
             loss_of(model, rank, step).backward()
             books.step(optimizer)

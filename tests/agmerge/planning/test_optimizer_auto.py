@@ -117,7 +117,7 @@ def test_from_dense_to_sparse_and_back_residuals_are_sent_in_the_end() -> None:
     def body(rank: int, model: nn.Module) -> tuple[float, float]:
         optimizer = trained(rank, model, 4, merging=merging.Plan((6,)))
         before = optimizer.stats()["residual_norm"]
-        optimizer._reducer.exchange.use_plan(merging.Plan((6,), dense=(True,), names=optimizer.plan.names))
+        optimizer._reducer.exchange.agreed.use_plan(merging.Plan((6,), dense=(True,), names=optimizer.plan.names))
         train(model, optimizer, rank, range(4, 5))
         return before, optimizer.stats()["residual_norm"]
 

@@ -37,10 +37,11 @@ def trained(rank: int, net: nn.Module, steps: int, **options: Any) -> agmerge.Di
 
 def shares(optimizer: agmerge.DistributedOptimizer) -> dict[str, int]:
     """Elements to send by name."""
-    session = optimizer._reducer.exchange.buffers
+    session = optimizer._reducer.exchange.agreed.buffers
     assert session is not None
     return {
-        slot.name: session.budgets.of_tensor(slot, optimizer._reducer.exchange.steps) for slot in session.layout.slots
+        slot.name: session.budgets.of_tensor(slot, optimizer._reducer.exchange.agreed.steps)
+        for slot in session.layout.slots
     }
 
 
@@ -85,7 +86,7 @@ def test_another_compressor_measures_anew() -> None:
         optimizer.set_compressor("threshold", tau=0.5)
         net(torch.ones(1, 64)).sum().backward()
         optimizer.step()
-        session = optimizer._reducer.exchange.buffers
+        session = optimizer._reducer.exchange.agreed.buffers
         assert session is not None and session.budgets.energy is not None
         return set(shares(optimizer).values())
 

@@ -167,7 +167,7 @@ def test_nothing_is_lost_where_tensors_change_lanes(size: int, monkeypatch: pyte
                 after = residuals(optimizer)  # as of the last step, until this one ends
                 assert (
                     after.keys() - before.keys() == {"0.weight", "1.weight"}
-                    and optimizer._reducer.exchange._carried == {}
+                    and optimizer._reducer.exchange.agreed.carried.tensors == {}
                 )
                 assert all(same_bits(value, after[name]) for name, value in before.items())
                 assert all(value.any() for value in before.values())
@@ -196,7 +196,9 @@ def test_momentum_moves_with_its_tensor(monkeypatch: pytest.MonkeyPatch) -> None
         optimizer.zero_grad()
         backward(model, rank, FIRST)
         optimizer.synchronize()
-        after = optimizer._reducer.exchange.state()["momentum", "0.weight"]  # as of the last step, until this one ends
+        after = optimizer._reducer.exchange.agreed.current.tensors[
+            "momentum", "0.weight"
+        ]  # as of the last step, until this one ends
         return bool(before.any()) and same_bits(before, after.clone())
 
     assert agreed(on_ranks(2, MODEL, body))

@@ -29,7 +29,7 @@ def test_membership_and_compressor_may_change_and_the_cut_only_falls() -> None:
             active = {name for name, p in model.named_parameters() if p.requires_grad}
             assert lanes & active <= now
             lanes.update(now)
-            assert not active & {name for _, name in optimizer._reducer.exchange._carried}
+            assert not active & {name for _, name in optimizer._reducer.exchange.agreed.carried.tensors}
 
         go(range(2))
         model[4].weight.requires_grad_(False)  # most of all elements: the budget shrinks
@@ -51,7 +51,7 @@ def test_a_lower_density_has_a_smaller_cut() -> None:
         found = [cut(optimizer)]
         optimizer.set_compressor("adtopk", density=0.03)
         train(model, optimizer, rank, range(2, 4))
-        return [*found, cut(optimizer), optimizer._reducer.exchange._carried]
+        return [*found, cut(optimizer), optimizer._reducer.exchange.agreed.carried.tensors]
 
     assert agreed(on_ranks(2, MODEL, body)) == [(1536, False), (1024, False), {}]
 
@@ -106,7 +106,7 @@ def test_a_checkpoint_of_a_run_without_a_cut_may_have_residuals_anywhere(steps: 
         resumed = wrapped(model)
         resumed.load_state_dict(saved)
         train(model, resumed, rank, range(steps, steps + 2))
-        assert resumed._reducer.exchange._carried == {}
+        assert resumed._reducer.exchange.agreed.carried.tensors == {}
         return cut(resumed)
 
     assert agreed(on_ranks(2, MODEL, body)) == ((1536, False) if steps == 0 else (0, True))

@@ -96,7 +96,7 @@ def test_each_part_has_its_own_budget(compression: str) -> None:
     def body(rank: int, model: nn.Module) -> list[tuple[int, int, int]]:
         optimizer = wrap(model, inner(model, compression), merging=Plan((6,), parts=(4,)), compression=compression)
         train(model, optimizer, rank, range(3))
-        session = optimizer._reducer.exchange.buffers
+        session = optimizer._reducer.exchange.agreed.buffers
         assert session is not None
         pieces = [part for route in session.messages[0] for part in route.segments if part.lane.sparse]
         assert len({name for name in session.keys() if name.startswith("2.weight")}) == len(pieces[:2])
@@ -180,7 +180,7 @@ def test_replanning_between_parts_moves_no_residual(monkeypatch: pytest.MonkeyPa
         train(model, optimizer, rank, [0])
         for number, parts in enumerate((4, 2, 1, 3)):
             before = {name: kept.clone() for name, kept in residuals(optimizer).items()}
-            optimizer._reducer.exchange.use_plan(replace(optimizer.plan, parts=(parts,)))
+            optimizer._reducer.exchange.agreed.use_plan(replace(optimizer.plan, parts=(parts,)))
             after = residuals(optimizer)
             assert all(same_bits(kept, after[name]) for name, kept in before.items())
             sent.of[rank] = {}
@@ -338,7 +338,7 @@ def test_by_importance_parts_share_the_budget_of_a_tensor() -> None:
     def body(rank: int, model: nn.Module) -> None:
         optimizer = wrap(model, merging=Plan((6,), parts=(5,)), compression="topk", density="importance")
         train(model, optimizer, rank, range(FIRST + 2))
-        session = optimizer._reducer.exchange.buffers
+        session = optimizer._reducer.exchange.agreed.buffers
         assert session is not None and session.budgets.are_chosen
         pieces = [part for route in session.messages[0] for part in route.segments if part.lane.sparse]
         slots = [slot for slot in session.layout.slots if slot.lane.sparse]

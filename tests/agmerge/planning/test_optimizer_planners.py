@@ -176,7 +176,7 @@ def test_without_a_sparsifier_planners_plan_for_dense(compression: str) -> None:
     def body(rank: int, model: nn.Module) -> tuple[list[str], merging.Measurements | None, merging.Plan]:
         optimizer = wrap(model, merging="exact", compression=compression, dense_sum="ordered")
         seen = train(model, optimizer, rank, range(FIRST + 4))
-        assert optimizer._reducer.exchange.plans is not None
+        assert optimizer._reducer.exchange.agreed.plans is not None
         return seen, testing.inspect(optimizer).measurements, optimizer.plan
 
     seen, measured, plan = agreed(on_ranks(3, MODEL, body))
@@ -215,7 +215,7 @@ def test_plans_that_go_by_no_times_are_never_measured_for(case: str, monkeypatch
         plan, before = optimizer.plan, len(testing.calls())
         train(model, optimizer, rank, range(1, 2 * FIRST + 6))
         assert optimizer.plan == plan
-        assert optimizer._reducer.exchange.plans is not None and testing.inspect(optimizer).measurements is None
+        assert optimizer._reducer.exchange.agreed.plans is not None and testing.inspect(optimizer).measurements is None
         return {name for _, name, _ in testing.calls()[before:]}, len(plan.counts)
 
     names, buffers = agreed(on_ranks(size, MODEL, body))
@@ -273,7 +273,7 @@ def test_a_planner_of_the_scripts_own_is_given_as_an_object() -> None:
         for step in range(FIRST + 3):
             seen += train(model, optimizer, rank, [step])
             plans.append(optimizer.plan)
-            typical = optimizer._reducer.exchange.times.typical()  # of this plan, or not known yet
+            typical = optimizer._reducer.exchange.agreed.times.typical()  # of this plan, or not known yet
             assert typical is None if step == FIRST - 1 else typical and len(typical.handed) == len(plans[-1].counts)
         return seen, plans
 
@@ -320,7 +320,7 @@ def test_a_checkpoint_goes_on_with_the_plan_that_was_adopted() -> None:
             again.load_state_dict(state)
         assert all(same_bits(kept, state["agmerge"]["residuals"][name]) for name, kept in residuals(again).items())
         train(model, again, rank, [FIRST + 2])
-        assert again.plan == adopted and again._reducer.exchange.plans is not None
+        assert again.plan == adopted and again._reducer.exchange.agreed.plans is not None
         assert testing.inspect(again).measurements is None
         train(model, again, rank, range(FIRST + 3, 2 * FIRST + 2))  # it is measured for anew
         assert testing.inspect(again).measurements is not None

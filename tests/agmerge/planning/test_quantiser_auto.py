@@ -284,7 +284,7 @@ def later(world: World, seconds: dict[str, float], steps: int) -> list[str]:
         optimizer, names = wrapped(model), []
         for step in range(steps):
             if step == 60:
-                optimizer._reducer.exchange.comm.barrier("times").wait(10)
+                optimizer._reducer.exchange.group.comm.barrier("times").wait(10)
                 if rank == 0:
                     world.seconds = seconds
             names += trained(rank, model, optimizer, [step])[0]
@@ -316,7 +316,7 @@ def test_what_is_in_use_is_tried_however_slow_it_is_said_to_be(soon: World) -> N
         optimizer, names = wrapped(model), []
         for step in range(180):
             if step == 60:
-                optimizer._reducer.exchange.comm.barrier("times").wait(10)
+                optimizer._reducer.exchange.group.comm.barrier("times").wait(10)
                 soon.start = 0.0  # eden-2 is predicted to be twice as fast
                 soon.seconds = {}
             names += trained(rank, model, optimizer, [step])[0]

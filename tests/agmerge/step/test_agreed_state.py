@@ -15,6 +15,7 @@ from torch import Tensor
 import agmerge
 import sparsifiers
 from agmerge import testing
+from agmerge.step.carried_state import CarriedState
 
 
 @dataclass
@@ -41,12 +42,14 @@ def changing(change: Callable[[int, Table], None]) -> Callable[[int], Change]:
         exchange = connected(there, **SPARSE)
         for step in range(3):
             stepped(exchange, drawn(rank, step))
-        before, buffers = copied(exchange.residuals()), exchange.buffers
+        before, buffers = copied(exchange.agreed.current.residuals()), exchange.agreed.buffers
         change(rank, there)
         stepped(exchange, dict.fromkeys(there.tensors))
-        assert exchange.buffers is not None
-        names = [slot.name for slot in exchange.buffers.layout.slots]
-        return Change(before, copied(exchange.residuals()), exchange.buffers is not buffers, names)
+        assert exchange.agreed.buffers is not None
+        names = [slot.name for slot in exchange.agreed.buffers.layout.slots]
+        return Change(
+            before, copied(exchange.agreed.current.residuals()), exchange.agreed.buffers is not buffers, names
+        )
 
     return body
 
@@ -96,10 +99,10 @@ def test_what_is_kept_can_be_taken_elsewhere(others: int) -> None:
         for step in range(3):
             stepped(exchange, drawn(rank, step))
         kept = (
-            exchange.copy_state(),
-            exchange.steps,
-            exchange.plan(),
-            exchange.config.compression.compressor.state_dict(),
+            exchange.agreed.current.copied().tensors,
+            exchange.agreed.steps,
+            exchange.agreed.current.plan,
+            exchange.agreed.config.compression.compressor.state_dict(),
         )
         return kept, [digest(stepped(exchange, drawn(rank, step)).values()) for step in range(3, 6)]
 
@@ -110,10 +113,10 @@ def test_what_is_kept_can_be_taken_elsewhere(others: int) -> None:
         for step in range(others):
             stepped(exchange, drawn(rank, 70 + step))
         state, steps, plan, remembered = uninterrupted[rank][0]
-        exchange.config.compression.compressor.load_state_dict(remembered)
-        exchange.restore(state, steps, plan)
-        assert exchange.steps == 3 and exchange.plan() == plan
-        assert {key: digest([tensor]) for key, tensor in exchange.state().items()} == {
+        exchange.agreed.config.compression.compressor.load_state_dict(remembered)
+        exchange.restore(CarriedState(state, plan), steps, None)
+        assert exchange.agreed.steps == 3 and exchange.agreed.current.plan == plan
+        assert {key: digest([tensor]) for key, tensor in exchange.agreed.current.tensors.items()} == {
             key: digest([tensor]) for key, tensor in state.items()
         }
         return [digest(stepped(exchange, drawn(rank, step)).values()) for step in range(3, 6)]

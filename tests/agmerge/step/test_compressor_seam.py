@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 import pytest
 import torch
 from support import agreed, backward, digest, mlp, on_ranks, seeded, sgd, through_a_file, train, wrap
-from support.gradient_exchange import Table, config_of, connected, drawn, stepped, with_compressor
+from support.gradient_exchange import Table, Tensors, config_of, connected, drawn, stepped, with_compressor
 from torch import nn
 
 import agmerge
 from agmerge import testing
 from agmerge.options.compressors import Cast
+from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.treatments import assign_lanes
 from sparsifiers import Compressor, Kind
 
@@ -65,15 +66,17 @@ def test_an_unknown_dense_compressor_sends_all_as_none_does() -> None:
     assert none == counting
 
 
+def stepped_to_bits(exchange: GradientExchange, tensors: Tensors) -> str:
+    """Return a digest of the updates of one step and of the residuals after it."""
+    return digest(stepped(exchange, tensors).values()) + digest(exchange.agreed.current.residuals().values())
+
+
 def test_an_unknown_cast_keeps_what_bf16_does() -> None:
     def body(rank: int) -> list[list[str]]:
         ours = connected(table(), compression="bf16")
         theirs = connected(table(), with_compressor(config_of(compression="bf16"), Halved(), "residual"))
         steps = [drawn(rank, step, SHAPES) for step in range(3)]
-        return [
-            [digest(stepped(either, tensors).values()) + digest(either.residuals().values()) for tensors in steps]
-            for either in (ours, theirs)
-        ]
+        return [[stepped_to_bits(either, tensors) for tensors in steps] for either in (ours, theirs)]
 
     bf16, halved = testing.run(2, body)[0]
     assert bf16 == halved

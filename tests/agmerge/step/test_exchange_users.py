@@ -38,9 +38,16 @@ def test_local_steps_exchange_displacements(options: dict[str, object]) -> None:
             for name, update in stepped(exchange, way).items():
                 gone[name] += way[name]
                 parameters(model)[name].copy_(shared[name].sub_(update))
-        owed = {name: gone[name] - exchange.residuals().get(name, 0) for name in shared}  # what others have heard of
+        owed = {
+            name: gone[name] - exchange.agreed.current.residuals().get(name, 0) for name in shared
+        }  # what others have heard of
         moved = {name: start[name] - shared[name] for name in shared}
-        return digest(model), sum(float(r.abs().sum()) for r in exchange.residuals().values()), owed, moved
+        return (
+            digest(model),
+            sum(float(r.abs().sum()) for r in exchange.agreed.current.residuals().values()),
+            owed,
+            moved,
+        )
 
     seen = on_ranks(3, MODEL, body)
     agreed([digests for digests, *_ in seen])

@@ -63,7 +63,9 @@ def test_topk_sends_and_keeps_what_brute_force_does(size: int) -> None:
 
     def body(rank: int) -> list[tuple[dict[str, Tensor | None], dict[str, Tensor]]]:
         exchange = connected(table(), **SPARSE)
-        return [(stepped(exchange, drawn(rank, step)), copied(exchange.residuals())) for step in range(6)]
+        return [
+            (stepped(exchange, drawn(rank, step)), copied(exchange.agreed.current.residuals())) for step in range(6)
+        ]
 
     seen, oracle = testing.run(size, body), BruteForce(size, 0.05)
     for step in range(6):
@@ -87,7 +89,7 @@ def test_nothing_is_lost_on_any_rank(compression: str, options: dict[str, Any]) 
             tensors = {name: (8 * tensor).round() for name, tensor in drawn(rank, step).items()}
             there = {name: before.get(name, 0) + tensor for name, tensor in tensors.items()}
             updates = stepped(exchange, tensors)
-            before = copied(exchange.residuals())
+            before = copied(exchange.agreed.current.residuals())
             seen.append((there, before, updates))
         return seen
 
@@ -187,13 +189,15 @@ def test_a_step_that_is_discarded_leaves_nothing(compression: str) -> None:
         for step in range(3):
             stepped(exchange, drawn(rank, step))
             stepped(twin, drawn(rank, step))
-        before, steps = copied(exchange.residuals()), exchange.steps
+        before, steps = copied(exchange.agreed.current.residuals()), exchange.agreed.steps
         for name, tensor in drawn(rank, 77).items():
             exchange.ready(name, tensor)
         exchange.finish()
         exchange.discard()
-        after = exchange.residuals()
-        assert exchange.steps == steps and before.keys() == after.keys() and any(t.any() for t in before.values())
+        after = exchange.agreed.current.residuals()
+        assert (
+            exchange.agreed.steps == steps and before.keys() == after.keys() and any(t.any() for t in before.values())
+        )
         assert all(same_bits(before[name], after[name]) for name in before)
         updates, expected = (stepped(either, drawn(rank, 3)) for either in (exchange, twin))
         assert digest(updates.values()) == digest(expected.values())
@@ -212,14 +216,14 @@ def test_what_is_not_finite_raises_on_all_ranks_and_the_next_step_works(options:
         for step in range(2):
             stepped(exchange, drawn(rank, step))
             stepped(twin, drawn(rank, step))
-        before = digest(exchange.residuals().values())
+        before = digest(exchange.agreed.current.residuals().values())
         tensors = drawn(rank, 2)
         if rank == 1:
             tensors["c"][3, 4] = bad
         with pytest.raises(agmerge.NonFiniteError) as raised:
             stepped(exchange, tensors)
         exchange.discard()
-        assert not exchange.is_broken and digest(exchange.residuals().values()) == before
+        assert not exchange.fault and digest(exchange.agreed.current.residuals().values()) == before
         updates, expected = (stepped(either, drawn(rank, 3)) for either in (exchange, twin))
         return str(raised.value), digest(updates.values()), digest(expected.values())
 
@@ -248,12 +252,12 @@ def test_after_an_error_on_the_way_nothing_is_exchanged_any_more() -> None:
         exchange = connected(table())
         with pytest.raises(RuntimeError, match="no such tensor"):
             exchange.finish(lambda name: (_ for _ in ()).throw(RuntimeError("no such tensor")))
-        assert exchange.is_broken
+        assert exchange.fault
         for call in (exchange.finish, lambda: exchange.ready("a", None)):
             with pytest.raises(agmerge.AGMergeError, match="an earlier error ended this exchange: no such tensor"):
                 call()
         exchange.leave()
-        assert not exchange.is_broken
+        assert not exchange.fault
         return "gone on"
 
     assert agreed(testing.run(2, body)) == "gone on"

@@ -35,7 +35,7 @@ def test_what_was_started_is_what_is_received(options: dict[str, Any]) -> None:
             assert not exchange.under_way
             expected = stepped(twin, drawn(rank, step))
             assert all(same_bits(updates[name], expected[name]) for name in SHAPES), step
-            ours, theirs = exchange.residuals(), twin.residuals()
+            ours, theirs = exchange.agreed.current.residuals(), twin.agreed.current.residuals()
             assert ours.keys() == theirs.keys() and all(same_bits(ours[name], theirs[name]) for name in ours)
         return sent
 
@@ -51,7 +51,7 @@ def test_what_was_started_can_be_discarded_on_all_ranks() -> None:
         exchange.start(drawn(rank, 66).get)
         exchange.finish()
         exchange.discard()
-        assert not exchange.under_way and exchange.steps == 1
+        assert not exchange.under_way and exchange.agreed.steps == 1
         updates, expected = stepped(exchange, drawn(rank, 1)), stepped(twin, drawn(rank, 1))
         assert digest(updates.values()) == digest(expected.values())
 
@@ -74,9 +74,9 @@ def test_parts_that_take_turns_are_each_as_if_alone(options: dict[str, Any]) -> 
                 exchange.commit()
             expected = stepped(twin, tensors)
             assert digest(seen[name] for name in SHAPES) == digest(expected[name] for name in SHAPES)
-            ours, theirs = exchange.residuals(), twin.residuals()
+            ours, theirs = exchange.agreed.current.residuals(), twin.agreed.current.residuals()
             assert ours.keys() == theirs.keys() and all(same_bits(ours[name], theirs[name]) for name in ours)
-        assert exchange.steps == 7 and twin.steps == 4
+        assert exchange.agreed.steps == 7 and twin.agreed.steps == 4
 
     testing.run(2, body)
 
@@ -88,7 +88,7 @@ def test_a_part_is_repeated_after_a_new_agreement() -> None:
         tensors = table()
         exchange = connected(tensors, **SPARSE)
         stepped(exchange, drawn(rank, 0))
-        before = copied(exchange.residuals())
+        before = copied(exchange.agreed.current.residuals())
         tensors.tensors["new"] = torch.zeros(1100)
         given, asked = {**drawn(rank, 1), "new": torch.full((1100,), rank + 1.0)}, []
         combined = exchange.finish(
@@ -97,7 +97,7 @@ def test_a_part_is_repeated_after_a_new_agreement() -> None:
         exchange.commit()
         names = list(combined.updates)
         assert "new" in names and asked[-2:] == names and len(names) == 2
-        after = exchange.residuals()
+        after = exchange.agreed.current.residuals()
         assert all(same_bits(before[name], after[name]) for name in before if name not in names)
         return names
 
@@ -112,13 +112,16 @@ def test_everything_is_sent_as_it_is_where_it_is_to_be_whole(options: dict[str, 
         exchange = connected(table(), **options)
         for step in range(3):
             stepped(exchange, drawn(rank, step))
-        plan, there = exchange.plan(), {n: r + drawn(rank, 3)[n] for n, r in copied(exchange.residuals()).items()}
+        plan, there = (
+            exchange.agreed.current.plan,
+            {n: r + drawn(rank, 3)[n] for n, r in copied(exchange.agreed.current.residuals()).items()},
+        )
         with exchange.sending_whole():
             whole = stepped(exchange, drawn(rank, 3))
-        assert not any(residual.any() for residual in exchange.residuals().values())
-        assert exchange.plan() == plan and exchange.buffers.plan == plan
+        assert not any(residual.any() for residual in exchange.agreed.current.residuals().values())
+        assert exchange.agreed.current.plan == plan and exchange.agreed.buffers.plan == plan
         stepped(exchange, drawn(rank, 4))
-        assert any(residual.any() for residual in exchange.residuals().values())
+        assert any(residual.any() for residual in exchange.agreed.current.residuals().values())
         return there, {name: whole[name] for name in there}
 
     results = testing.run(2, body)

@@ -75,7 +75,7 @@ def everything(model: nn.Module, optimizer: Any) -> list[Any]:
 
 
 def finite(optimizer: agmerge.DistributedOptimizer) -> bool:
-    return all(tensor.isfinite().all() for tensor in optimizer._reducer.exchange.state().values())
+    return all(tensor.isfinite().all() for tensor in optimizer._reducer.exchange.agreed.current.tensors.values())
 
 
 # -- nothing of the step is kept --------------------------------------------------------------------------------------

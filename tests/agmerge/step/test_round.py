@@ -28,8 +28,8 @@ def opened(rank: int, **options: object) -> MergeBuffers:
         exchange.ready(name, tensor)
     exchange.finish()
     exchange.commit()
-    assert exchange.buffers is not None
-    return exchange.buffers
+    assert exchange.agreed.buffers is not None
+    return exchange.agreed.buffers
 
 
 def attempt(buffers: MergeBuffers, step: int = 1, **options: Any) -> Round:
@@ -248,7 +248,7 @@ def test_a_dirty_rank_sends_nothing_of_its_own_and_keeps_what_lies_where_sums_ar
         exchange.ready("large", drawn(rank, 0, shapes)["large"])
         exchange.finish()
         exchange.commit()
-        buffers = exchange.buffers
+        buffers = exchange.agreed.buffers
         assert buffers is not None
         update = buffers.flat.update(buffers.slot_of["large"])
         update.fill_(rank + 1.0)

@@ -94,7 +94,7 @@ def test_between_nodes_the_default_chooses_among_what_is_compressed(monkeypatch:
 
     def body(rank: int, model: Net) -> tuple[Any, ...]:
         optimizer = wrap(model, compression="auto", exchange="two-level", merging="agmerge")
-        first = optimizer._reducer.exchange.config.compression.compressor.until_chosen
+        first = optimizer._reducer.exchange.agreed.config.compression.compressor.until_chosen
         seen, states = [], [""]
         while states[-1] != "settled" and len(states) < MOST:
             optimizer.zero_grad()

@@ -31,7 +31,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def told(compressed: Any, parameters: Any, **more: Any) -> dict[str, Any]:
     """What was chosen so far, among what, and this rank's parameters."""
-    compressor, stats = compressed._reducer.exchange.config.compression.compressor, compressed.stats()
+    compressor, stats = compressed._reducer.exchange.agreed.config.compression.compressor, compressed.stats()
     return {
         "candidates": compressor.candidates,
         "until chosen": compressor.until_chosen,
@@ -132,7 +132,7 @@ def mesh(folder: Path) -> Any:
         stats = optimizer.stats()
         same = set(agmerge.allgather_object(own, process_set=made[REPLICA]))
         seen[name] = {
-            "candidates": optimizer._reducer.exchange.config.compression.compressor.candidates,
+            "candidates": optimizer._reducer.exchange.agreed.config.compression.compressor.candidates,
             "quantiser": stats["quantiser"],
             "replicas": len(same),
             "moved": own != bits(locals_of(sharded(made[SHARD]))),

@@ -1,0 +1,70 @@
+"""Group of ranks that exchange with each other: their communicators, and this rank's place among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agmerge.backends import Backend, topology
+from agmerge.backends.handshake import Fact, require_agreement
+from agmerge.step.config import TWO_LEVEL, Config
+
+
+class Group:
+    """Ranks of one exchange, from :meth:`connect` to :meth:`leave`; none before and after."""
+
+    def __init__(self) -> None:
+        self.world: Backend | None = None  # from which it was connected
+        self.comm: Backend | None = None  # of its own
+        self.second: Backend | None = None  # another one of the same ranks, for second phases; None: not needed, so far
+        self.outside = False  # of the process set: this rank exchanges nothing
+        self.shard: tuple[int, int] | None = None  # of every tensor, this rank's: which of how many (two-level)
+        self.nodes: topology.Nodes | None = None  # exchange="two-level"
+
+    def connect(
+        self, world: Backend, comm: Backend | None, second: Backend | None, config: Config, facts: Sequence[Fact]
+    ) -> None:
+        """Collective. Exchange among the ranks of ``comm`` (None: not this one), and compare ``facts`` first (G1).
+
+        ``comm`` is a communicator of this exchange's own among the workers of ``world``, and ``second`` another one of
+        the same ranks, for the second phases of messages. Raises :class:`agmerge.RankMismatchError` on every rank where
+        facts differ.
+        """
+        self.world, self.comm, self.second, self.outside = world, comm, second, comm is None
+        if comm is None:
+            return
+        advice = "Give every rank the same model and the same arguments."
+        require_agreement(comm, facts, what="DistributedOptimizer", advice=advice, timeout=config.guards.timeout)
+        if config.merging.exchange == TWO_LEVEL:
+            self.nodes = topology.form(comm, config.guards.timeout, wants_second=config.quantises)
+            self.shard = self.nodes.shard
+
+    def connect_second(self, config: Config) -> None:
+        """Collective. Make the communicator of second phases, where ``config`` needs one now and all ranks take part.
+
+        Making it needs all ranks of ``world``: those outside the process set do not call this. There messages are
+        gathered.
+        """
+        if self.comm is None or self.world is None or self.second is not None or not config.quantises:
+            return
+        if 2 < self.comm.size == self.world.size and self.nodes is None:
+            self.second = self.comm.duplicate("agmerge optimizer, second phases", config.guards.timeout)
+
+    def assume(self, shard: tuple[int, int] | None) -> None:
+        """Use a checkpoint's ``shard`` until there is a group, which has its own."""
+        self.shard = shard
+
+    @property
+    def second_across(self) -> Backend | None:
+        """Communicator of second phases between the ranks that exchange messages; None: there is none."""
+        return self.second if self.nodes is None else self.nodes.second
+
+    def leave(self) -> None:
+        """Forget the group."""
+        self.comm = self.second = self.nodes = None
+        self.outside = False
+
+    def close(self) -> None:
+        """Close the communicators."""
+        for comm in (self.nodes, self.comm, self.second):
+            if comm is not None:
+                comm.close()
