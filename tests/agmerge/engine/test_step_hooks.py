@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,15 +166,12 @@ def test_the_gradients_of_a_closure_are_looked_at(by_name: bool) -> None:
     assert seen[0] != seen[1] == seen[2] != seen[3]
 
 
-class Exchange:
-    """What ``withhold`` reads of an exchange that applies momentum."""
-
-    outside = False
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.config = resolve(Options(compression="dgc"))
-        self.config = self.config.changed(rates=momentum.rates(inner, self.config.compression.memory))
-        self.comm = type("Comm", (), {"rank": 0})()
+def applying(inner: torch.optim.Optimizer) -> Any:
+    """Return what ``withhold`` reads of an exchange that applies momentum."""
+    config = resolve(Options(compression="dgc"))
+    config = config.changed(rates=momentum.rates(inner, config.compression.memory))
+    group = SimpleNamespace(outside=False, comm=SimpleNamespace(rank=0))
+    return SimpleNamespace(agreed=SimpleNamespace(config=config), group=group)
 
 
 def test_momentum_is_withheld_from_steps_and_shown_again_after_one_that_raises() -> None:
@@ -186,7 +184,7 @@ def test_momentum_is_withheld_from_steps_and_shown_again_after_one_that_raises()
         if len(seen) == 2:
             raise RuntimeError("a hook of the script's")
 
-    end = withhold(Exchange(inner), inner)
+    end = withhold(applying(inner), inner)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # that no group has a momentum any more
         handle = inner.register_step_pre_hook(look)  # it comes after ours
