@@ -13,7 +13,7 @@ import torch
 
 from agmerge.errors import MessageError
 from agmerge.exchanges.base import Exchange, InFlight, SegmentBuffers
-from agmerge.exchanges.message import Everything, fused
+from agmerge.exchanges.message import fused
 from agmerge.exchanges.message.codec import clear_behind, saturated
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader, Section
 from agmerge.exchanges.message.offers import spread, without_zeros
@@ -106,7 +106,7 @@ class SparseExchange(Exchange):
         self.store.observe(chosen, offer.count)
         if not section.value.has_zero:
             offer, chosen = without_zeros(offer, chosen)
-        if isinstance(section.index, Everything):
+        if section.index.sends_all:
             values, count = spread(offer, chosen, section.index.length)
             sent = section.value.encode(values, message[section.values])
             if values is not chosen:

@@ -19,6 +19,7 @@ class ValueCodec(ABC):
     name: str  # in figures and errors
     identity: int  # in a message, 1 to 255
     has_zero: ClassVar[bool] = True  # 0 arrives as 0; else exchanges leave out zeros
+    dtype: torch.dtype | None = None  # in which each value is a number of its own; None: values are codes
 
     @abstractmethod
     def size(self, slots: int) -> int:

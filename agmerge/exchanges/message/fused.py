@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from agmerge.exchanges.message.format import Format, Section
-from agmerge.exchanges.message.indices import Everything
-from agmerge.exchanges.message.values import Cast
 from sparsifiers import gpu
 
 
@@ -24,19 +22,20 @@ def places(section: Section, message: Tensor) -> tuple[gpu.Slots, gpu.IndexSecti
 
     They do where values travel as they are, or rounded.
     """
-    if not writes(section, message.device) or not isinstance(section.value, Cast):
+    dtype = None if section.value is None else section.value.dtype
+    if dtype is None or not writes(section, message.device):
         return None
     assert section.index is not None and section.index.layout is not None
     indices = torch.empty(section.index.capacity, dtype=torch.int32, device=message.device)
     count = torch.empty((), dtype=torch.int32, device=message.device)
-    slots = gpu.Slots(indices, message[section.values].view(section.value.dtype), count)
+    slots = gpu.Slots(indices, message[section.values].view(dtype), count)
     return slots, gpu.IndexSection(section.index.layout, message[section.index_words].view(torch.int32))
 
 
 def values_as_they_are(section: Section, message: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return where ``message``, uint8[size] on the host, has values of ``dtype`` as they are; None: it has not."""
-    exact = isinstance(section.value, Cast) and section.value.dtype == dtype
-    if not exact or isinstance(section.index, Everything) or message.device.type != "cpu":
+    assert section.index is not None and section.value is not None
+    if section.value.dtype != dtype or section.index.sends_all or message.device.type != "cpu":
         return None
     return message[section.values].view(dtype)
 

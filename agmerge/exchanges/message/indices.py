@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class IndexCodec(ABC):
     name: str  # in figures and errors
     identity: int  # in a message, 1 to 255
     size: int  # bytes, a pure function of length and capacity
+    sends_all: ClassVar[bool] = False  # every element has an entry, so that no indices travel
     layout: IndexLayout | None = None  # as kernels of a device know it; None: there is nothing to write
 
     def __init__(self, length: int, capacity: int) -> None:
@@ -136,7 +138,7 @@ class Everything(IndexCodec):
     The sender gives elements that are not selected the value 0.
     """
 
-    name, identity, size = "all", 3, 0
+    name, identity, size, sends_all = "all", 3, 0, True
 
     def __init__(self, length: int) -> None:
         super().__init__(length, length)

@@ -12,6 +12,8 @@ from agmerge.exchanges.message.scaled import Signs, Steps
 class Cast(ValueCodec):
     """Value codec of one number of a float dtype a value."""
 
+    dtype: torch.dtype
+
     def __init__(self, name: str, identity: int, dtype: torch.dtype) -> None:
         self.name, self.identity, self.dtype = name, identity, dtype
 
