@@ -19,7 +19,8 @@ from agmerge.exchanges.all_reduce import in_rank_order
 from agmerge.exchanges.dense import decode, tail_length, tail_of
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.routing import group_by_dtype
-from agmerge.tensors.arena import Arena, move_to_update, view
+from agmerge.tensors.arena import Arena, move_to_update
+from agmerge.tensors.flat_memory import view
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 
 

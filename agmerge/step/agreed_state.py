@@ -226,7 +226,7 @@ class AgreedState:
         if self.buffers is None or self._stale or name not in self.buffers.slot_of:
             return self.carried.tensors.get(("residual", name))
         slot = self.buffers.slot_of[name]
-        return self.buffers.flat.arena_of[slot.index].residual_of(slot)
+        return self.buffers.flat.arena_of[slot.index].state_of(slot).get("residual")
 
     def restore(self, carried: CarriedState, steps: int) -> None:
         """Replace the state and the number of exchanges by earlier ones; the next step agrees on them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.tensors.accumulation import accumulate_together, add_up
 from agmerge.tensors.arena import Arena
 from agmerge.tensors.layout import Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
@@ -50,7 +51,8 @@ class Batches:
         ]
         self._read += [gradient for _, gradient in batch if gradient is not None]
         kernels, lane = self._buffers.kernels, arena.lane
-        largest = arena.accumulate_all(batch, kernels.largest(buffer, lane.device), kernels.scratch_of(buffer, lane))
+        table, scratch = kernels.table([slot for slot, _ in batch]), kernels.scratch_of(buffer, lane)
+        largest = accumulate_together(arena, batch, table, kernels.largest(buffer, lane.device), scratch)
         self._guard.note(largest, parts)
         if self._buffers.budgets.energy is not None and arena.lane.sparse:
             for slot, gradient in batch:
@@ -58,7 +60,7 @@ class Batches:
 
     def _copy(self, arena: Arena, batch: Batch) -> None:
         """Copy all small dense tensors of a merge buffer into ``arena``, in one call with one check for infinities."""
-        arena.add_up(batch)
+        add_up(arena, batch)
         start, stop = min([slot.offset for slot, _ in batch]), max([slot.end for slot, _ in batch])
         # Elements between them are of the same merge buffer, and finite, or padding.
         if is_finite(arena.work[start:stop]):

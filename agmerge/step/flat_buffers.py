@@ -14,7 +14,8 @@ from agmerge.exchanges.node_shards import NodeShards, sharded
 from agmerge.step.config import Config
 from agmerge.step.gradients_in_place import GradientsInPlace
 from agmerge.step.update_home import InArenas
-from agmerge.tensors.arena import MOMENTA, Arena, trim
+from agmerge.tensors.arena import MOMENTA, Arena
+from agmerge.tensors.flat_memory import trim
 from agmerge.tensors.layout import Lane, Layout, Segment, Slot
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind, LowRank
@@ -106,8 +107,9 @@ class FlatBuffers:
 
     def has_unsent(self, slot: Slot) -> bool:
         """Return whether this rank sends a residual of an earlier configuration, which counts as a gradient."""
-        residual, own = self.arena_of[slot.index].residual_of(slot), self.config.memory_of(slot.lane)
-        return residual is not None and not own.has_residual and bool(residual.any())
+        arena, own = self.arena_of[slot.index], self.config.memory_of(slot.lane)
+        only_unsent = arena.memory.has_residual and not own.has_residual
+        return only_unsent and bool(arena.values.back_of[slot.index].any())
 
     def left_over(self, slot: Slot) -> bool:
         """Return whether a residual of earlier steps was sent, so that a tensor that no rank used has an update."""
@@ -150,7 +152,7 @@ class FlatBuffers:
         ``left_out``: tensors with an update that comes to nothing; their residuals and momenta stay as they were.
         """
         for slot in left_out:
-            self.arena_of[slot.index].keep(slot)
+            self.arena_of[slot.index].revert(slot)
         for arena in self.arenas.values():
             arena.swap()
         if self.bases is not None:
@@ -180,8 +182,8 @@ class FlatBuffers:
                 if (other, name) in carried:
                     tensor.copy_(carried.pop((other, name)))
         for number, arena in enumerate(self.arenas.values()):
-            if arena.memory.averages:
-                comm.broadcast(arena.momentum, 0, f"momentum {number}").wait(timeout)
+            if arena.memory.averages and arena.momenta is not None:
+                comm.broadcast(arena.momenta.back, 0, f"momentum {number}").wait(timeout)
         if self.bases is not None:
             self.bases.restore(carried)
             self.bases.share(comm, timeout)

@@ -8,10 +8,11 @@ from itertools import chain, compress
 import torch
 
 from agmerge.exchanges.routing import Message
+from agmerge.tensors.accumulation import table_of
 from agmerge.tensors.layout import Lane, Segment, Slot
 from sparsifiers import Compressor, Kind, Sparsifier, kernel
 from sparsifiers.candidates import Candidates, TensorNotes
-from sparsifiers.gpu import LargestKey, Scratch, is_fused
+from sparsifiers.gpu import LargestKey, Scratch, TensorTable, is_fused
 
 
 class KernelBuffers:
@@ -28,6 +29,7 @@ class KernelBuffers:
         self._scratch: dict[str, Scratch | Candidates] = {}  # by the key of a segment
         self._notes: dict[int, TensorNotes] | None = None  # by slot, of those that are large enough; None: not yet made
         self._largest: dict[tuple[int, torch.device], LargestKey] = {}  # by merge buffer and device
+        self._tables: dict[tuple[int, ...], TensorTable] = {}  # of tensors that are accumulated together, by slot
 
     def scratch(self, segment: Segment) -> Scratch | Candidates | None:
         """Return the scratch memory of a segment that is selected from; None: no kernel selects from it."""
@@ -80,3 +82,10 @@ class KernelBuffers:
         if (buffer, device) not in self._largest:
             self._largest[buffer, device] = LargestKey(device)
         return self._largest[buffer, device]
+
+    def table(self, slots: Sequence[Slot]) -> TensorTable:
+        """Return the places of adjacent tensors that are accumulated together."""
+        key = tuple(slot.index for slot in slots)
+        if key not in self._tables:
+            self._tables[key] = table_of(slots)
+        return self._tables[key]

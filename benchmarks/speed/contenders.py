@@ -186,7 +186,7 @@ def passes(work: Any, optimizer: Any, *, density: float) -> tuple[int, Step, Fig
     """
     import torch
 
-    from agmerge.tensors.arena import zeros
+    from agmerge.tensors.flat_memory import zeros
     from sparsifiers import kernel, kernel_updates
 
     parameters = list(work.model.parameters())

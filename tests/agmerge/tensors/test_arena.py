@@ -107,7 +107,7 @@ def test_views_cover_every_element_once_and_padding_never(dtype: torch.dtype) ->
     arena, layout = arena_of(SHAPES, dtype)
     assert arena.update.dtype == dtype and arena.work.dtype == layout.slots[0].lane.storage
     for slot in layout.slots:
-        residual = arena.residual_of(slot)
+        residual = arena.state_of(slot).get("residual")
         assert residual is not None and arena.residual is not None
         assert residual.shape == arena.gradients[slot.index].shape == slot.shape
         assert residual.is_contiguous()
@@ -126,7 +126,7 @@ def test_views_cover_every_element_once_and_padding_never(dtype: torch.dtype) ->
 def test_work_is_residual_plus_gradient_and_the_residual_stays() -> None:
     arena, layout = arena_of([(2, 3), (4,)])
     first, second = layout.slots
-    residual = arena.residual_of(first)
+    residual = arena.state_of(first).get("residual")
     assert residual is not None
     residual.copy_(torch.tensor([[0.1, -0.0, 2.0], [3.0, 1e-45, 5.0]]))
     before = bits(arena.residual)  # type: ignore[arg-type]
@@ -147,10 +147,10 @@ def test_only_swap_makes_work_the_residual() -> None:
     for _ in range(3):  # attempts that never came to step()
         arena.accumulate(slot, torch.tensor([1.0, 2.0, 3.0, 4.0]))
         arena.commit(segment, torch.tensor([1], dtype=torch.int32), torch.tensor([2.0]))
-        residual = arena.residual_of(slot)
+        residual = arena.state_of(slot).get("residual")
         assert residual is not None and residual.tolist() == [0.0] * 4
     arena.swap()
-    kept = arena.residual_of(slot)
+    kept = arena.state_of(slot).get("residual")
     assert kept is not None and kept.tolist() == [1.0, 0.0, 3.0, 4.0]
     assert kept.data_ptr() == arena.residual.data_ptr() != arena.work.data_ptr()  # type: ignore[union-attr]
     arena.accumulate(slot, None)
@@ -199,7 +199,7 @@ def test_a_memory_that_keeps_nothing() -> None:
     arena, layout = arena_of([(4,)], memory="none")
     (slot,) = layout.slots
     (segment,) = layout.segments(0, 1)
-    assert arena.residual is None and arena.residual_of(slot) is None
+    assert arena.residual is None and arena.state_of(slot).get("residual") is None
     slab = arena.work.data_ptr()
     arena.accumulate(slot, torch.arange(4.0))
     arena.commit(segment, None, arena.work.clone())
