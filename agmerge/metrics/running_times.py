@@ -31,7 +31,7 @@ class RunningStepTimes:
         A costly clock measures only the first steps of an average, and all steps that are traced.
         """
         measured = len(self.steps) + (self._last is not None)
-        return not clock.is_dear or self.trace is not None or measured < ENOUGH
+        return not clock.is_costly or self.trace is not None or measured < ENOUGH
 
     def observe(self, recorder: StepRecorder) -> None:
         """Add a step that has been received, if it was measured.

@@ -21,7 +21,7 @@ Seconds = NDArray[np.float64]  # durations, or times since an origin that the co
 class Clock(ABC):
     """Clock that makes marks, and returns the time between two of them later."""
 
-    is_dear: ClassVar[bool] = False  # a mark costs so much that most steps go without
+    is_costly: ClassVar[bool] = False  # a mark costs so much that most steps go without
 
     @abstractmethod
     def mark(self) -> Any:
@@ -48,7 +48,7 @@ class DeviceClock(Clock):
     An event that tells time takes the host some microseconds to make, and there are two for each tensor.
     """
 
-    is_dear = True
+    is_costly = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -5,8 +5,8 @@
 ``cost_probe``, ``message_timing`` and ``measuring``, and the bounds of ``seen_messages``; ``probe_budget``: their
 limit. ``drift``: whether times have changed. ``earlier_run`` and ``known_plans``: plans of earlier runs, in files.
 
-What is chosen with a plan: ``sparse_choice`` of selections (codec, exchange, or dense; ``candidates``: the search for
-plans to try; ``wire_choice`` and ``codec_costs``: the rule for codecs, and its measurements), or ``quantiser_choice``
+What is chosen with a plan: ``sparse_choice`` of selections (codec, exchange, or dense; ``sparse_search``: the plans
+to try; ``codec_choice`` and ``codec_costs``: the rule for codecs, and its measurements), or ``quantiser_choice``
 of gradients in few bits (``quantiser_costs``). ``plan_choice``: the best plan, and its prediction. ``plan_trial``:
 steps under several plans, in turn. ``first_choices``: budgets by importance and the cutoff of ``dense="partial"``,
 once. ``advice``: the text of ``python -m agmerge advise``.

@@ -8,9 +8,9 @@ from torch import Tensor
 from agmerge.exchanges.message.sample import Handling, handling
 from agmerge.exchanges.message.values import value_codec
 from agmerge.exchanges.send_mode import OWN
+from agmerge.planning.codec_choice import Codec
 from agmerge.planning.cost_probe import measured_lane
 from agmerge.planning.measuring import bytes_of_element, gather_seconds
-from agmerge.planning.wire_choice import Codec
 from agmerge.step.merge_buffers import MergeBuffers
 
 NOTHING = Handling(0.0, 0.0, 0.0, 0.0)
@@ -50,22 +50,22 @@ def measure_codecs(buffers: MergeBuffers, values: Tensor | None, step: int) -> d
         step: the one to come; its density counts.
     """
     lane = measured_lane(buffers.layout)
-    sizes = {wire: bytes_of_element(buffers, lane, step, wire) for wire in (OWN, buffers.wire, *buffers.config.wires)}
-    wires = [wire for wire, size in sizes.items() if wire in (OWN, buffers.wire) or size < sizes[OWN]]
+    sizes = {name: bytes_of_element(buffers, lane, step, name) for name in (OWN, buffers.wire, *buffers.config.wires)}
+    names = [name for name, size in sizes.items() if name in (OWN, buffers.wire) or size < sizes[OWN]]
     own = [
-        NOTHING if values is None else handling(value_codec(wire, lane.dtype), values.to(lane.dtype)) for wire in wires
+        NOTHING if values is None else handling(value_codec(name, lane.dtype), values.to(lane.dtype)) for name in names
     ]
     columns = gather_seconds(buffers, *np.array(own).T)
     energy, lost = columns[0].sum(axis=0), columns[1].sum(axis=0)
     encode, decode = columns[2].max(axis=0), columns[3].max(axis=0)
     known = {
-        wire: Codec(
-            wire,
-            sizes[wire],
-            1.0 if wire == OWN else float(1 - lost[i] / energy[i]) if energy[i] else 0.0,
+        name: Codec(
+            name,
+            sizes[name],
+            1.0 if name == OWN else float(1 - lost[i] / energy[i]) if energy[i] else 0.0,
             float(encode[i]),
             float(decode[i]),
         )
-        for i, wire in enumerate(wires)
+        for i, name in enumerate(names)
     }
     return known if columns[0].all() else {}

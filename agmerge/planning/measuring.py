@@ -97,7 +97,7 @@ def profile(
     ready: Seconds,
     step: int,
     noise: Energies | None = None,
-    wire: str | None = None,
+    codec: str | None = None,
     quantiser: Quantiser | None = None,
 ) -> merging.Profile:
     """Return the tensors that take part as planners see them.
@@ -111,20 +111,20 @@ def profile(
         ready: when each tensor is ready, in seconds since the first, never falling; (n,).
         step: its density counts.
         noise: energy that selection leaves behind, (n,); None: not known.
-        wire: the value codec; None: the one in use.
+        codec: of selected values; None: the one in use.
         quantiser: of quantised tensors; None: the one in use.
     """
-    wire = buffers.wire if wire is None else wire
+    codec = buffers.wire if codec is None else codec
     names, numel, work, load = [], [], [], []
     timed = measured_lane(buffers.layout)
-    unit = bytes_of_element(buffers, timed, step, wire, quantiser) if timed.kind is not Kind.DENSE else 0.0
+    unit = bytes_of_element(buffers, timed, step, codec, quantiser) if timed.kind is not Kind.DENSE else 0.0
     for slot in buffers.layout.slots:
         names.append(slot.name)
         numel.append(slot.numel)
         work.append(slot.numel if slot.lane.kind is not Kind.DENSE else 0)
         sent = _elements_sent(buffers, slot, step)
         same = not unit or (slot.lane.kind is timed.kind and slot.lane.dtype == timed.dtype)
-        size = 0.0 if same else bytes_of_element(buffers, slot.lane, step, wire, quantiser)
+        size = 0.0 if same else bytes_of_element(buffers, slot.lane, step, codec, quantiser)
         load.append(sent if same else math.ceil(sent * size / unit))
     return merging.Profile(names, numel, np.diff(ready, prepend=0.0), work=work, load=load, noise=noise)
 
@@ -139,7 +139,7 @@ def _elements_sent(buffers: MergeBuffers, slot: Slot, step: int) -> int:
 
 
 def bytes_of_element(
-    buffers: MergeBuffers, lane: Lane, step: int, wire: str, quantiser: Quantiser | None = None
+    buffers: MergeBuffers, lane: Lane, step: int, codec: str, quantiser: Quantiser | None = None
 ) -> float:
     """Return the bytes of a sent element in a message, about: with its index, where it was selected.
 
@@ -149,11 +149,11 @@ def bytes_of_element(
     if lane.kind is Kind.QUANTISED and quantiser is not None:
         return bytes_of_quantised(buffers, lane, quantiser)
     if not lane.sparse:
-        dtype = WIRES.get(wire) if lane.kind is Kind.LOW_RANK else None
+        dtype = WIRES.get(codec) if lane.kind is Kind.LOW_RANK else None
         return (dtype or lane.dtype).itemsize
     length = buffers.layout.lengths[lane]
     count = sum(buffers.budgets.of_tensor(slot, step) for slot in buffers.layout.slots if slot.lane == lane)
-    return slot_bytes(length, min(count, length), lane.dtype, wire)
+    return slot_bytes(length, min(count, length), lane.dtype, codec)
 
 
 def bytes_of_quantised(buffers: MergeBuffers, lane: Lane, quantiser: Quantiser) -> float:

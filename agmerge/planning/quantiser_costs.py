@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 import sparsifiers
+from agmerge.planning.codec_choice import stretched, tilted
 from agmerge.planning.cost_probe import measured_lane
 from agmerge.planning.measuring import bytes_of_quantised, gather_seconds, profile
-from agmerge.planning.wire_choice import stretched, tilted
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements
 from sparsifiers.quantising.draws import Draws

@@ -31,7 +31,7 @@ from agmerge.planning.plan_trial import PlanTrial
 from agmerge.planning.probe_budget import share_of
 from agmerge.planning.quantiser_choice import QuantiserChoice
 from agmerge.planning.reasons import State, status_of
-from agmerge.planning.sparse_choice import SparseChoice
+from agmerge.planning.sparse_choice import SparseChoice, named
 from agmerge.step.agreed_state import Decision
 from agmerge.step.agreement import decide_on_rank_0, why_plan_does_not_fit
 from agmerge.step.merge_buffers import MergeBuffers
@@ -253,7 +253,7 @@ class Replanner:
         """Return the decision for ``plan``: none if it is the one in use. A new codec is noted in the trace."""
         codec = send_mode(plan).codec
         if self.times.trace is not None and codec != send_mode(self.buffers.plan).codec:
-            self.times.trace.note(f"values in {candidates.named(codec)}", time.time(), 0.0)
+            self.times.trace.note(f"values in {named(codec)}", time.time(), 0.0)
         return Decision(plan=plan if plan != self.buffers.plan else None)
 
     def _noted(self, changes: Changes) -> Changes:

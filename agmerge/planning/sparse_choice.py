@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import merging
-from agmerge.planning import plan_trial, wire_choice
-from agmerge.planning.candidates import Candidate, Search, why, why_exchange, why_without_trial
+from agmerge.exchanges.send_mode import OWN
+from agmerge.planning import codec_choice, plan_trial
+from agmerge.planning.candidates import Candidate
 from agmerge.planning.codec_costs import SampledValues, measure_codecs
+from agmerge.planning.sparse_search import SparseSearch
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements, Pieces
 
@@ -50,7 +52,7 @@ class SparseChoice:
         """
         codecs = measure_codecs(self._buffers, self._values.last, step) if self._buffers.config.wires else {}
         self.has_measured = bool(codecs)
-        return Search(planner, self._buffers, latest, codecs, step, usual).to_try(stays)
+        return SparseSearch(planner, self._buffers, latest, codecs, step, usual).to_try(stays)
 
     def planned(self, tried: Sequence[Candidate], step: int) -> merging.Plan:
         """Return the plan to continue with, the first of those to try. ``step``: the one to come."""
@@ -66,11 +68,45 @@ class SparseChoice:
 
         ``seconds``: of a step with each, on the slowest rank; ``doubts``: by how much steps with each vary.
         """
-        best = wire_choice.best(seconds, [each.delivered for each in tried])
+        best = codec_choice.best(seconds, [each.delivered for each in tried])
         return plan_trial.taken(best, seconds, doubts)
 
     def settle(self, tried: Sequence[Candidate], number: int, seconds: Sequence[float], step: int) -> merging.Plan:
         """Return the plan of the candidate that a trial has chosen, and remember why. ``step``: the one to come."""
-        self.codec_why = why(tried, seconds, number)
+        self.codec_why = why_codec(tried, seconds, number)
         self.exchange_why = why_exchange(tried, seconds)
         return tried[number].plan
+
+
+def why_codec(candidates: Sequence[Candidate], seconds: Sequence[float], taken: int) -> str:
+    """Return why the codec of candidate number ``taken`` was chosen. ``seconds``: of a step with each candidate."""
+    fastest: dict[str, float] = {}
+    for each, took in zip(candidates, seconds, strict=True):
+        if not each.is_dense:
+            fastest[each.mode.codec] = min(took, fastest.get(each.mode.codec, took))
+    chosen = candidates[taken]
+    steps = ", ".join(f"{1e3 * took:.3g} ms a step in {named(codec)}" for codec, took in fastest.items())
+    return f"{chosen.delivered:.5g} of the energy that is selected arrives; {steps}"
+
+
+def why_without_trial(candidate: Candidate, measured: bool) -> str:
+    """Return why the codec of ``candidate`` is used without a trial. ``measured``: whether codecs were measured."""
+    if not measured:
+        return "no values were at hand to measure codecs on, so it stays"
+    if candidate.mode.codec == OWN:
+        return "no codec of fewer bits is predicted to gain enough, or too little arrives"
+    return f"{candidate.delivered:.5g} of the energy that is selected arrives, and it is predicted to be faster"
+
+
+def named(codec: str) -> str:
+    """Return the name of a codec for texts."""
+    return "the gradient's own dtype" if codec == OWN else codec
+
+
+def why_exchange(candidates: Sequence[Candidate], seconds: Sequence[float]) -> str:
+    """Return a text with the ``seconds`` of a step for each exchange of ``candidates``, with its best plan."""
+    fastest: dict[str, float] = {}
+    for each, took in zip(candidates, seconds, strict=True):
+        name = "dense" if each.is_dense else "sparse" if each.mode.exchange == OWN else each.mode.exchange
+        fastest[name] = min(took, fastest.get(name, took))
+    return ", ".join(f"{1e3 * took:.3g} ms a step with {name}" for name, took in fastest.items())

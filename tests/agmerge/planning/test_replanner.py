@@ -93,7 +93,7 @@ class World:
         monkeypatch.setattr("agmerge.step.agreed_state.RunningStepTimes", Scripted)
         monkeypatch.setattr(measurer, "measure_costs", probe)
         monkeypatch.setattr(merging, "best", best)
-        monkeypatch.setattr("agmerge.step.config.CHOICE", ())  # see test_wire_choice.py
+        monkeypatch.setattr("agmerge.step.config.CHOICE", ())  # see test_codec_choice.py
         monkeypatch.setattr(plan_trial, "DOUBTFUL", 0.0)  # no trials: see test_plan_trial.py
 
 

@@ -18,7 +18,7 @@ import merging
 from agmerge import testing
 from agmerge.backends import topology
 from agmerge.exchanges.send_mode import SendMode, send_mode, with_send_mode
-from agmerge.planning import cost_probe, measurer, plan_trial, replanner, sparse_choice, wire_choice
+from agmerge.planning import codec_choice, cost_probe, measurer, plan_trial, replanner, sparse_choice
 from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
@@ -114,7 +114,7 @@ def test_a_codec_that_is_slower_in_real_steps_is_given_back(link: list[float], m
 
 
 def test_one_of_which_too_little_arrives_is_none(link: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agmerge.planning.candidates.LEAST", 1.0)
+    monkeypatch.setattr("agmerge.planning.sparse_search.LEAST", 1.0)
     assert set(wires(2, FIRST + 3)) == {"auto"}
 
 
@@ -298,10 +298,10 @@ def test_a_plan_of_the_script_may_say_the_wire_and_is_followed() -> None:
 
 
 def test_the_share_that_arrives_is_of_all_ranks_values(link: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[dict[str, wire_choice.Codec]] = []
+    found: list[dict[str, codec_choice.Codec]] = []
     original = sparse_choice.measure_codecs
 
-    def measured(buffers: MergeBuffers, values: torch.Tensor | None, step: int) -> dict[str, wire_choice.Codec]:
+    def measured(buffers: MergeBuffers, values: torch.Tensor | None, step: int) -> dict[str, codec_choice.Codec]:
         codecs = original(buffers, values, step)
         found.append(codecs)
         return codecs

@@ -15,7 +15,7 @@ import merging
 from agmerge.exchanges.message.sample import BLOCKS, ValueSample, handling
 from agmerge.exchanges.message.scaled import BLOCK
 from agmerge.exchanges.message.values import VALUES
-from agmerge.planning.wire_choice import GAIN, Codec, best, in_wire
+from agmerge.planning.codec_choice import GAIN, Codec, best, in_codec
 from merging import Curve, Measurements
 
 
@@ -64,20 +64,20 @@ def codec(wire: str, size: float, encode: float = 0.0, decode: float = 0.0) -> C
 
 def test_an_exchange_takes_what_one_of_as_many_bytes_took() -> None:
     before = measured(Curve((0,), (0.5,)))
-    other = in_wire(before, np.array([100, 16]), codec("auto", 5.0), codec("int8", 2.5), 2)
+    other = in_codec(before, np.array([100, 16]), codec("auto", 5.0), codec("int8", 2.5), 2)
     elements = np.arange(10, 3000, 7)
     assert other.exchange(elements) == pytest.approx(before.exchange(elements / 2), rel=1e-12)
     assert other.message == before.message and other.profile.load.tolist() == [100, 16]
-    again = in_wire(other, before.profile.load, codec("int8", 2.5), codec("auto", 5.0), 2)
+    again = in_codec(other, before.profile.load, codec("int8", 2.5), codec("auto", 5.0), 2)
     assert again == before
 
 
 def test_what_a_codec_takes_itself_counts_once_to_write_and_for_each_worker_to_read() -> None:
     before, now = measured(Curve((0,), (0.5,))), codec("auto", 5.0, encode=1e-4, decode=1e-4)
-    other = in_wire(before, before.profile.load, now, codec("int8", 5.0, encode=3e-4, decode=2e-4), 4)
+    other = in_codec(before, before.profile.load, now, codec("int8", 5.0, encode=3e-4, decode=2e-4), 4)
     assert other.exchange(100) == pytest.approx(0.4 + 4 * 1e-4 * 100)
     assert other.message is not None and other.message(100) == pytest.approx(0.5 + 2e-4 * 100)
-    cheaper = in_wire(before, before.profile.load, codec("auto", 5.0, decode=1.0), codec("int8", 5.0), 4)
+    cheaper = in_codec(before, before.profile.load, codec("auto", 5.0, decode=1.0), codec("int8", 5.0), 4)
     assert cheaper.exchange(1000) >= 0.0  # a curve does not fall, nor below nothing
 
 

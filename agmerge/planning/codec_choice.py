@@ -25,7 +25,7 @@ LEAST = 0.9999  # of the selected energy: a codec that delivers less is not chos
 class Codec:
     """Costs and losses of a value codec on the values that training selects now, on all ranks."""
 
-    wire: str
+    name: str
     size: float  # bytes of an element in a message, with its index
     delivered: float  # share of the selected energy that receivers read
     encode: float  # seconds a value
@@ -45,7 +45,7 @@ def best(seconds: Sequence[float], delivered: Sequence[float]) -> int:
     return first if scores[first] * (1 + GAIN) < scores[stays] else stays
 
 
-def in_wire(measured: Measurements, load: Elements, now: Codec, other: Codec, workers: int) -> Measurements:
+def in_codec(measured: Measurements, load: Elements, now: Codec, other: Codec, workers: int) -> Measurements:
     """Return measurements made in the codec ``now`` as they would be in ``other``.
 
     An exchange takes as long as one of as many bytes took, plus the difference in decoding all ranks' values. A message
