@@ -8,8 +8,8 @@ compares, plans anew. ``replicas``: equal after every step; compared, levelled.
 ``grad_hooks``: on parameters. ``grad_scaler``: AMP.
 ``gathered``: sparse gradients, for an optimizer that accepts only these. ``join``: uneven inputs.
 ``optimizer_wrapper``: attributes of the inner optimizer; ``optimizer_group``: several that step as one;
-``optimizer_states``: their states; ``outermost_step``: of nested calls. ``dear``, ``dear_modules`` and
-``dear_times``: ``merging="dear"``, with updates in the next forward.
+``optimizer_states``: their states; ``outermost_step``: of nested calls. ``dear``, ``dear_modules``,
+``dear_updates`` and ``dear_times``: ``merging="dear"``, with updates in the next forward.
 
 ``own_step``: a worker's local step; ``step_hooks``: the same where a framework steps the optimizer. ``local_replica``:
 of a worker that steps by itself. ``shared_parameters``: the shared ones, and a worker's deltas beyond them;

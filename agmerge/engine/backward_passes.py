@@ -112,7 +112,7 @@ class BackwardPasses:
         """Divide gradients by another loss scale from now on."""
         self.scaling = scaling
 
-    def agreed_anew(self) -> None:
+    def start_agreement(self) -> None:
         """Forget what belongs to the last agreement."""
         self.gradients = Gradients()
 

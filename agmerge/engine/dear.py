@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from agmerge.engine.dear_modules import ModuleHooks, Parameters, Updates, check_hooks, check_readers
+from agmerge.engine.dear_modules import ModuleHooks, Parameters, check_readers
 from agmerge.engine.dear_times import DearMeasurer, ForwardTimes
+from agmerge.engine.dear_updates import Updates, check_hooks
 from agmerge.engine.gathered import gathered_of
 from agmerge.engine.reducer import Reducer, check_attachable
 from agmerge.errors import AGMergeError

@@ -75,7 +75,7 @@ class Reducer:
 
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans:
         """Hook the parameters that take part now, and return a planner of their exchange."""
-        self.passes.agreed_anew()
+        self.passes.start_agreement()
         self._hooks.attach(buffers.flat.parameters, self.members, alone=self.group.alone)
         return Replanner(buffers, times)
 
@@ -227,7 +227,7 @@ class Reducer:
 
     # -- guards -----------------------------------------------------------------------------------------------------
 
-    def begin_anew(self) -> bool:
+    def restart(self) -> bool:
         """Collective. Forget the step under way: its gradients will be zeroed. Return whether that may happen now.
 
         It may not while gradients are on their way that cannot be dropped.

@@ -79,12 +79,12 @@ class UpdateReducer:
             self.leave()
         if not self.group.connected:
             check_not_averaged(self.members)
-            self._connect_anew()
+            self._connect_rescaled()
         if not self.group.alone:
             assert self.exchange.group.comm is not None
             self._sharded.begin(together=self.exchange.group.comm.size == workers.size())
 
-    def _connect_anew(self) -> None:
+    def _connect_rescaled(self) -> None:
         """Collective. Connect, and scale unsent updates to the number of workers, as residuals are."""
         origin, shared = self.exchange.agreed.carried.origin, self.replica.shared
         displaced = {} if origin is None else {name: shared.displacement(name) for name in shared.own}

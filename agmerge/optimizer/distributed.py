@@ -277,7 +277,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         if is_dynamo_compiling():
             _outside_graphs(DistributedOptimizer.zero_grad, self, set_to_none)
             return
-        if self._reducer.combines_gradients and not self._reducer.begin_anew():
+        if self._reducer.combines_gradients and not self._reducer.restart():
             raise AssertionError(ZERO_GRAD)
         self._inner.zero_grad(set_to_none=set_to_none)
 
