@@ -27,7 +27,7 @@ from agmerge.optimizer.saving import SavingMixin
 from agmerge.options import keywords, notices
 from agmerge.options.arguments import Options
 from agmerge.options.prepare import prepare
-from agmerge.options.resolve import check_passes
+from agmerge.options.resolve import check_passes, resolve
 from agmerge.runtime import workers
 from agmerge.tensors.parameters import optimizers_of
 
@@ -291,11 +291,9 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         """Collective. Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Between steps."""
         self._reducer.check_idle("attach_scaler()")
         options = replace(self._options, scaler=scaler)
-        config = prepare(options, self._inner, are_new=False).config
-        grad_scaler.check_dtypes(self._reducer.members, config.guards.scaled)
-        config = self._reducer.exchange.agreed.config.changed(
-            nonfinite=config.guards.nonfinite, scaled=config.guards.scaled
-        )
+        guards = resolve(options).guards
+        grad_scaler.check_dtypes(self._reducer.members, guards.scaled)
+        config = self._reducer.exchange.agreed.config.changed(nonfinite=guards.nonfinite, scaled=guards.scaled)
         self._reducer.reconfigure(config, "attach_scaler()", "Attach the scaler on every rank, at the same step.")
         self._options = options
         self._take_scaler()

@@ -2,7 +2,8 @@
 
 ``arguments``: as the script gave them. ``prepare``: what every wrapper calls; it checks them together, decides
 the open ones, and returns the ``Config`` of a step. ``resolve``: the four records of that. ``compressors``, ``dense``,
-``density_schedule``, ``plans`` and ``updates``: some arguments each. ``defaults``: of those that are left out.
+``density_schedule``, ``plans`` and ``updates``: some arguments each. ``meaning``: what means nothing with a compressor.
+``defaults``: of arguments that are left out.
 
 ``from_params``: arguments of other projects' dictionaries; ``keywords`` and ``published``: their names. ``notices``:
 warnings, given once; ``named_costs``: measured costs of named compressors.

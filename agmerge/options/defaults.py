@@ -18,9 +18,10 @@ from agmerge.backends import timeouts
 from agmerge.errors import warn
 from agmerge.exchanges.send_mode import SUMS
 from agmerge.options.arguments import Options
-from agmerge.options.compressors import AUTO, SELECTING, has_codecs
+from agmerge.options.meaning import SELECTING, has_codecs
 from agmerge.runtime import workers
 from agmerge.step import momentum
+from agmerge.step.config import AUTO
 from agmerge.step.density_policy import DENSITY
 from agmerge.step.updates import APPLY, UPDATES
 from agmerge.tensors.nonfinite import RAISE, SKIP

@@ -15,8 +15,9 @@ import sparsifiers
 from agmerge.errors import warn
 from agmerge.options import defaults
 from agmerge.options.arguments import Options
-from agmerge.options.compressors import check_meaning, compressor_of
+from agmerge.options.compressors import compressor_of
 from agmerge.options.defaults import resolve_auto
+from agmerge.options.meaning import check_meaning
 from agmerge.options.resolve import resolve
 from agmerge.runtime import process_sets, workers
 from agmerge.step import momentum

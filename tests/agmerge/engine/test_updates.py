@@ -23,7 +23,7 @@ import sparsifiers
 from agmerge.backends import topology
 from agmerge.engine.sent_pieces import pieces_by_name
 from agmerge.options.arguments import Options
-from agmerge.options.compressors import check_meaning
+from agmerge.options.meaning import check_meaning
 from agmerge.options.resolve import resolve
 from agmerge.step.gradient_exchange import Combined
 
