@@ -78,8 +78,8 @@ class Measurements:
     def dumps(self) -> str:
         """Return the measurements as canonical JSON: equal ones give equal text, on every rank and machine."""
         curves = {what: _plain(getattr(self, what)) for what in CURVES}
-        rest = {"modes": self.modes, "workers": self.workers, "facts": self.facts}
-        return storage.seal(_KIND, {"profile": self.profile.plain(), **curves, **rest})
+        others = {"modes": self.modes, "workers": self.workers, "facts": self.facts}
+        return storage.seal(_KIND, {"profile": self.profile.plain(), **curves, **others})
 
     @classmethod
     def loads(cls, text: str) -> Measurements:
@@ -161,10 +161,10 @@ def forward_after(measurements: Measurements) -> float:
     return float(forward.sum()) if "dear" in measurements.modes and forward is not None else 0.0
 
 
-def _build(*, profile: Any, **rest: Any) -> Measurements:
+def _build(*, profile: Any, **others: Any) -> Measurements:
     """Return the measurements of a record, which has their fields as plain values."""
-    curves = {what: None if rest.get(what) is None else Curve(**rest[what]) for what in CURVES}
-    return Measurements(**{**rest, "profile": Profile(**profile), **curves})
+    curves = {what: None if others.get(what) is None else Curve(**others[what]) for what in CURVES}
+    return Measurements(**{**others, "profile": Profile(**profile), **curves})
 
 
 def _plain(curve: Curve | None) -> dict[str, Any] | None:

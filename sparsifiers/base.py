@@ -64,8 +64,6 @@ class Sparsifier(Compressor):
 
     kind = Kind.SPARSE
     memory = "residual"
-    has_kernels = False  # where a device has kernels, they make its selections: it may be given a `Scratch`
-    takes_candidates = False  # on the host it sends the k largest exactly: it may be given `Candidates`
     density: float  # selected / total elements, in (0, 1]; used where the caller gives no k
 
     def __init__(self, density: float = 0.01) -> None:

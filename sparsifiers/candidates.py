@@ -109,8 +109,8 @@ class Candidates:
             found = search()
             smallest = int((bits[found] & mask).min())
         else:
-            positions, keys, rest = lists
-            smallest = kernel.cut(positions, keys, held, k, rest)
+            positions, keys, scratch = lists
+            smallest = kernel.cut(positions, keys, held, k, scratch)
             values = positions[:k] & ~mask | keys[:k]
             found = positions[:k] & mask
         if has_tried:

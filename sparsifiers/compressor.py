@@ -41,6 +41,8 @@ class Compressor(ABC):
     density: float = 1.0  # elements sent / elements, in (0, 1]
     rank: int | tuple[tuple[str, int], ...] | None = None  # rows of factors, or by pattern; None: it sends none
     dtype: torch.dtype | None = None  # that dense tensors are cast to; None: they travel in their own
+    has_kernels: bool = False  # where a device has kernels, they make its selections: it may be given a `Scratch`
+    takes_candidates: bool = False  # on the host it sends the k largest exactly: it may be given `Candidates`
     candidates: tuple[str, ...] = ()  # names of those of which training takes one, the most exact first; (): no choice
     until_chosen: str = ""  # the one of these that is used before one is chosen
 

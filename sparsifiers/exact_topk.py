@@ -96,13 +96,13 @@ def _compiled_counted_scan(
     n = len(bits)
     slots = min(n, most + max(k, 8 * kernel.BLOCK))
     positions: NDArray[np.int32]
-    positions, keys, rest = workspace(slots)
+    positions, keys, scratch = workspace(slots)
     held = stop = count = 0
     while stop < n:
         stop, held = kernel.scan(bits, stop, mask, floor, positions, keys, held)
         count = max(count, held)
         if held > k:
-            floor, held = kernel.cut(positions, keys, held, k, rest), k
+            floor, held = kernel.cut(positions, keys, held, k, scratch), k
     return positions[:held].copy(), min(count, most + 1)
 
 

@@ -40,8 +40,8 @@ def maxima_and_largest_on_device(vector: Tensor, k: int, step: int, forced: Sequ
     best = largest_magnitudes_on_device(vector, k).long()
     forced_flags = torch.zeros_like(keys, dtype=torch.bool).index_fill_(0, maxima, True)
     others = keys[best].masked_fill(forced_flags[best], -1)
-    rest = torch.full_like(best[:1], k - rows)
-    filled = best[places(top(others[None], rest, k - rows)[0], k - rows)]
+    left = torch.full_like(best[:1], k - rows)
+    filled = best[places(top(others[None], left, k - rows)[0], k - rows)]
     return torch.cat([maxima, filled]).sort().values.to(torch.int32)
 
 

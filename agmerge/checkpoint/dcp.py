@@ -14,7 +14,7 @@ from agmerge.checkpoint.rank_state import Wrapper
 from agmerge.engine.optimizer_states import load_state
 from agmerge.runtime import workers
 
-_REST = "rest"  # all but the tensors of KINDS, as the bytes of torch.save
+_METADATA = "rest"  # all but the tensors of KINDS, as the bytes of torch.save
 _SET = "ranks="  # begins the section of a key with the ranks of a process set
 
 
@@ -70,7 +70,7 @@ class ResidualState:
         entries = {f"{plural}/{name}": tensor for plural, named in tensors.items() for name, tensor in named.items()}
         file = io.BytesIO()
         torch.save({**section, "own": list(tensors["residuals"])}, file)
-        entries[_REST] = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        entries[_METADATA] = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
         ranks = self._set
         start = f"{self._prefix}/{_SET}{','.join(map(str, ranks))}" if ranks else self._prefix
         return {f"{start}/{section['rank']}/{section['size']}/{key}": tensor for key, tensor in entries.items()}
@@ -84,11 +84,11 @@ class ResidualState:
             raise ValueError("ResidualState: to load, say where from: ResidualState(optimizer, path)")
         sections: dict[int, dict[str, Any]] = {}
         size = 0
-        for key, tensor in sorted(state_dict.items(), key=lambda item: not item[0].endswith(f"/{_REST}")):
+        for key, tensor in sorted(state_dict.items(), key=lambda item: not item[0].endswith(f"/{_METADATA}")):
             _, rank, size, what = _parsed(key.removeprefix(f"{self._prefix}/"))
-            if what == _REST:
-                rest = torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)
-                sections[rank] = {**rest, **{plural: {} for plural in rank_state.KINDS.values()}}
+            if what == _METADATA:
+                metadata = torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)
+                sections[rank] = {**metadata, **{plural: {} for plural in rank_state.KINDS.values()}}
             else:
                 plural, name = what.split("/", 1)
                 sections[rank][plural][name] = tensor
@@ -119,7 +119,7 @@ class ResidualState:
             ranks, rank, size, what = _parsed(key[at + len(self._prefix) + 1 :])
             if bool(ranks) is not bool(own_set) or (own_set and own_set[0] not in ranks):
                 continue
-            inner = what == _REST and rank == comm.rank % size
+            inner = what == _METADATA and rank == comm.rank % size
             alike = rank == 0 and not what.startswith(("residuals/", "momenta/"))
             if rank % comm.size == comm.rank or inner or alike:
                 wanted[key[at:]] = torch.empty(shape, dtype=dtype)
@@ -133,9 +133,9 @@ class ResidualState:
 
 def _parsed(key: str) -> tuple[list[int], int, int, str]:
     """Return a key's fields behind the optimizer's name: a set's ranks (empty: all), rank, number of ranks, tensor."""
-    ranks, rest = [], key
+    ranks, path = [], key
     if key.startswith(_SET):
-        named, rest = key.removeprefix(_SET).split("/", 1)
+        named, path = key.removeprefix(_SET).split("/", 1)
         ranks = [int(rank) for rank in named.split(",")]
-    rank, size, what = rest.split("/", 2)
+    rank, size, what = path.split("/", 2)
     return ranks, int(rank), int(size), what

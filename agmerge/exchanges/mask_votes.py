@@ -47,8 +47,8 @@ def vote(work: torch.Tensor, offered: torch.Tensor, share: int, workers: int, mo
     if 5 * own.numel() < 4 * most:
         others = work[share::workers].abs()
         others[own // workers] = -1.0
-        rest = others.topk(most - own.numel(), sorted=False).indices
-        return torch.cat([own, rest * workers + share])
+        best = others.topk(most - own.numel(), sorted=False).indices
+        return torch.cat([own, best * workers + share])
     return own
 
 

@@ -171,13 +171,14 @@ class MaskedExchange(MultiRoundExchange):
             if not any(lengths):
                 continue
             values = torch.cat([pending.loads[i].work.index_select(0, state.masks[i]) for i in members])
-            sums, seen, rest, fault = yield from self.add_up_values(pending, f"values {number}", values)
+            sums, seen, errors, fault = yield from self.add_up_values(pending, f"values {number}", values)
             if fault:
                 raise MessageError(
                     f"{pending.name}: the sums that rank {fault - 1} handed round are damaged, or what it was sent for "
                     "them: look at the network and the memory of its machine"
                 )
-            by_load = (torch.split(sums, lengths), torch.split(seen, lengths), rest.by_part([0, *accumulate(lengths)]))
+            ends = [0, *accumulate(lengths)]
+            by_load = (torch.split(sums, lengths), torch.split(seen, lengths), errors.by_part(ends))
             for i, total, sent, unread in zip(members, *by_load, strict=True):
                 state.totals[i], segment, mask = total, pending.loads[i].segment, state.masks[i]
                 self.store.subtract_sent(segment, mask, sent)
@@ -197,13 +198,13 @@ class MaskedExchange(MultiRoundExchange):
             if not length:
                 continue
             message = self.keep(("values", name, number), length, dtype, loads[0].work.device)
-            *parts, sent_tail, rest = torch.split(message, [*lengths, behind.numel(), length - used])
+            *parts, sent_tail, padding = torch.split(message, [*lengths, behind.numel(), length - used])
             for i, part in zip(members, parts, strict=True):
                 part.copy_(_values(loads[i], state.masks[i], self.comm.size))
                 self.store.subtract_sent(loads[i].segment, state.masks[i], part)  # before it is summed in place
                 state.totals[i] = part
             sent_tail.copy_(behind)
-            rest.zero_()
+            padding.zero_()
             if number == 0:
                 state.tail = sent_tail
             received = self.keep(("shards", name, number), length, dtype, message.device) if self.ordered else None
@@ -213,8 +214,8 @@ class MaskedExchange(MultiRoundExchange):
         """Return the merged header behind the values; :class:`agmerge.MessageError` if masks differ."""
         assert state.tail is not None
         numbers = state.tail.tolist()
-        digits, rest = numbers[: _DIGITS * _BASE], numbers[_DIGITS * _BASE :]
-        control = decode(rest, pending.control, pending.name)
+        digits, header = numbers[: _DIGITS * _BASE], numbers[_DIGITS * _BASE :]
+        control = decode(header, pending.control, pending.name)
         # A rank that sends nothing but a flag has drawn nothing.
         hot = [sum(value != 0.0 for value in digits[at : at + _BASE]) for at in range(0, len(digits), _BASE)]
         if not control.flags & Flag.REPLAN and hot != [1] * _DIGITS:

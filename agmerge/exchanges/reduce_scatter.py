@@ -124,9 +124,9 @@ class ScatterExchange(DenseExchange):
 def _pieces(flat: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield pairs of equal shape that lay ``flat`` (1-D) out in ``rows``, row by row, and write zero behind its end."""
     shard = rows.shape[1]
-    full, rest = divmod(flat.numel(), shard)
+    full, left = divmod(flat.numel(), shard)
     yield flat[: full * shard].view(full, shard), rows[:full]
-    if rest:
-        yield flat[full * shard :], rows[full, :rest]
-        rows[full, rest:] = 0.0
-    rows[full + bool(rest) :] = 0.0
+    if left:
+        yield flat[full * shard :], rows[full, :left]
+        rows[full, left:] = 0.0
+    rows[full + bool(left) :] = 0.0

@@ -49,9 +49,9 @@ class Row:
     density: float | None = None  # None: dense tensors or factors are sent
 
 
-def predicted_step(plan: merging.Plan, measured: Measurements, rest: float) -> float:
-    """Return the seconds of a step under ``plan``. ``rest``: its seconds without backward and exchanges."""
-    return rest + step_end(plan, measured, mode_of(plan, measured))
+def predicted_step(plan: merging.Plan, measured: Measurements, overhead: float) -> float:
+    """Return the seconds of a step under ``plan``. ``overhead``: its seconds without backward and exchanges."""
+    return overhead + step_end(plan, measured, mode_of(plan, measured))
 
 
 def compare(measured: Measurements, step: float, finish: float) -> tuple[Row, ...]:
@@ -62,14 +62,14 @@ def compare(measured: Measurements, step: float, finish: float) -> tuple[Row, ..
     use.
     """
     planner = merging.get("agmerge")
-    rest = max(0.0, step - finish)
+    overhead = max(0.0, step - finish)
     rows = []
     for name, chosen, assumed in _candidates(measured):
         plan, mode = merging.best(planner, assumed)
         end = step_end(plan, assumed, mode)
         flags = plan.dense if mode != "dense" else (True,) * len(plan.counts)
         compressed = None if all(flags) else chosen
-        rows.append(Row(name, rest + end, end, len(plan.counts), sum(flags), compressed))
+        rows.append(Row(name, overhead + end, end, len(plan.counts), sum(flags), compressed))
     return tuple(sorted(rows, key=lambda row: row.step))
 
 

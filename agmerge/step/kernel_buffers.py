@@ -10,7 +10,7 @@ import torch
 from agmerge.exchanges.routing import Message
 from agmerge.tensors.accumulation import table_of
 from agmerge.tensors.layout import Lane, Segment, Slot
-from sparsifiers import Compressor, Kind, Sparsifier, kernel
+from sparsifiers import Compressor, Kind, kernel
 from sparsifiers.candidates import Candidates, TensorNotes
 from sparsifiers.gpu import LargestKey, Scratch, TensorTable, is_fused
 
@@ -23,25 +23,34 @@ class KernelBuffers:
 
     def __init__(self, messages: Sequence[Sequence[Message]], compressor: Compressor) -> None:
         sparsifier = compressor.part(Kind.SPARSE)
-        self._selects = isinstance(sparsifier, Sparsifier) and sparsifier.has_kernels
-        self._takes_candidates = isinstance(sparsifier, Sparsifier) and sparsifier.takes_candidates
+        self._has_kernels = sparsifier is not None and sparsifier.has_kernels
+        self._takes_candidates = sparsifier is not None and sparsifier.takes_candidates
         self._messages = messages
-        self._scratch: dict[str, Scratch | Candidates] = {}  # by the key of a segment
+        self._scratch: dict[str, Scratch] = {}  # by the key of a segment on a device
+        self._candidates: dict[str, Candidates] = {}  # by the key of a segment on the host
         self._notes: dict[int, TensorNotes] | None = None  # by slot, of those that are large enough; None: not yet made
         self._largest: dict[tuple[int, torch.device], LargestKey] = {}  # by merge buffer and device
         self._tables: dict[tuple[int, ...], TensorTable] = {}  # of tensors that are accumulated together, by slot
 
     def scratch(self, segment: Segment) -> Scratch | Candidates | None:
         """Return the scratch memory of a segment that is selected from; None: no kernel selects from it."""
+        return self._scratch_on_device(segment) if segment.lane.on_device else self._candidates_on_host(segment)
+
+    def _scratch_on_device(self, segment: Segment) -> Scratch | None:
         lane, key = segment.lane, segment.key
-        on_device = self._selects and lane.on_device and is_fused(lane.device)
-        on_host = self._takes_candidates and not lane.on_device and kernel.available()
-        if not (on_device or on_host) or lane.storage != torch.float32:
+        if not self._has_kernels or not is_fused(lane.device) or lane.storage != torch.float32:
             return None
         if key not in self._scratch:
-            length = segment.vector_length
-            self._scratch[key] = Scratch(length, lane.device) if on_device else Candidates(length)
+            self._scratch[key] = Scratch(segment.vector_length, lane.device)
         return self._scratch[key]
+
+    def _candidates_on_host(self, segment: Segment) -> Candidates | None:
+        lane, key = segment.lane, segment.key
+        if not self._takes_candidates or lane.on_device or not kernel.available() or lane.storage != torch.float32:
+            return None
+        if key not in self._candidates:
+            self._candidates[key] = Candidates(segment.vector_length)
+        return self._candidates[key]
 
     def notes(self, slot: Slot) -> TensorNotes | None:
         """Return the notes of a tensor's largest elements, written along with ``work`` on the host; None: no notes.
@@ -56,8 +65,8 @@ class KernelBuffers:
         parts: dict[Slot, list[tuple[Candidates, int, int]]] = {}  # in the order of messages, which is theirs
         for message in chain.from_iterable(self._messages):
             for segment in compress(message.segments, message.selected):
-                candidates = self.scratch(segment)
-                if not isinstance(candidates, Candidates):
+                candidates = self._candidates_on_host(segment)
+                if candidates is None:
                     continue
                 for slot in segment.slots:
                     start, stop = segment.inside(slot)
@@ -74,8 +83,7 @@ class KernelBuffers:
             for segment, selected in zip(message.segments, message.selected, strict=True)
             if segment.lane == lane
         ]
-        found = self.scratch(parts[0][0]) if len(parts) == 1 and parts[0][1] else None
-        return found if isinstance(found, Scratch) else None
+        return self._scratch_on_device(parts[0][0]) if len(parts) == 1 and parts[0][1] else None
 
     def largest(self, buffer: int, device: torch.device) -> LargestKey:
         """Return the largest key of a merge buffer on a device, raised by the kernels that write its tensors."""

@@ -33,5 +33,5 @@ class Count(Planner):
 
 def even_counts(n: int, tensors: int) -> tuple[int, ...]:
     """Return tensors per merge buffer: `tensors` each, and the remainder of n, if any, in a last one."""
-    full, rest = divmod(n, tensors)
-    return (tensors,) * full + (rest,) * (rest > 0)
+    full, last = divmod(n, tensors)
+    return (tensors,) * full + (last,) * (last > 0)

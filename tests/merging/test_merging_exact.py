@@ -153,7 +153,7 @@ def test_bounds_hold_along_the_optimum(n: int, mode: str) -> None:
         whole, opened = run_to_end(bound(edges, 5, edges.all_open(), None, np.inf))
         behind, left = run_to_end(bound(edges.reversed(), 9, turned(opened), whole, finish))
         ahead, left = run_to_end(bound(edges, 17, turned(left), behind, finish))
-        assert whole.rest[:, 0].max() <= ahead.rest[:, 0].max() * (1 + 1e-12) <= finish
+        assert whole.remaining[:, 0].max() <= ahead.remaining[:, 0].max() * (1 + 1e-12) <= finish
         path, end = ahead.follow(edges)
         assert sum(last + 1 - first for first, last, _ in path) == n and end >= timeline.finish * (1 - 1e-12)
         for (start, stop), way, span in zip(plan.bounds, plan.dense, timeline.spans, strict=True):

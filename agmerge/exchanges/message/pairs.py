@@ -134,8 +134,8 @@ def unread(pairs: IndexValuePairs, seen: torch.Tensor, factor: float = 1.0) -> I
     """
     if seen is pairs.values:
         return pairs.first(0)
-    rest = (pairs.values - seen).mul_(factor)
-    return IndexValuePairs(pairs.indices, rest).where(rest.isfinite() & (rest != 0))
+    errors = (pairs.values - seen).mul_(factor)
+    return IndexValuePairs(pairs.indices, errors).where(errors.isfinite() & (errors != 0))
 
 
 def _sealed(form: PairFormat, parcel: torch.Tensor) -> bool | torch.Tensor:

@@ -161,9 +161,9 @@ class OkTopkExchange(MultiRoundExchange):
         for load, total, own in zip(pending.loads, *parts, strict=True):
             load.update.zero_().index_copy_(0, total.indices.long(), total.values.to(load.update.dtype))
             self.store.subtract_sent(load.segment, own.indices, own.values)
-        for rest in state.unread:
-            if len(rest.indices):
-                for load, part in zip(pending.loads, rest.by_part(state.starts), strict=True):
+        for errors in state.unread:
+            if len(errors.indices):
+                for load, part in zip(pending.loads, errors.by_part(state.starts), strict=True):
                     self.store.add_unsent(load.segment, part.indices, part.values)
 
 

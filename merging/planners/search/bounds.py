@@ -20,13 +20,13 @@ Path = list[tuple[int, int, int]]
 class Bounds:
     """Lower bounds of the finish, by Lagrangian weights, and the merge buffers that they come from.
 
-    rest: for r weights w, evenly from 0 to 1, shape (r, n + 1): no plan from a state (t, E) of prefix i ends before
-        w t + (1 - w) E + rest[w, i]. Concave in w, so that few of them suffice.
+    remaining: for r weights w, evenly from 0 to 1, shape (r, n + 1): no plan from a state (t, E) of prefix i ends
+        before w t + (1 - w) E + remaining[w, i]. Concave in w, so that few of them suffice.
     best: the number of the edge of prefix i that it comes from, (r, n).
     late: of a plan that ends in time, the latest compute and channel clock of each prefix, (2, n + 1).
     """
 
-    rest: Reals
+    remaining: Reals
     best: Indices
     late: Reals
 
@@ -34,9 +34,9 @@ class Bounds:
         """Return a time before which no plan ends that continues a state (clock, channel) of prefix i, each (k,)."""
         ahead = clock - channel
         weight = self._turns[i].searchsorted(ahead)
-        found: Reals = self.rest[weight, i]
+        found: Reals = self.remaining[weight, i]
         found += channel
-        found += ahead * (weight / (len(self.rest) - 1))
+        found += ahead * (weight / (len(self.remaining) - 1))
         return found
 
     def in_time(self, i: int, clock: Reals, channel: Reals, finish: float) -> Indices:
@@ -62,7 +62,7 @@ class Bounds:
     @functools.cached_property
     def _turns(self) -> Reals:
         """Return, by prefix, at which t - E the next weight gives the larger bound, ascending, (n + 1, r - 1)."""
-        return np.ascontiguousarray(((self.rest[:-1] - self.rest[1:]) * (len(self.rest) - 1)).T)
+        return np.ascontiguousarray(((self.remaining[:-1] - self.remaining[1:]) * (len(self.remaining) - 1)).T)
 
 
 def bound(
@@ -73,7 +73,7 @@ def bound(
     With T = clock and C = channel, an edge gives t' = t + T, E' >= E + C and E' >= t' + C, hence
     v t' + (1 - v) E' >= w (t + T) + (1 - w) E + (1 - v) C for all v <= w, and
 
-        rest[w, i] = min over edges of  w T + max over v <= w of ((1 - v) C + rest[v, j + 1])
+        remaining[w, i] = min over edges of  w T + max over v <= w of ((1 - v) C + remaining[v, j + 1])
 
     The latest clocks are the recursion from the end, over the edges that the earliest clocks can take in time:
 
@@ -86,9 +86,9 @@ def bound(
     n = edges.n
     w = np.linspace(0.0, 1.0, weights)[:, None]
     others, rows = 1 - w, np.arange(weights)
-    rest, best = np.zeros((weights, n + 1)), np.zeros((weights, n), np.int64)
+    remaining, best = np.zeros((weights, n + 1)), np.zeros((weights, n), np.int64)
     late = np.full((2, n + 1), finish)
-    before = None if behind is None else _finer(behind.rest, weights)[::-1, ::-1]
+    before = None if behind is None else _finer(behind.remaining, weights)[::-1, ::-1]
     still = np.zeros_like(opened)
     for i in range(n - 1, -1, -1):
         yield
@@ -100,7 +100,7 @@ def bound(
             good = (leave >= before[-1, i]) & (start >= before[0, i])
             numbers, start, leave = numbers[good], start[good], leave[good]
         ends = others * edges.channel[i].take(numbers)
-        ends += rest.take(numbers % n + 1, axis=1)
+        ends += remaining.take(numbers % n + 1, axis=1)
         np.maximum.accumulate(ends, axis=0, out=ends)
         ends += w * edges.clock[i].take(numbers)
         if before is not None:
@@ -110,18 +110,18 @@ def bound(
             late[:, i] = leave.max(initial=-NEVER), start.max(initial=-NEVER)
         still[i, numbers] = True
         if not len(numbers):
-            rest[:, i] = NEVER
+            remaining[:, i] = NEVER
             continue
         place = ends.argmin(axis=1)
-        rest[:, i], best[:, i] = ends[rows, place], numbers[place]
-    return Bounds(rest, best, late), still
+        remaining[:, i], best[:, i] = ends[rows, place], numbers[place]
+    return Bounds(remaining, best, late), still
 
 
-def _finer(rest: Reals, weights: int) -> Reals:
+def _finer(remaining: Reals, weights: int) -> Reals:
     """Return the bounds for more weights, 8 k + 1 for 8 + 1: the concave lies above the lines between its points."""
-    every = (weights - 1) // (len(rest) - 1)
-    fine = np.empty((weights, rest.shape[1]))
+    every = (weights - 1) // (len(remaining) - 1)
+    fine = np.empty((weights, remaining.shape[1]))
     for part in range(every):
-        fine[part:-1:every] = rest[:-1] * (1 - part / every) + rest[1:] * (part / every)
-    fine[-1] = rest[-1]
+        fine[part:-1:every] = remaining[:-1] * (1 - part / every) + remaining[1:] * (part / every)
+    fine[-1] = remaining[-1]
     return fine
