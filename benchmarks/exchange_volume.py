@@ -41,7 +41,7 @@ from agmerge.exchanges.oktopk.histogram import BINS
 from agmerge.exchanges.oktopk.regions import number
 from agmerge.metrics import link_bytes
 from agmerge.runtime import workers as runtime
-from agmerge.tensors.arena import commit
+from agmerge.tensors.arena import subtract
 from agmerge.tensors.layout import Lane, Layout, Segment
 from sparsifiers import Kind, Selection
 
@@ -226,7 +226,7 @@ class _Work(Store):
         self._work = work
 
     def subtract_sent(self, segment: Segment, indices: torch.Tensor | None, sent: Any) -> None:
-        commit(self._work, indices, sent)
+        subtract(self._work, indices, sent)
 
 
 def _volume(comm: Counting, k: int, kept: int, whole: bool) -> Volume:

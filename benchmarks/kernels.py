@@ -33,7 +33,7 @@ import sparsifiers
 from agmerge.exchanges.message import bits
 from agmerge.exchanges.message.indices import smallest
 from agmerge.exchanges.message.values import SCALED
-from agmerge.tensors.arena import commit
+from agmerge.tensors.arena import subtract
 from sparsifiers import Momentum, Rate, kernel, kernel_updates
 from sparsifiers.candidates import Candidates, TensorNotes
 from sparsifiers.magnitude import magnitude_mask
@@ -89,7 +89,7 @@ def loops(n: int, density: float) -> Iterator[Loop]:
     values = work.index_select(0, indices)
     at_places = min(LINE * k, 4 * n)
     yield Loop("gather (torch)", at_places + 8 * k, lambda: work.index_select(0, indices))
-    yield Loop("commit", 2 * at_places + 8 * k, lambda: commit(work, indices, values))
+    yield Loop("commit", 2 * at_places + 8 * k, lambda: subtract(work, indices, values))
     yield Loop("add what has arrived", 2 * at_places + 8 * k, lambda: kernel.scatter(update, indices, values, 0.5))
     yield Loop(
         "write what has arrived", 4 * n + 8 * k, lambda: kernel_updates.write_sum(update, [(indices, values)], 0.5)

@@ -34,7 +34,7 @@ from torch import Tensor
 # isort: split
 
 import sparsifiers
-from agmerge.tensors.arena import commit
+from agmerge.tensors.arena import subtract
 from sparsifiers import kernel
 
 WIDTH = 1024  # of the matrices that the vector is made of
@@ -133,7 +133,7 @@ def ours(name: str, density: float, n: int) -> Step:
         if int(chosen.count) < len(values):
             values[int(chosen.count) :] = 0.0
         clock.stop("gather")
-        commit(work, chosen.indices, values)
+        subtract(work, chosen.indices, values)
         clock.stop("commit")
         return clock.seconds
 

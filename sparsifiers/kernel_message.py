@@ -1,6 +1,6 @@
 """Call the compiled loops on the entries of messages: indices, and the values there.
 
-Where `commit`, `take` and `mask` return False, with nothing done, torch must do it.
+Where `subtract`, `write_and_subtract` and `mask` return False, with nothing done, torch must do it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor
 from sparsifiers import kernel
 from sparsifiers.kernel import Keys, address, loaded, plain
 
-SCATTERED = 1 << 13  # indices from which `commit` is faster than torch (measured)
+SCATTERED = 1 << 13  # indices from which `subtract` is faster than torch (measured)
 
 
-def commit(work: Tensor, indices: Tensor, sent: Tensor) -> bool:
+def subtract(work: Tensor, indices: Tensor, sent: Tensor) -> bool:
     """Subtract: work[indices] -= sent, an index that occurs again included; False: torch must do it.
 
     work: fp32 [n]; indices: int32[m]; sent: fp32 [m].
@@ -30,7 +30,7 @@ def commit(work: Tensor, indices: Tensor, sent: Tensor) -> bool:
     return True
 
 
-def take(work: Tensor, indices: Tensor, values: Tensor, momentum: Tensor | None = None) -> bool:
+def write_and_subtract(work: Tensor, indices: Tensor, values: Tensor, momentum: Tensor | None = None) -> bool:
     """Write values = work[indices] and subtract them: work[indices] -= values, and momentum[indices] *= values == 0.
 
     work and momentum: fp32 [n]; indices: int32[m], each of them once; values: fp32 [m]. Returns False, with nothing

@@ -126,7 +126,7 @@ class SparseExchange(Exchange):
         indices, taken = offer.indices[: offer.count], values[: offer.count]
         if not self.store.write_and_subtract(
             load.segment,
-            lambda commit, momentum: commit and kernel_message.take(load.work, indices, taken, momentum),
+            lambda commit, momentum: commit and kernel_message.write_and_subtract(load.work, indices, taken, momentum),
         ):
             return False
         self.store.observe(clear_behind(values, offer.count), offer.count)

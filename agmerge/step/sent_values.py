@@ -34,10 +34,10 @@ class SentValues(Store):
     def subtract_sent(
         self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | Unwritten | None
     ) -> None:
-        """Subtract sent values from ``work``, as :meth:`Arena.commit`, or record them, to hand others back."""
+        """Subtract sent values from ``work``, as :meth:`Arena.subtract_sent`, or record them, to hand others back."""
         arena = self._flat.arena_with(segment)
         if not arena.memory.hands_back:
-            arena.commit(segment, indices, sent)
+            arena.subtract_sent(segment, indices, sent)
             return
         if indices is not None:  # copies: the buffers of a message are written again
             # As many as there are are all, unless a codec without a 0 has moved them up. A device is not asked.
@@ -51,16 +51,16 @@ class SentValues(Store):
         self.sent.append((segment, indices, sent))
 
     def write_and_subtract(self, segment: Segment, write: Write) -> bool:
-        """Write sent values to their message and subtract them, in one pass, as :meth:`Arena.take` does."""
-        return self._flat.arena_with(segment).take(segment, write)
+        """Write sent values to their message and subtract them in one pass: :meth:`Arena.write_and_subtract`."""
+        return self._flat.arena_with(segment).write_and_subtract(segment, write)
 
     def add_unsent(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Add unsent values of sums to ``work``, as :meth:`Arena.retain`, or record them in ``sent``, negated."""
+        """Add unsent values of sums to ``work``, as :meth:`Arena.add_unsent`, or record them in ``sent``, negated."""
         arena = self._flat.arena_with(segment)
         if arena.memory.hands_back:
             self.subtract_sent(segment, indices, -values)
         else:
-            arena.retain(segment, indices, values)
+            arena.add_unsent(segment, indices, values)
 
     def takes_selections(
         self, segment: Segment, selections: list[tuple[torch.Tensor, torch.Tensor]], factor: float

@@ -1,6 +1,6 @@
 """Flat buffers of one tensor class (lane): two slabs, one update, and the only writer of residuals.
 
-A hook writes ``work = residual + gradient``; a commit subtracts what was sent; in ``step()`` the slabs change places,
+A hook writes ``work = residual + gradient``; what was sent is subtracted; in ``step()`` the slabs change places,
 so that ``work`` is the next residual. Until then no bit of the residual changes, whatever happens. Where the memory has
 a residual, the update has a slab of its own; until the exchange has ended, it holds this rank's gradients.
 """
@@ -42,7 +42,7 @@ class Write(Protocol):
         """
 
 
-def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
+def subtract(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor) -> None:
     """Subtract: ``work -= sent`` at ``indices`` (int32, int64; None: everywhere), in place, for any dtype of ``sent``.
 
     ``work`` then has exactly what was not sent, rounding included. An index may be repeated with the value 0, as in the
@@ -52,7 +52,7 @@ def commit(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tensor)
         work.sub_(sent)
         return
     sent = sent.to(work.dtype)
-    if not kernel_message.commit(work, indices, sent):
+    if not kernel_message.subtract(work, indices, sent):
         work.index_add_(0, indices, sent, alpha=-1)
 
 
@@ -114,7 +114,7 @@ class Arena:
 
     @property
     def work(self) -> torch.Tensor:
-        """Residual + gradient, less committed values: the next residual."""
+        """Residual + gradient, less sent values: the next residual."""
         return self.values.front
 
     @property
@@ -181,7 +181,9 @@ class Arena:
         # device before it is known whether the round will be repeated.
         return gradient.clone() if gradient.data_ptr() == update.data_ptr() else gradient
 
-    def commit(self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | Unwritten | None) -> None:
+    def subtract_sent(
+        self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | Unwritten | None
+    ) -> None:
         """Subtract the sent values of ``segment`` from ``work``. Does nothing for a memory without residual.
 
         ``indices``: int32 or int64 within the segment; None: all of it. ``sent``: the values; None: exactly those of
@@ -196,19 +198,19 @@ class Arena:
             sent.take_off(self.work[part])
             return
         else:
-            commit(self.work[part], indices, sent)
+            subtract(self.work[part], indices, sent)
         if self.momenta is not None and indices is not None and sent is not None:
             self.memory.mask(self.momenta.front[part], indices, sent)
 
-    def retain(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
+    def add_unsent(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Add ``values`` to ``work`` at ``indices`` (int32 or int64) of ``segment``; momentum is not cleared.
 
         Does nothing for a memory without residual.
         """
         if self.memory.has_residual:
-            commit(self.work[segment.start : segment.stop], indices, -values)
+            subtract(self.work[segment.start : segment.stop], indices, -values)
 
-    def take(self, segment: Segment, write: Write) -> bool:
+    def write_and_subtract(self, segment: Segment, write: Write) -> bool:
         """Call ``write``, which writes the sent values of ``segment`` and subtracts them from ``work`` in one pass.
 
         Returns False, with nothing done, where no loop or kernel implements what the memory does when something is

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import sparsifiers
-from agmerge.tensors.arena import commit
+from agmerge.tensors.arena import subtract
 from sparsifiers import exact_topk, kernel, kernel_message
 from sparsifiers.magnitude import bit_view, magnitude_mask
 from sparsifiers.topk_floor import COMPILED_SAMPLES, places, sampled_floor
@@ -274,7 +274,7 @@ def test_commit_is_index_add(level: int, same_bits: SameBits) -> None:
             indices[count // 2 :], sent[count // 2 :] = indices[0], 0.0  # padding
         expected = work.clone()
         expected.index_add_(0, indices, sent, alpha=-1)
-        assert kernel_message.commit(work, indices, sent)
+        assert kernel_message.subtract(work, indices, sent)
         assert torch.equal(work.isnan(), expected.isnan())
         assert same_bits(work.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
 
@@ -285,19 +285,19 @@ def test_an_index_out_of_range_changes_nothing(level: int) -> None:
     for wrong in (-1, 100, -(2**31), 2**31 - 1):
         indices = torch.tensor([*range(60), wrong], dtype=torch.int32)
         with pytest.raises(IndexError, match=r"outside \[0, 100\)"):
-            commit(work, indices, torch.ones(61))
+            subtract(work, indices, torch.ones(61))
     assert (work == 1).all()
     with pytest.raises(IndexError):
-        kernel_message.commit(torch.empty(0), torch.zeros(1, dtype=torch.int32), torch.zeros(1))
+        kernel_message.subtract(torch.empty(0), torch.zeros(1, dtype=torch.int32), torch.zeros(1))
 
 
 @pytest.mark.usefixtures("any_size")
 def test_commits_that_are_left_to_torch() -> None:
     work, indices, sent = torch.ones(10), torch.tensor([1, 2], dtype=torch.int32), torch.ones(2)
     for wrong in ((work.double(), indices, sent.double()), (work, indices.long(), sent), (work[::2], indices, sent)):
-        assert not kernel_message.commit(*wrong)
+        assert not kernel_message.subtract(*wrong)
     for unlike in ((work, indices, sent[:1]), (work.view(2, 5), indices, sent), (work, indices, sent.expand(2))):
-        assert not kernel_message.commit(*unlike) or unlike[2] is not sent[:1]
+        assert not kernel_message.subtract(*unlike) or unlike[2] is not sent[:1]
 
 
 # -- with and without -------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def test_take_gathers_commits_and_masks(level: int, n: int, has_momentum: bool) 
         if has_momentum:
             cleared.scatter_reduce_(0, indices.long(), (sent == 0).float(), "prod")
         values = torch.full((n,), 7.0)
-        assert kernel_message.take(work, indices, values, momentum if has_momentum else None)
+        assert kernel_message.write_and_subtract(work, indices, values, momentum if has_momentum else None)
         assert alike(values, sent) and alike(work, left) and alike(momentum, cleared)
 
 
@@ -74,14 +74,14 @@ def test_what_does_not_fit_changes_nothing(level: int) -> None:
     for wrong in (-1, 100, -(2**31)):
         indices = torch.tensor([1, wrong, 2], dtype=torch.int32)
         with pytest.raises(IndexError, match=r"outside \[0, 100\)"):
-            kernel_message.take(vector, indices, values)
+            kernel_message.write_and_subtract(vector, indices, values)
         with pytest.raises(IndexError, match=r"outside \[0, 100\)"):
             kernel_message.mask(vector, indices, values)
     fine = torch.tensor([1, 2, 3], dtype=torch.int32)
-    assert not kernel_message.take(vector.double(), fine, values.double())
-    assert not kernel_message.take(vector, fine.long(), values)
-    assert not kernel_message.take(vector, fine, values[:2])
-    assert not kernel_message.take(vector, fine, values, vector.half())
+    assert not kernel_message.write_and_subtract(vector.double(), fine, values.double())
+    assert not kernel_message.write_and_subtract(vector, fine.long(), values)
+    assert not kernel_message.write_and_subtract(vector, fine, values[:2])
+    assert not kernel_message.write_and_subtract(vector, fine, values, vector.half())
     assert not kernel_message.mask(vector.view(10, 10), fine, values)
     assert (vector == 1).all() and (values == 7).all()
 

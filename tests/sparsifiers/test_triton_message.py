@@ -11,7 +11,7 @@ from torch import Tensor
 
 import sparsifiers
 from agmerge.exchanges.message.indices import Blocks, smallest
-from agmerge.tensors.arena import commit
+from agmerge.tensors.arena import subtract
 from sparsifiers import gpu
 from sparsifiers.gpu.kernels import launching
 
@@ -82,7 +82,7 @@ def test_updates_and_residuals_are_the_hosts(launches: list[str], rows: bool, dt
         sparsifier = sparsifiers.get("adtopk-row" if rows else "topk")
         chosen = sparsifier.select(wanted, k=K, step=5, shapes=SHAPES).trimmed()
         sent = wanted[chosen].to(dtype)
-        commit(wanted, chosen, sent)
+        subtract(wanted, chosen, sent)
         assert torch.equal(slots.indices.long(), chosen) and int(message[2]) == K
         assert bits(message[start:].view(dtype)) == bits(sent)
         assert bits(work) == bits(wanted)

@@ -16,7 +16,7 @@ from agmerge.exchanges.message.format import RoundHeader, Section
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.runtime import workers
-from agmerge.tensors.arena import commit
+from agmerge.tensors.arena import subtract
 from agmerge.tensors.layout import Lane, Layout, Segment
 from sparsifiers import Kind, Selection
 
@@ -70,7 +70,7 @@ class Books(Store):
         index = self.segments.index(segment)
         assert self.sent[index] is None  # once a step
         self.sent[index] = (None if indices is None else indices.clone(), sent.clone())
-        commit(self.works[index], indices, sent)
+        subtract(self.works[index], indices, sent)
 
     def add_unsent(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
         index = self.segments.index(segment)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsifiers
-from agmerge.tensors.arena import Arena, commit
+from agmerge.tensors.arena import Arena, subtract
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.layout import Lane, Layout
 from sparsifiers import Kind, Memory, kernel
@@ -57,7 +57,7 @@ def test_sent_and_rest_are_the_work(data: st.DataObject, wire: torch.dtype, ever
     limit = min(torch.finfo(wire).max, torch.finfo(torch.float32).max)
     sent = values[indices].clamp(-limit, limit).to(wire)
     work = values.clone()
-    commit(work, None if everywhere else indices.to(torch.int64 if wide else torch.int32), sent)
+    subtract(work, None if everywhere else indices.to(torch.int64 if wide else torch.int32), sent)
     total = exact(work)
     for index, value in zip(indices.tolist(), exact(sent), strict=True):
         total[index] += value
@@ -71,7 +71,7 @@ def test_sent_and_rest_are_the_work(data: st.DataObject, wire: torch.dtype, ever
 @given(st.lists(doubles, min_size=1, max_size=20))
 def test_of_float64_nothing_is_lost(values: list[float]) -> None:
     work = torch.tensor(values, dtype=torch.float64)
-    commit(work, torch.arange(0, len(values), 2, dtype=torch.int32), work[::2].clone())
+    subtract(work, torch.arange(0, len(values), 2, dtype=torch.int32), work[::2].clone())
     assert (work[::2] == 0).all()
     assert work[1::2].tolist() == values[1::2]
 
@@ -80,19 +80,19 @@ def test_of_float64_nothing_is_lost(values: list[float]) -> None:
 def test_padding_with_zero_changes_no_bit(wire: torch.dtype) -> None:
     work = torch.tensor(SPECIAL)
     for indices in (torch.arange(len(SPECIAL)), torch.zeros(7), torch.full((7,), 4), torch.tensor([9, 0, 9, 1])):
-        commit(work, indices.to(torch.int32), torch.zeros(len(indices), dtype=wire))
+        subtract(work, indices.to(torch.int32), torch.zeros(len(indices), dtype=wire))
     assert bits(work) == bits(torch.tensor(SPECIAL))
 
 
 def test_padding_beside_what_was_sent() -> None:
     work = torch.tensor([1.0, -0.0, 3.0])
-    commit(work, torch.tensor([2, 0, 2, 2], dtype=torch.int32), torch.tensor([2.5, 1.0, 0.0, 0.0]))
+    subtract(work, torch.tensor([2, 0, 2, 2], dtype=torch.int32), torch.tensor([2.5, 1.0, 0.0, 0.0]))
     assert bits(work) == bits(torch.tensor([0.0, -0.0, 0.5]))
 
 
 def test_nothing_sent() -> None:
     work = torch.tensor(SPECIAL)
-    commit(work, torch.empty(0, dtype=torch.int32), torch.empty(0))
+    subtract(work, torch.empty(0, dtype=torch.int32), torch.empty(0))
     assert bits(work) == bits(torch.tensor(SPECIAL))
 
 
@@ -146,7 +146,7 @@ def test_only_swap_makes_work_the_residual() -> None:
     (segment,) = layout.segments(0, 1)
     for _ in range(3):  # attempts that never came to step()
         arena.accumulate(slot, torch.tensor([1.0, 2.0, 3.0, 4.0]))
-        arena.commit(segment, torch.tensor([1], dtype=torch.int32), torch.tensor([2.0]))
+        arena.subtract_sent(segment, torch.tensor([1], dtype=torch.int32), torch.tensor([2.0]))
         residual = arena.state_of(slot).get("residual")
         assert residual is not None and residual.tolist() == [0.0] * 4
     arena.swap()
@@ -154,7 +154,7 @@ def test_only_swap_makes_work_the_residual() -> None:
     assert kept is not None and kept.tolist() == [1.0, 0.0, 3.0, 4.0]
     assert kept.data_ptr() == arena.residual.data_ptr() != arena.work.data_ptr()  # type: ignore[union-attr]
     arena.accumulate(slot, None)
-    arena.commit(segment, None, arena.work.clone())
+    arena.subtract_sent(segment, None, arena.work.clone())
     arena.swap()
     assert arena.residual.count_nonzero() == 0  # type: ignore[union-attr]
 
@@ -164,10 +164,10 @@ def test_a_commit_stays_within_its_segment() -> None:
     for slot in layout.slots:
         arena.accumulate(slot, torch.full((4,), 5.0))
     (middle,) = layout.segments(1, 2)
-    arena.commit(middle, torch.tensor([0, 3]), torch.tensor([5.0, 4.0]))
+    arena.subtract_sent(middle, torch.tensor([0, 3]), torch.tensor([5.0, 4.0]))
     seen = [arena.work[slot.offset : slot.offset + 4].tolist() for slot in layout.slots]
     assert seen == [[5.0] * 4, [0.0, 5.0, 5.0, 1.0], [5.0] * 4]
-    arena.commit(middle, None, torch.full((middle.length,), 5.0))
+    arena.subtract_sent(middle, None, torch.full((middle.length,), 5.0))
     assert arena.work[:4].tolist() == arena.work[64:68].tolist() == [5.0] * 4
 
 
@@ -188,7 +188,7 @@ def test_conservation_over_many_steps(dtype: torch.dtype) -> None:
         selection = sparsifiers.get("topk").select(arena.work, k=1 + step % 4, shapes=segment.shapes)
         values = arena.work[selection.trimmed()]
         sent[selection.trimmed()] += values.float()
-        arena.commit(segment, selection.indices, values)
+        arena.subtract_sent(segment, selection.indices, values)
         arena.swap()
         assert arena.residual is not None
         assert torch.equal(sent + arena.residual, brought)
@@ -202,7 +202,7 @@ def test_a_memory_that_keeps_nothing() -> None:
     assert arena.residual is None and arena.state_of(slot).get("residual") is None
     slab = arena.work.data_ptr()
     arena.accumulate(slot, torch.arange(4.0))
-    arena.commit(segment, None, arena.work.clone())
+    arena.subtract_sent(segment, None, arena.work.clone())
     assert arena.work[:4].tolist() == [0.0, 1.0, 2.0, 3.0]
     arena.swap()
     assert arena.work.data_ptr() == slab
@@ -219,7 +219,7 @@ def test_what_is_kept_of_sums_is_added_and_ends_no_momentum(memory: str) -> None
     (segment,), (slot,) = layout.segments(0, 1), layout.slots
     arena.accumulate(slot, torch.arange(1.0, 9.0))
     before = arena.work.clone()
-    arena.retain(segment, torch.tensor([1, 5], dtype=torch.int32), torch.tensor([0.5, -2.0]))
+    arena.add_unsent(segment, torch.tensor([1, 5], dtype=torch.int32), torch.tensor([0.5, -2.0]))
     expected = before.clone()
     if memory != "none":
         expected[1] += 0.5
@@ -294,7 +294,7 @@ def test_whoever_takes_is_told_what_the_memory_does(memory: Memory, commits: boo
             momentum[3] = 0.0
         return commit
 
-    assert arena.take(segment, write) is commits
+    assert arena.write_and_subtract(segment, write) is commits
     if clears:
         arena.swap()
         momentum = arena.state_of(layout.slots[1])["momentum"]
@@ -311,7 +311,7 @@ class OwnMask(DGCMemory):
 @pytest.mark.parametrize("memory", [HandBack(), OwnMask()], ids=["hands back", "masks by itself"])
 def test_nothing_is_taken_where_something_else_is_done_with_it(memory: Memory) -> None:
     arena, layout = arena_of([(8,)], memory=memory)
-    assert not arena.take(*layout.segments(0, 1), lambda commit, momentum: True)
+    assert not arena.write_and_subtract(*layout.segments(0, 1), lambda commit, momentum: True)
 
 
 def test_a_difference_that_no_loop_writes_is_not_noted() -> None:
