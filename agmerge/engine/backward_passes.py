@@ -21,13 +21,13 @@ from agmerge.tensors.parameters import ParameterTable
 class BackwardPasses:
     """Backward passes of the step under way, until its gradients are combined and it ends.
 
-    ``members``: the parameters of the wrapped optimizer. ``group``: of the exchange to which gradients go. Hooks on
-    parameters call :meth:`on_gradient`.
+    ``members``: the parameters of the wrapped optimizer. ``participation``: of the exchange to which gradients go.
+    Hooks on parameters call :meth:`on_gradient`.
     """
 
-    def __init__(self, members: ParameterTable, group: Participation) -> None:
-        self._members, self._group, self._exchange = members, group, group.exchange
-        self.per_step = group.exchange.agreed.config.sync.passes
+    def __init__(self, members: ParameterTable, participation: Participation) -> None:
+        self._members, self._participation, self._exchange = members, participation, participation.exchange
+        self.per_step = participation.exchange.agreed.config.sync.passes
         self.combined = False  # the gradients of the step are, and the step has not ended
         self.lock = threading.RLock()  # autograd runs the hooks of each device on a thread of its own
         self.scaling = LossScale(None)
@@ -71,7 +71,7 @@ class BackwardPasses:
 
     def _gradient(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
         """Return this rank's gradient of a parameter, strided and without a loss scale; None while it has joined."""
-        if self._group.flag == Flag.JOINED:
+        if self._participation.flag == Flag.JOINED:
             return None
         gradient = parameter.grad
         if hasattr(gradient, "to_local"):  # a DTensor; asked here, for a call a tensor would cost more

@@ -40,7 +40,7 @@ class BucketReducer:
         self.members = members
         self.exchange = open_exchange(members, members, config, Replanner)
         self.replica = SyncedReplica(members, self.exchange)
-        self.group = Participation(self.exchange, self.replica.compared)
+        self.participation = Participation(self.exchange, self.replica.compared)
         self.scaling = LossScale(None)
         refuse_owned(members.name_all(), members)
         self._optimizer = optimizer
@@ -52,14 +52,14 @@ class BucketReducer:
 
     def connect(self) -> None:
         """Collective. Connect to the present workers, if this has not happened."""
-        if self.group.outdated:
+        if self.participation.outdated:
             self.leave()
-        if not self.group.connected:
-            self.group.connect()
+        if not self.exchange.group.settled:
+            self.participation.connect()
 
     def leave(self) -> None:
         """Forget the group of workers."""
-        self.group.leave()
+        self.participation.leave()
 
     def attach_scaler(self, scaling: LossScale) -> None:
         """Divide gradients by another loss scale from now on."""
@@ -81,7 +81,7 @@ class BucketReducer:
         """Collective. Use another config, as :meth:`Participation.reconfigure`. Raises in a backward pass."""
         self._check_momentum(config)
         self.check_idle(what)
-        self.group.reconfigure(config, what, advice)
+        self.participation.reconfigure(config, what, advice)
         self.discard()
 
     @torch.no_grad()
@@ -95,7 +95,7 @@ class BucketReducer:
             status.current().enter("is in a backward pass", self.exchange.agreed.step)
         name = self.members.name_of(parameter)
         self._gradients[name] = gradient
-        if self.group.flag == Flag.ACTIVE:  # of one that has joined, everything leaves in combine()
+        if self.participation.flag == Flag.ACTIVE:  # of one that has joined, everything leaves in combine()
             self.exchange.ready(name, self.scaling.divided(parameter, gradient) if used else None, stays=True)
 
     @torch.no_grad()
@@ -110,7 +110,7 @@ class BucketReducer:
             take_over(self.exchange, self.members, self._optimizer)
         status.current().enter("combines gradients", self.exchange.agreed.step)
         try:
-            combined = self.exchange.finish(flags=self.group.flag)
+            combined = self.exchange.finish(flags=self.participation.flag)
         except NonFiniteError as error:
             raise NonFiniteError(IN_BACKWARD.format(where=error.where), error.where) from None
         with self.exchange.fault.recording():
@@ -125,7 +125,8 @@ class BucketReducer:
         self._end_pass()
         if not combined.skipped:
             # Not before the optimizer has stepped, and not where it does not: on a rank that has joined.
-            self.group.end_exchange(compares=self.exchange.agreed.steps > 1 and not combined.flags & Flag.JOINED)
+            compares = self.exchange.agreed.steps > 1 and not combined.flags & Flag.JOINED
+            self.participation.end_exchange(compares=compares)
 
     def flush(self) -> None:
         """Apply updates that are on their way: there are none, each pass ends with its own."""

@@ -130,7 +130,7 @@ class DearReducer(Reducer):
 
     def _attach(self, combined: Combined) -> None:
         """Store the combined gradients. The updates are not there yet, and ``p.grad`` stays the script's own."""
-        check_attachable(combined, self.exchange, is_active=self.group.flag == Flag.ACTIVE)
+        check_attachable(combined, self.exchange, is_active=self.participation.flag == Flag.ACTIVE)
         self._combined = combined
 
     def end_step(self) -> None:

@@ -39,7 +39,7 @@ def join(reducer: Reducer | UpdateReducer, step: Callable[[], object]) -> int:
     if comm is None:  # not of the process set
         return workers.rank()
     alone = 0  # steps that this rank has taken without batches
-    with reducer.group.joined():
+    with reducer.participation.joined():
         while True:
             reducer.synchronize()
             if not reducer.flags_of_all & Flag.ACTIVE:
@@ -63,8 +63,8 @@ def join_with_updates(reducer: UpdateReducer) -> int:
     if reducer.exchange.group.outside:
         return workers.rank()
     waited = 0
-    with reducer.group.joined():
-        while not reducer.group.alone and reducer.exchange_alone() & Flag.ACTIVE:
+    with reducer.participation.joined():
+        while not reducer.exchange.group.alone and reducer.exchange_alone() & Flag.ACTIVE:
             waited += 1
     reducer.consolidate()
     return world_rank(reducer, last_to_join(reducer, waited))

@@ -39,10 +39,10 @@ class OwnSteps:
         """Count a step."""
         self.count += 1
 
-    def check(self, step: OwnStep, exchange: GradientExchange, *, alone: bool) -> None:
+    def check(self, step: OwnStep, exchange: GradientExchange) -> None:
         """Count a step that was left out. Where that is an error, all ranks raise it at the next exchange.
 
-        A worker that is ``alone`` raises :class:`agmerge.NonFiniteError` at once.
+        A lone worker raises :class:`agmerge.NonFiniteError` at once.
         """
         if step.stepped:
             self._skipped_in_a_row = 0
@@ -52,7 +52,7 @@ class OwnSteps:
         raises = exchange.agreed.config.guards.nonfinite == RAISE and not step.scaled
         if raises or self._skipped_in_a_row >= MOST_IN_A_ROW:
             self._bad = tuple(dict.fromkeys([*self._bad, *(step.bad or ("(found by the GradScaler)",))]))
-            if alone:
+            if exchange.group.alone:
                 names = and_more(self.drain())
                 raise NonFiniteError(f"gradients are infinite or NaN: {names}. The optimizer has not stepped")
 

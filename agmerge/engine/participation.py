@@ -83,16 +83,6 @@ class Participation:
         """
         return self.exchange.group.world is not None and self.exchange.group.world is not workers.world()
 
-    @property
-    def connected(self) -> bool:
-        """Return whether the exchange has a group, or this rank is known to be outside of it."""
-        return self.exchange.group.comm is not None or self.exchange.group.outside
-
-    @property
-    def alone(self) -> bool:
-        """Return whether this worker has no other worker to exchange with."""
-        return self.exchange.group.outside or self.exchange.group.comm is None or self.exchange.group.comm.size == 1
-
     def connect(self) -> None:
         """Collective. Connect to the present workers, and compare facts (G1).
 

@@ -61,8 +61,8 @@ class Reducer:
         self.members, table = members, DenseTable(members) if gathered else members
         self.exchange = open_exchange(members, table, config, weakly(self._on_agreement))
         self.replica = SyncedReplica(members, self.exchange)
-        self.group = Participation(self.exchange, self.replica.compared)
-        self.passes = BackwardPasses(members, self.group)
+        self.participation = Participation(self.exchange, self.replica.compared)
+        self.passes = BackwardPasses(members, self.participation)
         self.flags_of_all = 0  # flags of all ranks in the last exchange, see Flag
         self.skipped = False  # gradients are combined, and come to nothing: the inner optimizer must not step
         self.idle = False  # this worker is alone, and no parameter needs a gradient: there is nothing to combine
@@ -76,24 +76,24 @@ class Reducer:
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans:
         """Hook the parameters that take part now, and return a planner of their exchange."""
         self.passes.start_agreement()
-        self._hooks.attach(buffers.flat.parameters, self.members, alone=self.group.alone)
+        self._hooks.attach(buffers.flat.parameters, self.members, alone=self.exchange.group.alone)
         return Replanner(buffers, times)
 
     # -- the group of workers -------------------------------------------------------------------------------------
 
     def connect(self) -> None:
         """Collective. Connect to the present workers, if this has not happened."""
-        if self.group.outdated:
+        if self.participation.outdated:
             self.leave()
-        if not self.group.connected:
+        if not self.exchange.group.settled:
             check_not_averaged(self.members)
-            self.group.connect()
+            self.participation.connect()
             if self.exchange.group.outside:
                 self._hooks.remove()
 
     def leave(self) -> None:
         """Forget the group of workers; the next step connects to the group that exists then."""
-        self.group.leave()
+        self.participation.leave()
 
     def reconfigure(self, config: Config, what: str, advice: str) -> None:
         """Collective. Use another config, as :meth:`Participation.reconfigure`.
@@ -101,7 +101,7 @@ class Reducer:
         Raises between ``backward()`` and ``step()``.
         """
         self.check_idle(what)
-        self.group.reconfigure(config, what, advice)
+        self.participation.reconfigure(config, what, advice)
         self.discard()
 
     # -- step -----------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Reducer:
             if self.exchange.group.outside or self.passes.combined:
                 return  # nothing new: a backward pass would have begun another round
             self.skipped = False
-            self.idle = (self.group.alone or self._gathered is not None) and not trains(self.exchange)
+            self.idle = (self.exchange.group.alone or self._gathered is not None) and not trains(self.exchange)
             if self.idle:
                 self._gather()
                 if self._gathered is not None:
@@ -129,7 +129,7 @@ class Reducer:
             status.current().enter("is in step()", self.exchange.agreed.step)
             changed = self.passes.handed_over.error(self.members, self.exchange.agreed.steps, self.remedy)
             try:
-                combined = self.exchange.finish(self.passes.late, self.group.flag)
+                combined = self.exchange.finish(self.passes.late, self.participation.flag)
             except BaseException:
                 if not self.exchange.fault:  # all ranks are at the same place, and go on with the next step
                     self.discard()
@@ -149,7 +149,7 @@ class Reducer:
         comm = self.exchange.group.comm
         if self._gathered is None or comm is None:
             return
-        joined = self.group.flag == Flag.JOINED
+        joined = self.participation.flag == Flag.JOINED
         try:
             self.skipped = not self._gathered.combine(
                 comm, self.exchange.agreed.config, self.exchange.agreed.totals, joined=joined
@@ -163,7 +163,7 @@ class Reducer:
 
     def _attach(self, combined: Combined) -> None:
         """Make the updates the gradients; none may reach the inner optimizer that was not combined (G3)."""
-        check_attachable(combined, self.exchange, is_active=self.group.flag == Flag.ACTIVE)
+        check_attachable(combined, self.exchange, is_active=self.participation.flag == Flag.ACTIVE)
         self._clipping.note(combined)
         set_gradient = self.passes.gradients.set
         for parameter, update in zip(combined.buffers.flat.parameters, combined.updates.values(), strict=True):
@@ -212,7 +212,7 @@ class Reducer:
         self.exchange.commit()
         self.discard()
         # A rank that has joined may step otherwise, until all have.
-        self.group.end_exchange(compares=not self.flags_of_all & Flag.JOINED)
+        self.participation.end_exchange(compares=not self.flags_of_all & Flag.JOINED)
 
     def combine_for(self, scaler: torch.amp.GradScaler) -> None:
         """Collective. Combine the gradients now: ``scaler`` is about to unscale them, and to look for infinities.
@@ -247,7 +247,7 @@ class Reducer:
         :class:`agmerge.AGMergeError`. Gradients that a refused pass has changed are dropped likewise. Raises here after
         an error that has broken the exchange.
         """
-        if self.group.alone:
+        if self.exchange.group.alone:
             if self.exchange.fault and self.exchange.agreed.config.sync.model is not None:
                 raise_broken(self.exchange)  # updates of the last step may be lost
             if self.exchange.fault:

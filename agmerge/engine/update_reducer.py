@@ -54,7 +54,7 @@ class UpdateReducer:
             members, self._table, config, Replanner if self.updates.fragments == 1 else _no_plans
         )
         self.replica = LocalReplica(members, self._table, self.exchange, self.updates)
-        self.group = Participation(self.exchange, self.replica.compared)
+        self.participation = Participation(self.exchange, self.replica.compared)
         self.flags_of_all = 0  # flags of all ranks in the last exchange, see Flag
         self._announced: tuple[str, ...] = ()  # parameters with bad gradients, as said in the messages under way
         self._receive_at: int | None = None  # the step after which messages under way are applied
@@ -75,12 +75,12 @@ class UpdateReducer:
         """
         if workers.elastic():
             raise ValueError(ELASTIC)
-        if self.group.outdated:
+        if self.participation.outdated:
             self.leave()
-        if not self.group.connected:
+        if not self.exchange.group.settled:
             check_not_averaged(self.members)
             self._connect_rescaled()
-        if not self.group.alone:
+        if not self.exchange.group.alone:
             assert self.exchange.group.comm is not None
             self._sharded.begin(together=self.exchange.group.comm.size == workers.size())
 
@@ -88,7 +88,7 @@ class UpdateReducer:
         """Collective. Connect, and scale unsent updates to the number of workers, as residuals are."""
         origin, shared = self.exchange.agreed.carried.origin, self.replica.shared
         displaced = {} if origin is None else {name: shared.displacement(name) for name in shared.own}
-        self.group.connect()
+        self.participation.connect()
         comm = self.exchange.group.comm
         if origin is not None and comm is not None and comm.size != origin[1]:
             factor = comm.size / origin[1]
@@ -96,7 +96,7 @@ class UpdateReducer:
 
     def leave(self) -> None:
         """Forget the group of workers, and messages under way: they count as not sent."""
-        self.group.leave()
+        self.participation.leave()
         self._receive_at = None
         self._sharded.forget()
         self.replica.shared.forget_sent()
@@ -106,7 +106,7 @@ class UpdateReducer:
         self.replica.check_not_shown(what)
         self.flush()
         config = self._with_planner(config).changed(memory=self.replica.memory_for(config))
-        self.group.reconfigure(config, what, advice)
+        self.participation.reconfigure(config, what, advice)
         self.replica.refit()
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class UpdateReducer:
         self.connect()
         self.exchange.fault.check()
         self._sharded.note()
-        if self.group.alone:
+        if self.exchange.group.alone:
             self.replica.absorb_residuals()
         else:
             self.replica.admit(self.flush)
@@ -142,9 +142,9 @@ class UpdateReducer:
         :class:`agmerge.NonFiniteError` as :meth:`step` does.
         """
         steps = self.replica.own_steps
-        steps.check(own, self.exchange, alone=self.group.alone)
+        steps.check(own, self.exchange)
         steps.made()
-        if self.group.alone:
+        if self.exchange.group.alone:
             return
         self.replica.strayed.stepped(says=workers.rank() == 0 and workers.bound() is None)
         if self._receive_at is None:  # else parameters are about to move by others' updates
@@ -164,7 +164,7 @@ class UpdateReducer:
         self._receive_at = steps.count + self.updates.overlap
         if self.updates.overlap:
             self.exchange.agree()
-            self.exchange.start(self.replica.shared.delta, self.group.flag, self._due, self._announced)
+            self.exchange.start(self.replica.shared.delta, self.participation.flag, self._due, self._announced)
         else:
             self._receive()
 
@@ -177,13 +177,13 @@ class UpdateReducer:
     def _receive(self) -> None:
         """Collective. Receive and apply the exchange that is due, or under way."""
         announced, self._announced, self._receive_at = self._announced, (), None
-        combined = self.exchange.finish(self.replica.shared.delta, self.group.flag, self._due, announced)
+        combined = self.exchange.finish(self.replica.shared.delta, self.participation.flag, self._due, announced)
         with self.exchange.fault.recording():
             self.exchange.commit()
             self.replica.shared.apply(combined)
             combined.buffers.forget_round()
         self.flags_of_all = combined.flags or int(Flag.ACTIVE)  # without a message all are active
-        self.group.end_exchange()
+        self.participation.end_exchange()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -195,7 +195,7 @@ class UpdateReducer:
     def consolidate(self) -> None:
         """Collective. Exchange all unsent updates, dense: then every parameter is the shared one, to the bit."""
         self.before_step()
-        if self.group.alone:
+        if self.exchange.group.alone:
             return
         self.flush()
         self._due, buffers = None, None

@@ -59,7 +59,7 @@ class Hook:
         self._waiting.append((updated, buffer))
         # In join() the model calls this by itself, with zeros: outside of any backward pass.
         joined = torch._C._current_graph_task_id() < 0
-        with reducer.group.joined() if joined else nullcontext():
+        with reducer.participation.joined() if joined else nullcontext():
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 used = self._used is None or id(parameter) in self._used
                 reducer.hand_over(parameter, as_laid_out(parameter, gradient), used=used)

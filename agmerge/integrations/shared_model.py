@@ -58,7 +58,7 @@ class _Shown:
     @_disable_dynamo
     def _enter(self) -> None:
         reducer = self._reducer()
-        if reducer is not None and not reducer.group.alone and not reducer.replica.shared.is_shown:
+        if reducer is not None and not reducer.exchange.group.alone and not reducer.replica.shared.is_shown:
             shared = reducer.replica.showing()
             shared.__enter__()
             self._inside.append(shared)
@@ -70,7 +70,7 @@ class _Shown:
     def save(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Put copies of the shared parameters into ``state``, the result of ``state_dict()``."""
         reducer = self._reducer()
-        if reducer is None or reducer.group.alone or reducer.replica.shared.is_shown:
+        if reducer is None or reducer.exchange.group.alone or reducer.replica.shared.is_shown:
             return
         values = reducer.replica.shared_values()
         for name, parameter in module.named_parameters(remove_duplicate=False):

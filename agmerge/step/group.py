@@ -20,6 +20,16 @@ class Group:
         self.shard: tuple[int, int] | None = None  # of every tensor, this rank's: which of how many (two-level)
         self.nodes: topology.Nodes | None = None  # exchange="two-level"
 
+    @property
+    def settled(self) -> bool:
+        """True if there is a group, or this rank is known to be outside of it."""
+        return self.comm is not None or self.outside
+
+    @property
+    def alone(self) -> bool:
+        """True if this rank has no other one to exchange with."""
+        return self.comm is None or self.comm.size == 1
+
     def connect(
         self, world: Backend, comm: Backend | None, second: Backend | None, config: Config, facts: Sequence[Fact]
     ) -> None:
