@@ -31,7 +31,7 @@ class Alltoall(Operation):
         (tensor,) = self.tensors
         return [("dtype", row_kind(tensor)), ("trailing dimensions", str(list(tensor.shape[1:])))]
 
-    def begin(self) -> list[Handle]:
+    def begin(self, message: str) -> list[Handle]:
         """Collective. Start one message, when all ranks know the rows that each sends to each."""
         (tensor,) = self.tensors
         splits_of_ranks = share_numbers(self.comm, self.label, self._splits)
@@ -41,7 +41,7 @@ class Alltoall(Operation):
         if not row or not any(map(sum, splits_of_ranks)):
             return []
         lengths = [row * n for n in self._received], [row * n for n in self._splits]
-        return [self.comm.all_to_all(byte_view(self._result), byte_view(plain(tensor)), *lengths, self.message)]
+        return [self.comm.all_to_all(byte_view(self._result), byte_view(plain(tensor)), *lengths, message)]
 
     def end(self) -> list[torch.Tensor]:
         """Return a new tensor, and the numbers of rows as the script gave its own."""

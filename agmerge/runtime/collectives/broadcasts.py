@@ -29,12 +29,12 @@ class Broadcast(Operation):
         """Return the root, and the tensor's dtype and shape."""
         return [("root_rank", str(self.root)), ("tensor", described(self.tensors[0]))]
 
-    def begin(self) -> list[Handle]:
+    def begin(self, message: str) -> list[Handle]:
         """Collective. Start one message, into the tensor itself where that can be."""
         self._given = self.tensors[0]
         straight = self.in_place and self._given.is_contiguous() and not self._given.is_neg()
         self._result = self._given.detach() if straight else copied(self._given)
-        return [self.comm.broadcast(byte_view(self._result), self._index, self.message)] if self._result.numel() else []
+        return [self.comm.broadcast(byte_view(self._result), self._index, message)] if self._result.numel() else []
 
     def end(self) -> list[torch.Tensor]:
         """Return a new tensor, or the given one, overwritten."""

@@ -34,7 +34,7 @@ class Allgather(Operation):
             facts += [("dtype", row_kind(tensor)), ("trailing dimensions", str(list(tensor.shape[1:])))]
         return facts
 
-    def begin(self) -> list[Handle]:
+    def begin(self, message: str) -> list[Handle]:
         """Collective. Start messages straight into the results: one a tensor, or one a rank where lengths differ."""
         lengths = share_numbers(self.comm, self.label, [len(tensor) for tensor in self.tensors])
         self.rows = [list(rows) for rows in zip(*lengths, strict=True)]  # of every tensor, by ranks
@@ -43,7 +43,7 @@ class Allgather(Operation):
         handles: list[Handle] = []
         for i, (out, (tensor, rows)) in enumerate(zip(self._results, given, strict=True)):
             if out.numel():
-                handles += self._started(out, plain(tensor), rows, f"{self.message}.{i}" if i else self.message)
+                handles += self._started(out, plain(tensor), rows, f"{message}.{i}" if i else message)
         return handles
 
     def _started(self, out: torch.Tensor, own: torch.Tensor, rows: list[int], name: str) -> list[Handle]:

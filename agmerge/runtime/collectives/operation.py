@@ -43,7 +43,6 @@ class Operation(ABC):
                 arguments.check_overwritten(tensor, call)
         self.label, self.named = arguments.label(name, self.kind), name is not None
         self.group = where or group(process_set, self.label)
-        self.message = ""  # the name of its messages, from start() on
 
     @property
     def comm(self) -> Backend:
@@ -55,8 +54,11 @@ class Operation(ABC):
         """Return the facts that must be the same on all ranks, as (name, value) in a fixed order."""
 
     @abstractmethod
-    def begin(self) -> list[Handle]:
-        """Collective. Start every message and return their handles. The ranks have agreed."""
+    def begin(self, message: str) -> list[Handle]:
+        """Collective. Start every message and return their handles. The ranks have agreed.
+
+        ``message``: its name; of several it is what their names begin with.
+        """
 
     @abstractmethod
     def end(self) -> list[torch.Tensor]:
@@ -65,6 +67,10 @@ class Operation(ABC):
     @abstractmethod
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Collective. Return the gradients of ``tensors``, from those of the results."""
+
+    def release(self) -> None:
+        """Drop the tensors of the script: all messages are in."""
+        self.tensors = []
 
     def shaped(self, results: list[torch.Tensor]) -> Any:
         """Return ``results`` as the script gets them: one tensor, or a list."""
@@ -103,7 +109,7 @@ class Pending:
         except Exception as error:
             self._error = error
         self._handles = []
-        self._operation.tensors = []
+        self._operation.release()
 
     def result(self) -> Any:
         """Collective. Return the result, also when called again; raise the error of the collective."""
@@ -159,19 +165,19 @@ def start(operation: Operation, *, waits: bool = False) -> Pending:
     # Unnamed ones are numbered, since several may be under way; a caller that waits for each needs no numbers, and
     # messages with stable names are cheaper for Horovod.
     number = "" if operation.named or waits else f".{line.agreed}"
-    operation.message = f"{operation.label}{number}".replace(" (", " [")
-    if operation.message in line.pending:
+    message = f"{operation.label}{number}".replace(" (", " [")
+    if message in line.pending:
         raise ValueError(
             f"{operation.label}: a collective of this name is under way with the same name as another tensor; "
             "synchronize() that one first, or give each a name of its own"
         )
-    facts = [("call", operation.kind), ("name", operation.message), *operation.facts()]
+    facts = [("call", operation.kind), ("name", message), *operation.facts()]
     agree(operation.comm, operation.label, facts)
     count(operation.comm)
     inputs = operation.tensors
-    pending = Pending(operation, operation.begin(), inputs)
+    pending = Pending(operation, operation.begin(message), inputs)
     if not waits:
-        line.pending[operation.message] = pending
+        line.pending[message] = pending
     return pending
 
 

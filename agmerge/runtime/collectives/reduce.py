@@ -22,14 +22,14 @@ class Allreduce(Reduction):
 
     kind = "allreduce"
 
-    def begin(self) -> list[Handle]:
+    def begin(self, message: str) -> list[Handle]:
         """Collective. Start one message a tensor."""
         self._given = self.tensors if self.in_place else []
         self._dtypes = [tensor.dtype for tensor in self.tensors]
         self._totals = [self._sent(tensor) for tensor in self.tensors]
         op = Sum if self.op is Average else self.op
         return [
-            self.comm.all_reduce(flat(total), f"{self.message}.{i}" if i else self.message, op.value)
+            self.comm.all_reduce(flat(total), f"{message}.{i}" if i else message, op.value)
             for i, total in enumerate(self._totals)
             if total.numel()
         ]

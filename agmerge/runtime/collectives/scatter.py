@@ -30,7 +30,7 @@ class ReduceScatter(Reduction):
             if tensor.dim() == 0:
                 raise ValueError(f"{self.label}: a tensor of no dimensions has no rows to scatter; use allreduce")
 
-    def begin(self) -> list[Handle]:
+    def begin(self, message: str) -> list[Handle]:
         """Collective. Start one message a tensor, of equal pieces: where rows do not divide, some end with padding."""
         self._dtypes = [tensor.dtype for tensor in self.tensors]
         self._pieces: list[torch.Tensor] = []
@@ -40,7 +40,7 @@ class ReduceScatter(Reduction):
             piece = whole.new_empty((len(whole) // self.comm.size, *whole.shape[1:]))
             self._pieces.append(piece[: self._rows(len(tensor))[self.comm.rank]])
             if piece.numel():
-                name = f"{self.message}.{i}" if i else self.message
+                name = f"{message}.{i}" if i else message
                 handles.append(self.comm.reduce_scatter(flat(piece), flat(whole), name))
         return handles
 
