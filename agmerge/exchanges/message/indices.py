@@ -32,6 +32,7 @@ class IndexCodec(ABC):
     identity: int  # in a message, 1 to 255
     size: int  # bytes, a pure function of length and capacity
     sends_all: ClassVar[bool] = False  # every element has an entry, so that no indices travel
+    blank: ClassVar[int] = 0  # the byte of which bytes without any index consist
     layout: IndexLayout | None = None  # as kernels of a device know it; None: there is nothing to write
 
     def __init__(self, length: int, capacity: int) -> None:
@@ -85,7 +86,7 @@ class IndexCodec(ABC):
 class Int32(IndexCodec):
     """Index codec of four bytes an entry."""
 
-    name, identity = "int32", 1
+    name, identity, blank = "int32", 1, 255  # indices of -1
 
     def __init__(self, length: int, capacity: int) -> None:
         super().__init__(length, capacity)

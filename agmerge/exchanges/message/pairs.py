@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from agmerge.exchanges.message import Everything, IndexCodec, Int32, ValueCodec, bits, smallest, value_codec
+from agmerge.exchanges.message import Everything, IndexCodec, ValueCodec, bits, smallest, value_codec
 from agmerge.exchanges.message.indices import in_order
 from agmerge.tensors.layout import aligned
 
@@ -97,7 +97,7 @@ def write(
         if right and sound:
             form.codec.encode(indices, form.count, out[form.indices])
         else:  # indices of -1; no marks
-            out[form.indices] = 255 if isinstance(form.codec, Int32) else 0
+            out[form.indices] = form.codec.blank
         seen.append(form.value.encode(parcel.values, out[form.values]))
         bits.write_crc(out)
         if not (right and sound):
