@@ -21,9 +21,8 @@ from agmerge.planning.candidates import Candidate
 from agmerge.planning.codec_costs import SampledValues
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.drift import DriftDetector, Finding
-from agmerge.planning.earlier_run import EarlierRun
 from agmerge.planning.first_choices import choose_budgets, choose_cutoff
-from agmerge.planning.known_plans import KnownPlan
+from agmerge.planning.known_plans import EarlierRun, KnownPlan
 from agmerge.planning.measurer import Look, Measurer
 from agmerge.planning.measuring import gather_seconds, number_of_rank_0, profile
 from agmerge.planning.plan_choice import FixedCounts, planner_of

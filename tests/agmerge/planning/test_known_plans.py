@@ -17,7 +17,7 @@ import merging
 from agmerge import testing
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
-from agmerge.planning import earlier_run, known_plans, measurer, plan_trial
+from agmerge.planning import known_plans, measurer, plan_trial
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.known_plans import FRESH, MOST, KnownPlan
 from agmerge.planning.probe_budget import Budget
@@ -137,7 +137,7 @@ def test_it_is_for_ranks_that_are_started_and_placed_alike(
         assert set(run(2)[0]) == {"timing"}
     with monkeypatch.context() as changed:
         numbers = itertools.count()
-        changed.setattr(earlier_run.socket, "gethostname", lambda: f"host{next(numbers)}")
+        changed.setattr(known_plans.socket, "gethostname", lambda: f"host{next(numbers)}")
         assert set(run(2)[0]) == {"timing"}
     assert set(run(2)[0]) == {"known"}
 
