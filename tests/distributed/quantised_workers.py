@@ -30,8 +30,8 @@ class _Calls:
     def __init__(self, exchange: QuantisedExchange) -> None:
         self.seen: list[str] = []
         self._follow(exchange.comm, "all_to_all", "first")
-        if exchange.context.second is not None:
-            self._follow(exchange.context.second, "all_gather", "second")
+        if exchange.context.ranks.second is not None:
+            self._follow(exchange.context.ranks.second, "all_gather", "second")
 
     def _follow(self, backend: Any, call: str, what: str) -> None:
         original = getattr(backend, call)
