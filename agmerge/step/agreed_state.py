@@ -160,8 +160,8 @@ class AgreedState:
         self.config = config
 
     def reopen(self) -> None:
-        """Agree again in the next step, with all state unchanged."""
-        self.restore(self.current.copied(), self.steps)
+        """Agree again in the next step, with all state unchanged. Budgets by importance are chosen anew."""
+        self.restore(replace(self.current.copied(), budgets=None), self.steps)
 
     def end_step(self, left_out: Iterable[Slot]) -> None:
         """End a step, as :meth:`FlatBuffers.end_step` does, and count it."""
