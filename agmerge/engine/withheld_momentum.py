@@ -33,8 +33,8 @@ SHARDS = (
 def withheld(exchange: GradientExchange, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Keep a step of ``optimizer``, inside, from applying momentum that a memory has applied; its hooks see it.
 
-    Raises ``ValueError`` if the groups have got a momentum that the memory does
-    not follow, and warns on rank 0 where no group has a momentum any more.
+    Raises ``ValueError`` if the groups have got a momentum that the memory does not follow, and warns on rank 0 where
+    no group has a momentum any more.
     """
     if not _has_applied(exchange, optimizer):
         yield
@@ -50,13 +50,10 @@ def withhold(exchange: GradientExchange, optimizer: torch.optim.Optimizer) -> Ca
 
     Hooks before the step that are registered later see no momentum. Of several optimizers each is stepped by itself.
     """
-    ends = [_withhold_from(each, lambda: _has_applied(exchange, optimizer)) for each in optimizers_of(optimizer)]
-
-    def end() -> None:
-        for each in ends:
-            each()
-
-    return end
+    ends = ExitStack()
+    for each in optimizers_of(optimizer):
+        ends.callback(_withhold_from(each, lambda: _has_applied(exchange, optimizer)))
+    return ends.close
 
 
 def _withhold_from(optimizer: torch.optim.Optimizer, has_applied: Callable[[], bool]) -> Callable[[], None]:

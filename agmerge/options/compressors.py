@@ -68,11 +68,19 @@ def compressor_of(compression: Any, density: Any, rank: Any = None) -> sparsifie
         return compression
     if not isinstance(compression, str):
         raise TypeError(_why_no_compressor(compression))
-    if sparsifiers.is_low_rank(compression):
-        return sparsifiers.low_rank(compression) if rank is None else sparsifiers.low_rank(compression, rank)
-    if sparsifiers.is_quantiser(compression):
-        return sparsifiers.quantiser(compression)
-    return _sparsifier(compression, density)
+    kinds = (catalogue.is_sparsifier, catalogue.is_low_rank, catalogue.is_quantiser)
+    if not any(is_of(compression) for is_of in kinds):
+        raise ValueError(unknown("compression", compression))
+    return named(compression, density, rank)
+
+
+def named(name: str, density: Any, rank: Any, **options: Any) -> sparsifiers.Compressor:
+    """Return the compressor of this name, with options of its own. ``TypeError`` for one that it does not have."""
+    if sparsifiers.is_low_rank(name):
+        return sparsifiers.low_rank(name, **({} if rank is None else {"rank": rank}), **options)
+    if sparsifiers.is_quantiser(name):
+        return sparsifiers.quantiser(name, **options)
+    return sparsifiers.get(name, density=density, **options)
 
 
 def _by_name(parts: Mapping[Any, Any], density: Any, rank: Any) -> sparsifiers.Compressor:
@@ -100,13 +108,6 @@ def _why_no_compressor(given: Any) -> str:
         f"compression={given!r}: give a name ({_names()}), {{pattern: name}}, a "
         "sparsifiers.Compressor, or agmerge.Compression.none | .fp16 | .bf16"
     )
-
-
-def _sparsifier(name: str, density: Any) -> sparsifiers.Compressor:
-    """Return the sparsifier of this name. Raises ``ValueError`` with the name that may have been meant."""
-    if not catalogue.is_sparsifier(name):
-        raise ValueError(unknown("compression", name))
-    return sparsifiers.get(name, density=density)
 
 
 def unknown(argument: str, name: str) -> str:

@@ -119,11 +119,6 @@ def of_local_steps(
     return {**options, "every": every, "compression": compression, "density": density, "wire": codec, "sync": UPDATES}
 
 
-def asks_for_selection(options: Options) -> bool:
-    """Return whether arguments beside ``compression="auto"`` are about selection."""
-    return options.density is not None or bool(_about_selection(options))
-
-
 def _about_selection(options: Options) -> list[str]:
     """Return those arguments, but ``density``, that have no meaning without a selection, as a script writes them."""
     given = [name for name in ("warmup", "memory") if getattr(options, name) not in (None, "none")]
@@ -131,13 +126,6 @@ def _about_selection(options: Options) -> list[str]:
     given += ["exchange"] if options.exchange in SELECTING else []
     given += ["dense"] if isinstance(options.dense, str) else []
     return [f"{name}={getattr(options, name)!r}" for name in given]
-
-
-def warn_of_selection(options: Options, name: str) -> None:
-    """Warn, on rank 0, that arguments were taken to ask for the sparsifier ``name``; not for a density."""
-    given = _about_selection(options)
-    if options.density is None and given:
-        _say_once(ASKS.format(given=" and ".join(given), name=name))
 
 
 def resolve_auto(options: Options, optimizer: torch.optim.Optimizer | None) -> Any:
@@ -158,9 +146,11 @@ def resolve_auto(options: Options, optimizer: torch.optim.Optimizer | None) -> A
         return compression
     if options.sync == UPDATES:
         return "topk"
-    if asks_for_selection(options):
+    about_selection = _about_selection(options)
+    if about_selection or options.density is not None:
         name = _selection(optimizer, options.memory)
-        warn_of_selection(options, name)
+        if options.density is None:
+            _say_once(ASKS.format(given=" and ".join(about_selection), name=name))
         return name
     return choice_for(optimizer, options)
 

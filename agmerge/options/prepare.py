@@ -15,7 +15,7 @@ import sparsifiers
 from agmerge.errors import warn
 from agmerge.options import defaults
 from agmerge.options.arguments import Options
-from agmerge.options.compressors import compressor_of
+from agmerge.options.compressors import compressor_of, named
 from agmerge.options.defaults import resolve_auto
 from agmerge.options.meaning import check_meaning
 from agmerge.options.resolve import resolve
@@ -81,8 +81,10 @@ def prepare_change(
     check_meaning(compression, {name: getattr(asked, name) for name in ("density", "rank", "warmup")})
     density = options.density if asked.density is None else asked.density
     rank = options.rank if asked.rank is None else asked.rank
+    if own and not isinstance(compression, str):
+        raise TypeError(f"{', '.join(own)}: options of a compressor go with its name, and here is {compression!r}")
     if own:
-        compression = _with_options(compression, density, rank, own)
+        compression = named(compression, DENSITY if density == IMPORTANCE else density, rank, **own)
     density = density if density == IMPORTANCE else defaults.own_density(compression) or density
     if own or asked.rank is None:
         rank = next((part.rank for part in defaults.objects(compression) if part.rank is not None), rank)
@@ -128,17 +130,6 @@ def _check_outer(outer: Any, optimizer: torch.optim.Optimizer) -> None:
     made = outer([p.detach() for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"outer={outer!r} has returned {made!r}, which is no torch.optim.Optimizer")
-
-
-def _with_options(name: Any, density: Any, rank: Any, options: Mapping[str, Any]) -> sparsifiers.Compressor:
-    """Return the compressor of this name, with options of its own. TypeError for one that it does not have."""
-    if not isinstance(name, str):
-        raise TypeError(f"{', '.join(options)}: options of a compressor go with its name, and here is {name!r}")
-    if sparsifiers.is_low_rank(name):
-        return sparsifiers.low_rank(name, **({} if rank is None else {"rank": rank}), **options)
-    if sparsifiers.is_quantiser(name):
-        return sparsifiers.quantiser(name, **options)
-    return sparsifiers.get(name, DENSITY if density == IMPORTANCE else density, **options)
 
 
 def memory_beside(options: Options, optimizer: torch.optim.Optimizer | None) -> Any:

@@ -43,14 +43,8 @@ def parse_updates(options: Options) -> Updates | None:
             "torch.optim.Optimizer of them"
         )
     _check_together(options, carry)
-    return Updates(
-        carry=carry,
-        every=options.every,
-        fragments=options.fragments,
-        overlap=options.overlap,
-        decay=float(options.decay),
-        outer=options.outer,
-    )
+    given = {name: getattr(options, name) for name in ("every", "fragments", "overlap", "outer")}
+    return Updates(carry=carry, decay=float(options.decay), **given)
 
 
 def _refused(options: Options) -> Iterable[tuple[str, str]]:
