@@ -122,9 +122,10 @@ class AgreedState:
         """
         group, before = self._group, self.buffers
         assert group.comm is not None
-        self.carried = carried = self.current.copied()
         if before is not None:
             order = [*(slot.name for slot in before.layout.slots), *order]  # new tensors follow
+            self.carried.tensors = self.current.copied().tensors
+        carried = self.carried
         members = self.members()
         self.config = with_cutoff_for(self.config, members, warns=group.comm.rank == 0)
         buffers, self.steps = open_merge_buffers(
