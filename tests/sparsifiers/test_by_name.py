@@ -60,6 +60,24 @@ def test_it_is_of_the_kinds_that_compress() -> None:
     assert [pattern.pattern for pattern in HYBRID.patterns] == [".*emb.*", ".*norm.*", ".*"]
 
 
+def test_it_has_the_rank_the_patterns_and_the_parts_of_what_it_consists_of() -> None:
+    ranks = PowerSGD({"block.*": 2, "head": 8})
+    made = ByName([("emb", TOPK), (".*", ranks)])
+    assert (TOPK.rank, FACTORS.rank, HYBRID.rank, made.rank) == (None, 2, 2, ranks.rank)
+    given = {option: [pattern.pattern for pattern in patterns] for option, patterns in made.name_patterns().items()}
+    assert given == {"compression": ["emb", ".*"], "rank": ["block.*", "head"]} and TOPK.name_patterns() == {}
+    other = sparsifiers.get("randomk", 0.1)
+    assert TOPK.replaced(other) is other and made.replaced(other).part(Kind.SPARSE) is other
+    assert made.replaced(other).part(Kind.LOW_RANK) is ranks
+
+
+@pytest.mark.parametrize(
+    ("shape", "shrinks"), [((9,), False), ((4, 4), False), ((4, 5), True), ((2, 100), False), ((5, 2, 2), True)]
+)
+def test_factors_shrink_a_matrix_of_more_elements_than_they_have(shape: tuple[int, ...], shrinks: bool) -> None:
+    assert FACTORS.shrinks("any", shape) is shrinks and TOPK.shrinks("any", shape)
+
+
 def test_coordinates_are_the_same_on_all_ranks_if_its_sparsifiers_are() -> None:
     assert not HYBRID.same_on_all_ranks
     assert ByName([("a", sparsifiers.get("randomk")), (".*", FACTORS)]).same_on_all_ranks
