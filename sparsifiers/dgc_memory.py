@@ -58,7 +58,7 @@ class DGCMemory(Memory):
         }
 
     def formula(self, rate: Rate | None = None) -> Formula:
-        return Formula(rate=self.rate_of(rate), masks=self.masking, clipping=self.clipping)
+        return Formula(1.0, self.rate_of(rate), self.masking, self.clipping)
 
     def rate_of(self, rate: Rate | None) -> Rate:
         """Return the momentum that is applied. `rate`: the optimizer's; None: it has none."""

@@ -1,8 +1,8 @@
-"""Flat buffers of one tensor class (lane): two slabs, one update, and the only writer of residuals.
+"""Flat buffers of one tensor class (lane): two halves, one update, and the only writer of residuals.
 
-A hook writes ``work = residual + gradient``; what was sent is subtracted; in ``step()`` the slabs change places,
-so that ``work`` is the next residual. Until then no bit of the residual changes, whatever happens. Where the memory has
-a residual, the update has a slab of its own; until the exchange has ended, it holds this rank's gradients.
+A hook writes ``work = residual + gradient``, in front; what was sent is subtracted; in ``step()`` the halves change
+places, so that ``work`` is the next residual. Until then no bit of the residual changes, whatever happens. Where the
+memory has a residual, the update has a buffer of its own; until the exchange has ended, it holds this rank's gradients.
 """
 
 from __future__ import annotations
