@@ -63,7 +63,7 @@ def test_a_worker_that_cannot_write_or_read_ends_all_of_them_alike(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize("before, after", [(2, 1), (2, 3), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_other_numbers_of_workers_go_on_from_a_portable_checkpoint(before: int, after: int, tmp_path: Path) -> None:
     line = f"digits --compression topk --checkpoint-dir {tmp_path / 'kept'}"
     first = results(f"{line} --portable --epochs 8 --max-steps 100", tmp_path, before)[0]

@@ -265,7 +265,9 @@ def test_every_parameter_of_a_tiny_network_has_a_gradient(small: Path, name: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, part", [("transformer-wikitext2", 0.7), (SHUFFLED, 0.7)])
+@pytest.mark.parametrize(
+    "name, part", [("transformer-wikitext2", 0.7), pytest.param(SHUFFLED, 0.7, marks=pytest.mark.long)]
+)
 def test_a_tiny_network_learns_more_than_how_frequent_words_are(small: Path, name: str, part: float) -> None:
     task = made(JOBS[name], small, batch_size=8)
     optimizer = torch.optim.Adam(task.model.parameters(), lr=0.005)
