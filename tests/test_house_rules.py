@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("agmerge", "sparsifiers", "merging")
 Sources = Mapping[str, str]  # by path from the root
 
-MOST_FEATURES = 13  # questions for a class that decide what is done; lower it with each that goes
+MOST_FEATURES = 9  # questions for a class that decide what is done; lower it with each that goes
 # What else may be asked: pattern of the path, pattern of the class, why.
 ALLOWED = (
     ("agmerge/options/*", "*", "checks what a script has given"),
