@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ class Replanner:
         has_planner = planner is not None or (quantises and self._choice.is_open)
         makes_plans = (self._planner.timed and config.merging.groups is None) or config.chooses_dense or quantises
         self._state = State.TIMING if has_planner and makes_plans and buffers.comm.size > 1 else State.FIXED
-        self._changes = self._run()
+        self._changes: Changes = Replanner._run(weakref.proxy(self))
 
     def after_step(self, step: int) -> Iterator[Decision]:
         """Collective. Yield changes before ``step``, the one to come; at most steps there are none.
@@ -106,7 +107,11 @@ class Replanner:
     # -- when something happens ---------------------------------------------------------------------------------
 
     def _run(self) -> Changes:
-        """Collective. Yield all changes of this agreement, and None at the end of each step."""
+        """Collective. Yield all changes of this agreement, and None at the end of each step.
+
+        ``self`` is a weak proxy, here and in trials: a generator that held what holds it would keep the memory of an
+        earlier agreement until a collection.
+        """
         self._choice.take_over(self.buffers.plan, self._step)
         if self._state is State.FIXED:
             return
@@ -120,7 +125,7 @@ class Replanner:
                 else:
                     yield from self._recheck()
                 if self._state is State.TRYING:
-                    yield from self._try_in_turns()
+                    yield from Replanner._try_in_turns(self)
             yield None
 
     def _is_due(self, steps: int) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -372,3 +374,20 @@ def test_nothing_is_said_between_looks(monkeypatch: pytest.MonkeyPatch) -> None:
         return spoken
 
     assert agreed(on_ranks(2, MODEL, body)) == [at(look) for look in range(4)]
+
+
+@pytest.mark.parametrize("steps", [1, FIRST + 2], ids=["before it plans", "after"])
+def test_the_memory_of_an_earlier_agreement_is_freed_without_a_collection(steps: int) -> None:
+    def body(rank: int, model: nn.Module) -> bool:
+        optimizer = wrap(model, compression="topk", density=0.1, merging="agmerge")
+        train(model, optimizer, rank, range(steps))
+        before = weakref.ref(optimizer._reducer.exchange.agreed.buffers)
+        optimizer.set_compressor("topk")
+        train(model, optimizer, rank, [steps])
+        return before() is None
+
+    gc.disable()
+    try:
+        assert agreed(on_ranks(2, MODEL, body))
+    finally:
+        gc.enable()
