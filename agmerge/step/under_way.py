@@ -94,7 +94,7 @@ class MessagesUnderWay:
         return found
 
     def finish(self, buffer: int, *, writes: bool) -> list[Noise]:
-        """Write the updates of a merge buffer's messages, if ``writes``; return the noise that these have.
+        """Collective. Write the updates of a merge buffer's messages, if ``writes``; return their noise.
 
         Updates that were queued are left to devices.
         """
