@@ -92,11 +92,11 @@ class Inspection:
     # By name, in the order in which gradients become ready: how each tensor is treated, with the attributes ``sparse``
     # (it is selected from), ``density`` (None: the compressor's own), ``dtype`` and ``device``. Empty before the first
     # step.
-    lanes: Mapping[str, Any]
+    classes: Mapping[str, Any]
 
 
 def inspect(optimizer: Any) -> Inspection:
-    """Return the plan, residuals, measurements and lanes of an :class:`agmerge.DistributedOptimizer`; nothing changes.
+    """Return the plan, residuals, measurements and tensor classes of a ``DistributedOptimizer``; nothing changes.
 
     Not collective. Residuals are those of the last step that has ended.
     """
@@ -108,5 +108,5 @@ def inspect(optimizer: Any) -> Inspection:
         measurements=exchange.agreed.plans.status().measured
         if exchange.agreed.plans is not None and exchange.agreed.is_valid
         else None,
-        lanes={} if buffers is None else {slot.name: slot.lane for slot in buffers.layout.slots},
+        classes={} if buffers is None else {slot.name: slot.tensor_class for slot in buffers.layout.slots},
     )

@@ -42,7 +42,7 @@ from agmerge.exchanges.oktopk.regions import number
 from agmerge.metrics import link_bytes
 from agmerge.runtime import workers as runtime
 from agmerge.tensors.arena import subtract
-from agmerge.tensors.layout import Lane, Layout, Segment
+from agmerge.tensors.layout import Layout, Segment, TensorClass
 from sparsifiers import Kind, Selection
 
 WAIT = 300.0
@@ -185,8 +185,8 @@ def crossover(k: int, density: float = 0.1) -> int | None:
 
 @functools.cache
 def _segment(numel: int) -> Segment:
-    lane = Lane(CPU, torch.float32, Kind.SPARSE)
-    (segment,) = Layout([("gradient", (numel,), lane)]).segments(0, 1)
+    tensor_class = TensorClass(CPU, torch.float32, Kind.SPARSE)
+    (segment,) = Layout([("gradient", (numel,), tensor_class)]).segments(0, 1)
     return segment
 
 

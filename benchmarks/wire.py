@@ -30,7 +30,7 @@ import torch
 from agmerge.exchanges.message import ValueCodec, candidates, smallest
 from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.exchanges.message.offers import without_zeros
-from agmerge.tensors.layout import Lane, Layout, Segment
+from agmerge.tensors.layout import Layout, Segment, TensorClass
 from sparsifiers import Kind, Selection
 
 WIRES = {
@@ -66,9 +66,9 @@ def entropy(n: int, k: int) -> float:
 
 
 def segment_of(n: int) -> Segment:
-    """One tensor of n elements, in a sparse lane."""
-    lane = Lane(torch.device("cpu"), torch.float32, Kind.SPARSE)
-    return Layout([("x", (n,), lane)]).segments(0, 1)[0]
+    """One tensor of n elements, in a sparse tensor class."""
+    tensor_class = TensorClass(torch.device("cpu"), torch.float32, Kind.SPARSE)
+    return Layout([("x", (n,), tensor_class)]).segments(0, 1)[0]
 
 
 def selection(n: int, k: int) -> Selection:

@@ -64,7 +64,7 @@ class DGCMemory(Memory):
         """Return the momentum that is applied. `rate`: the optimizer's; None: it has none."""
         return Rate(MOMENTUM if self.momentum is None else self.momentum, self.nesterov) if rate is None else rate
 
-    def for_dense_lane(self, *, has_residual: bool) -> Memory:
+    def for_dense_tensors(self, *, has_residual: bool) -> Memory:
         return _MomentumOfAverage(self, has_residual)
 
 

@@ -105,7 +105,7 @@ class Memory:
             # By product, not by fill: a padding entry has an index that may be a real one elsewhere, and sends 0.
             momentum.scatter_reduce_(0, indices.long(), (sent == 0).to(momentum.dtype), "prod")
 
-    def for_dense_lane(self, *, has_residual: bool) -> Memory:
+    def for_dense_tensors(self, *, has_residual: bool) -> Memory:
         """Return the memory of dense tensors beside those of this one; `has_residual`: something may be unsent."""
         return Residual() if has_residual else NoMemory()
 

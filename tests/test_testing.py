@@ -150,12 +150,15 @@ def test_an_optimizer_can_be_looked_into_before_the_first_step_and_after_it() ->
         model = copy.deepcopy(original)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), compression="topk", density=0.01)
-        assert testing.inspect(optimizer) == testing.Inspection(plan=None, residuals={}, measurements=None, lanes={})
+        assert testing.inspect(optimizer) == testing.Inspection(plan=None, residuals={}, measurements=None, classes={})
         model(torch.ones(1, 8) + rank).sum().backward()
         optimizer.step()
         found = testing.inspect(optimizer)
         assert found.plan == optimizer.plan and found.measurements is None
-        assert {name: lane.sparse for name, lane in found.lanes.items()} == {"weight": True, "bias": False}
+        assert {name: tensor_class.sparse for name, tensor_class in found.classes.items()} == {
+            "weight": True,
+            "bias": False,
+        }
         assert list(found.residuals) == ["weight"]
         saved = optimizer.state_dict()["agmerge"]["residuals"]["weight"]
         assert torch.equal(found.residuals["weight"], saved) and saved.any()

@@ -110,7 +110,7 @@ class Updates:
     def _check_same(self, parameter: torch.Tensor) -> None:
         """Raise ``AGMergeError`` if a parameter has another dtype, device or shape than in ``step()``."""
         slot = self._slot_of[parameter]
-        now, then = (parameter.dtype, parameter.device), (slot.lane.dtype, slot.lane.device)
+        now, then = (parameter.dtype, parameter.device), (slot.tensor_class.dtype, slot.tensor_class.device)
         if now != then or tuple(parameter.shape) != slot.shape:
             raise AGMergeError(
                 f"parameter {slot.name!r} was {then[0]}{list(slot.shape)} on {then[1]} in step() and is "

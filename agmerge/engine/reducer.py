@@ -297,9 +297,9 @@ def check_attachable(combined: Combined, exchange: GradientExchange, *, is_activ
     """
     buffers = combined.buffers
     for slot, parameter in zip(buffers.layout.slots, buffers.flat.parameters, strict=True):
-        if parameter.dtype != slot.lane.dtype or parameter.device != slot.lane.device:
+        if parameter.dtype != slot.tensor_class.dtype or parameter.device != slot.tensor_class.device:
             raise AGMergeError(
-                f"parameter {slot.name!r} changed from {slot.lane.dtype} on {slot.lane.device} to "
+                f"parameter {slot.name!r} changed from {slot.tensor_class.dtype} on {slot.tensor_class.device} to "
                 f"{parameter.dtype} on {parameter.device} between backward() and step(); change it between steps"
             )
     if not any(combined.used) and is_active:

@@ -139,7 +139,7 @@ class ReportingMixin:
         self._reducer.exchange.agreed.observe_selection(on)
 
     def compression_report(self) -> str:
-        """Return a table with a line for each tensor: merge buffer, lane, density, elements. After the first step."""
+        """Return a table with a line for each tensor: merge buffer, class, density, elements. After the first step."""
         exchange = self._reducer.exchange
         return compression_table(self._buffers(), exchange.agreed.config, exchange.agreed.steps)
 
@@ -200,20 +200,20 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
         config: its density counts.
         step: the one to come; densities may change with it.
     """
-    rows = [("buffer", "tensor", "shape", "lane", "density", "elements")]
+    rows = [("buffer", "tensor", "shape", "class", "density", "elements")]
     sparse = factored = 0
     for slot in buffers.flat.tensors.slots:
         density = "1"
-        if slot.lane.sparse:
-            sent = config.compression.density.at(step, slot.lane.density)
+        if slot.tensor_class.sparse:
+            sent = config.compression.density.at(step, slot.tensor_class.density)
             if buffers.budgets.are_chosen:
                 sent = buffers.budgets.of_tensor(slot, step) / slot.numel
             density, sparse = f"{sent:.3g}", sparse + slot.numel
-        elif slot.lane.kind is Kind.LOW_RANK and buffers.flat.bases is not None:
+        elif slot.tensor_class.kind is Kind.LOW_RANK and buffers.flat.bases is not None:
             density, factored = f"{buffers.flat.bases.elements(slot) / slot.numel:.3g}", factored + slot.numel
         shape = "x".join(map(str, slot.shape)) or "scalar"
-        lane = slot.lane.kind.value
-        rows.append((str(buffers.buffer_of[slot.index]), slot.name, shape, lane, density, str(slot.numel)))
+        tensor_class = slot.tensor_class.kind.value
+        rows.append((str(buffers.buffer_of[slot.index]), slot.name, shape, tensor_class, density, str(slot.numel)))
     lines = _aligned(rows)
     total = buffers.flat.tensors.numel
     counts: tuple[tuple[int, str], ...] = ((sparse, "selected from"), (factored, "factorised"))

@@ -116,7 +116,7 @@ class Exchange(ABC):
     factorises: ClassVar[bool] = False  # sends factors of low-rank segments
     prepares: ClassVar[Kind | None] = None  # tensors of this kind are handed to `prepare`; None: none are
     carries_dense: bool = True  # dense segments may share its messages
-    mixes_lanes: ClassVar[bool] = True  # a message may have segments of several tensor classes
+    mixes_classes: ClassVar[bool] = True  # a message may have segments of several tensor classes
     pipelines_parts: ClassVar[bool] = False  # several messages of one merge buffer overlap in time
 
     def __init__(self, context: ExchangeContext) -> None:

@@ -189,8 +189,8 @@ class MaskedExchange(MultiRoundExchange):
 
         ``tail``: 1-D, the same length on all ranks.
         """
-        for number, dtype in enumerate(dict.fromkeys(load.segment.lane.dtype for load in loads)):
-            members = [i for i, load in enumerate(loads) if load.segment.lane.dtype == dtype]
+        for number, dtype in enumerate(dict.fromkeys(load.segment.tensor_class.dtype for load in loads)):
+            members = [i for i, load in enumerate(loads) if load.segment.tensor_class.dtype == dtype]
             lengths = [state.masks[i].numel() for i in members]
             behind = tail if number == 0 else tail[:0]
             used = sum(lengths) + behind.numel()
@@ -265,8 +265,8 @@ def _all(load: SegmentBuffers) -> torch.Tensor:
 def _values(load: SegmentBuffers, mask: torch.Tensor, workers: int) -> torch.Tensor:
     """Return ``work`` at the mask; where it is wider than the gradient, saturated so that the sum of all ranks fits."""
     values = load.work.index_select(0, mask)
-    if load.segment.lane.dtype != values.dtype:
-        limit = largest_summand(load.segment.lane.dtype, workers)
+    if load.segment.tensor_class.dtype != values.dtype:
+        limit = largest_summand(load.segment.tensor_class.dtype, workers)
         values = values.clamp_(-limit, limit)
     return values
 

@@ -21,7 +21,7 @@ from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.routing import group_by_dtype
 from agmerge.tensors.arena import Arena, move_to_update
 from agmerge.tensors.flat_memory import view
-from agmerge.tensors.layout import Lane, Layout, Segment, Slot
+from agmerge.tensors.layout import Layout, Segment, Slot, TensorClass
 
 
 def shard_shape(shape: Sequence[int], places: int) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ def shard_shape(shape: Sequence[int], places: int) -> tuple[int, ...]:
 
 def sharded(whole: Layout, places: int) -> Layout:
     """Return where the shards of one rank lie, tensor by tensor; ``places``: ranks of a node."""
-    return Layout([(slot.name, shard_shape(slot.shape, places), slot.lane) for slot in whole.slots])
+    return Layout([(slot.name, shard_shape(slot.shape, places), slot.tensor_class) for slot in whole.slots])
 
 
 def deal(tensor: torch.Tensor, rows: torch.Tensor) -> None:
@@ -90,10 +90,12 @@ class NodeShards:
 
     def __init__(self, nodes: Nodes, whole: Layout, parts: Layout, timeout: float, *, ordered: bool) -> None:
         self.nodes, self.whole, self.parts, self.timeout, self.ordered = nodes, whole, parts, timeout, ordered
-        updates = {lane: _memory(lane, length) for lane, length in whole.lengths.items()}
+        updates = {tensor_class: _memory(tensor_class, length) for tensor_class, length in whole.lengths.items()}
         # Whole updates, each with a version of its own: see Arena.
-        self.gradients = {slot.index: view(updates[slot.lane], slot).data for slot in whole.slots}
-        self._collected = {lane: _memory(lane, nodes.places * length) for lane, length in parts.lengths.items()}
+        self.gradients = {slot.index: view(updates[slot.tensor_class], slot).data for slot in whole.slots}
+        self._collected = {
+            tensor_class: _memory(tensor_class, nodes.places * length) for tensor_class, length in parts.lengths.items()
+        }
         self._messages: list[list[_Message]] = []  # by merge buffer
         self._tensors: list[list[int]] = []  # by merge buffer: slots, in the order of their used bits
         self._place_of: dict[int, _Message] = {}  # by slot
@@ -110,12 +112,16 @@ class NodeShards:
 
     def _message(self, buffer: int, number: int, segments: Sequence[Segment]) -> _Message:
         """Make the message of the ``segments`` of one device and dtype, the ``number``-th of its merge buffer."""
-        lane, places, tail = segments[0].lane, self.nodes.places, sum(segment.length for segment in segments)
+        tensor_class, places, tail = (
+            segments[0].tensor_class,
+            self.nodes.places,
+            sum(segment.length for segment in segments),
+        )
         width = tail + tail_length(RoundHeader(0, 0, 0, 0, (False,) * len(self._tensors[buffer])))
         name = f"buffer {buffer}/node" if number == 0 else f"buffer {buffer}.{number}/node"
-        received = _memory(lane, places * width) if self.ordered else None
-        rows = _memory(lane, places * width).view(places, width)
-        message = _Message(name, rows, _memory(lane, width), received, tail)
+        received = _memory(tensor_class, places * width) if self.ordered else None
+        rows = _memory(tensor_class, places * width).view(places, width)
+        message = _Message(name, rows, _memory(tensor_class, width), received, tail)
         at = 0
         for segment in segments:
             for slot in segment.slots:
@@ -180,16 +186,16 @@ class NodeShards:
         """Return the tensor for ``p.grad`` from the time its gradient was dealt out until the exchange has ended."""
         return move_to_update(self.gradients[slot.index], gradient)
 
-    def gather(self, arenas: Mapping[Lane, Arena]) -> int:
+    def gather(self, arenas: Mapping[TensorClass, Arena]) -> int:
         """Collective. Make the whole update of every tensor from the shards' updates; return the bytes handed over."""
         inside, size, handles = self.nodes.inside, 0, []
-        for number, (lane, arena) in enumerate(arenas.items()):
-            handles.append(inside.all_gather(self._collected[lane], arena.update, f"updates {number}/node"))
+        for number, (tensor_class, arena) in enumerate(arenas.items()):
+            handles.append(inside.all_gather(self._collected[tensor_class], arena.update, f"updates {number}/node"))
             size += arena.update.numel() * arena.update.element_size()
         for handle in handles:
             handle.wait(self.timeout)
         for whole, part in zip(self.whole.slots, self.parts.slots, strict=True):
-            rows = self._collected[whole.lane].view(inside.size, -1)[:, part.offset : part.offset + part.numel]
+            rows = self._collected[whole.tensor_class].view(inside.size, -1)[:, part.offset : part.offset + part.numel]
             collect(rows, self.gradients[whole.index])
         return size
 
@@ -200,6 +206,6 @@ class NodeShards:
         return in_rank_order(rows.view(self.nodes.places, -1)), figure.nbytes
 
 
-def _memory(lane: Lane, length: int) -> torch.Tensor:
+def _memory(tensor_class: TensorClass, length: int) -> torch.Tensor:
     """Return zeros of a tensor class's dtype, on its device: (length,)."""
-    return torch.zeros(length, dtype=lane.dtype, device=lane.device)
+    return torch.zeros(length, dtype=tensor_class.dtype, device=tensor_class.device)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from agmerge.exchanges import Exchange
 from agmerge.exchanges.all_reduce import LARGE
-from agmerge.tensors.layout import Lane, Layout, Segment, Slot
+from agmerge.tensors.layout import Layout, Segment, Slot, TensorClass
 from sparsifiers import Kind
 
 # Bytes that dense segments in a sparse message may add to those a rank receives, in place of an all-reduce of their
@@ -29,7 +29,7 @@ class Message:
     @cached_property
     def selected(self) -> tuple[bool, ...]:
         """Return of each segment whether a sparsifier selects from it; else all of it is sent."""
-        return tuple(self.exchange.sparse and segment.lane.sparse for segment in self.segments)
+        return tuple(self.exchange.sparse and segment.tensor_class.sparse for segment in self.segments)
 
     @cached_property
     def slots(self) -> list[Slot]:
@@ -45,7 +45,11 @@ def segments(layout: Layout, start: int, stop: int, ahead: bool) -> list[Segment
     return [
         part
         for segment in merged
-        for part in ([Segment(segment.lane, (slot,)) for slot in segment.slots] if segment.lane.sparse else [segment])
+        for part in (
+            [Segment(segment.tensor_class, (slot,)) for slot in segment.slots]
+            if segment.tensor_class.sparse
+            else [segment]
+        )
     ]
 
 
@@ -66,18 +70,20 @@ def group_into_messages(
     ``bytes_of``: the bytes of a dense segment in a message with sparse ones; None: as it is.
     """
     messages: list[list[Segment]] = []
-    for device in dict.fromkeys(segment.lane.device for segment in segments):
-        on_device = [segment for segment in segments if segment.lane.device == device]
-        sparse = [segment for segment in on_device if segment.lane.sparse]
-        dense = [segment for segment in on_device if segment.lane.kind is Kind.DENSE]
+    for device in dict.fromkeys(segment.tensor_class.device for segment in segments):
+        on_device = [segment for segment in segments if segment.tensor_class.device == device]
+        sparse = [segment for segment in on_device if segment.tensor_class.sparse]
+        dense = [segment for segment in on_device if segment.tensor_class.kind is Kind.DENSE]
         for segment in on_device:
-            if segment.lane.kind is Kind.LOW_RANK:
+            if segment.tensor_class.kind is Kind.LOW_RANK:
                 along = []
                 if Kind.LOW_RANK in ride:
-                    along = [d for d in dense if d.lane.dtype == segment.lane.dtype and d.length < LARGE]
+                    along = [
+                        d for d in dense if d.tensor_class.dtype == segment.tensor_class.dtype and d.length < LARGE
+                    ]
                 messages.append([segment, *along])
                 dense = [other for other in dense if other not in along]
-        quantised = [segment for segment in on_device if segment.lane.kind is Kind.QUANTISED]
+        quantised = [segment for segment in on_device if segment.tensor_class.kind is Kind.QUANTISED]
         along = [segment for segment in dense if goes_quantised(segment, ride)] if quantised or not sparse else []
         if quantised or along:
             messages.append([*quantised, *along])
@@ -98,22 +104,22 @@ def goes_quantised(segment: Segment, ride: Collection[Kind]) -> bool:
     Whether there are quantised ones in its merge buffer does not matter, nor how many tensors it has: from three ranks
     on a sum in rank order has other bits than an all-reduce, and no plan shall change any.
     """
-    if segment.lane.kind is Kind.DENSE:
+    if segment.tensor_class.kind is Kind.DENSE:
         return Kind.QUANTISED in ride and max(slot.numel for slot in segment.slots) < LARGE
-    return segment.lane.kind is Kind.QUANTISED
+    return segment.tensor_class.kind is Kind.QUANTISED
 
 
-def group_by(segments: Sequence[Segment], key: Callable[[Lane], Hashable]) -> list[list[Segment]]:
+def group_by(segments: Sequence[Segment], key: Callable[[TensorClass], Hashable]) -> list[list[Segment]]:
     """Make one message of the segments of which the tensor classes have the same key."""
     messages: dict[Hashable, list[Segment]] = {}
     for segment in segments:
-        messages.setdefault(key(segment.lane), []).append(segment)
+        messages.setdefault(key(segment.tensor_class), []).append(segment)
     return list(messages.values())
 
 
 def group_by_dtype(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Make one message of the dense segments of one device and dtype."""
-    return group_by(segments, lambda lane: (lane.device, lane.dtype))
+    return group_by(segments, lambda tensor_class: (tensor_class.device, tensor_class.dtype))
 
 
 def message_name(buffer: int, number: int) -> str:

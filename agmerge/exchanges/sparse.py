@@ -65,7 +65,7 @@ class SparseExchange(Exchange):
 
     def whole_bytes(self, segment: Segment) -> int:
         """Return the bytes of a dense segment in a shared message, in its codec."""
-        codec = None if segment.lane.dtype.is_complex else self._codec_of_whole(segment.lane.device)
+        codec = None if segment.tensor_class.dtype.is_complex else self._codec_of_whole(segment.tensor_class.device)
         return super().whole_bytes(segment) if codec is None else VALUES[codec].size(segment.length)
 
     def _codec_of_whole(self, device: torch.device) -> str | None:
@@ -82,7 +82,7 @@ class SparseExchange(Exchange):
         if section.value is not None:
             self.store.subtract_sent(load.segment, None, section.value.encode(load.work, where))
             return load.segment.length
-        sent = where.view(load.segment.lane.dtype)
+        sent = where.view(load.segment.tensor_class.dtype)
         if not self.store.has_residual:
             sent.copy_(load.work)
             return 0

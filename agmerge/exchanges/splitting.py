@@ -30,7 +30,9 @@ def split(group: Sequence[Segment], parts: int) -> list[list[Segment]]:
     """
     messages: list[list[Segment]] = [[] for _ in range(parts)]
     for segment in group:
-        for message, piece in zip(messages, cut(segment, parts) if segment.lane.sparse else [segment], strict=False):
+        for message, piece in zip(
+            messages, cut(segment, parts) if segment.tensor_class.sparse else [segment], strict=False
+        ):
             message.append(piece)
     return [message for message in messages if message]
 
@@ -48,7 +50,7 @@ def cut(segment: Segment, parts: int) -> list[Segment]:
         return [segment]
     return [
         Segment(
-            segment.lane,
+            segment.tensor_class,
             tuple(slot for slot in segment.slots if slot.offset < stop and start < slot.end),
             (start, stop),
         )

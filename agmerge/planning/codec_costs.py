@@ -9,7 +9,7 @@ from agmerge.exchanges.message.sample import Handling, handling
 from agmerge.exchanges.message.values import value_codec
 from agmerge.exchanges.send_mode import OWN
 from agmerge.planning.codec_choice import Codec
-from agmerge.planning.cost_probe import measured_lane
+from agmerge.planning.cost_probe import measured_class
 from agmerge.planning.measuring import bytes_of_element, gather_seconds
 from agmerge.step.merge_buffers import MergeBuffers
 
@@ -49,11 +49,14 @@ def measure_codecs(buffers: MergeBuffers, values: Tensor | None, step: int) -> d
         values: a sample of those that this rank has selected, see :meth:`MergeBuffers.sample_values`.
         step: the one to come; its density counts.
     """
-    lane = measured_lane(buffers.layout)
-    sizes = {name: bytes_of_element(buffers, lane, step, name) for name in (OWN, buffers.wire, *buffers.config.wires)}
+    tensor_class = measured_class(buffers.layout)
+    sizes = {
+        name: bytes_of_element(buffers, tensor_class, step, name) for name in (OWN, buffers.wire, *buffers.config.wires)
+    }
     names = [name for name, size in sizes.items() if name in (OWN, buffers.wire) or size < sizes[OWN]]
     own = [
-        NOTHING if values is None else handling(value_codec(name, lane.dtype), values.to(lane.dtype)) for name in names
+        NOTHING if values is None else handling(value_codec(name, tensor_class.dtype), values.to(tensor_class.dtype))
+        for name in names
     ]
     columns = gather_seconds(buffers, *np.array(own).T)
     energy, lost = columns[0].sum(axis=0), columns[1].sum(axis=0)

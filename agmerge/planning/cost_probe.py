@@ -18,7 +18,7 @@ from agmerge.exchanges import Exchange
 from agmerge.planning.message_timing import BURST, MessageTimer
 from agmerge.planning.probe_budget import Budget
 from agmerge.step.merge_buffers import MergeBuffers
-from agmerge.tensors.layout import Lane, Layout, Segment
+from agmerge.tensors.layout import Layout, Segment, TensorClass
 from merging import Curve
 from sparsifiers import Kind
 
@@ -73,7 +73,7 @@ def probe(
 ) -> Iterator[MeasuredCosts | None]:
     """Collective. Measure what selection and exchanges cost, between steps: a part at each ``next``, the costs last.
 
-    Each None that is yielded before them asks for another step in between. Runs of tensors of one lane, see
+    Each None that is yielded before them asks for another step in between. Runs of tensors of one tensor class, see
     :func:`measured_lane`, of sizes that double, are selected from, or projected, and exchanged as in a step. No
     residual, update or sparsifier state keeps anything of it. Selection (or projection) and packing are means of
     several calls with one key, since thresholds may be reused. An exchange is the median from the moment its message is
@@ -93,27 +93,31 @@ def probe(
     yield costs
 
 
-def measured_lane(layout: Layout) -> Lane:
-    """Return the lane to be timed: the largest that is compressed, if there is one, else the largest."""
-    return max(layout.lengths, key=lambda lane: (lane.kind is not Kind.DENSE, layout.lengths[lane]))
+def measured_class(layout: Layout) -> TensorClass:
+    """Return the tensor class to be timed: the largest that is compressed, if there is one, else the largest."""
+    return max(
+        layout.lengths, key=lambda tensor_class: (tensor_class.kind is not Kind.DENSE, layout.lengths[tensor_class])
+    )
 
 
 def sizes(layout: Layout) -> list[Segment]:
-    """Return runs of tensors of the measured lane: from its smallest tensor to all of them.
+    """Return runs of tensors of the measured tensor class: from its smallest tensor to all of them.
 
-    Each is at least ``GROWTH`` times as large as the one before, except the last one, which is the whole lane. Of a
-    quantised lane only the first may have more than ``ENOUGH`` elements.
+    Each is at least ``GROWTH`` times as large as the one before, except the last one, which is the whole class. Of
+    quantised tensors only the first run may have more than ``ENOUGH`` elements.
     """
-    lane = measured_lane(layout)
-    slots = [slot for slot in layout.slots if slot.lane == lane]
-    runs = [Segment(lane, (slot,)) for slot in slots] + [Segment(lane, tuple(slots[:i])) for i in range(2, len(slots))]
-    whole = Segment(lane, tuple(slots))
+    tensor_class = measured_class(layout)
+    slots = [slot for slot in layout.slots if slot.tensor_class == tensor_class]
+    runs = [Segment(tensor_class, (slot,)) for slot in slots] + [
+        Segment(tensor_class, tuple(slots[:i])) for i in range(2, len(slots))
+    ]
+    whole = Segment(tensor_class, tuple(slots))
     chosen: list[Segment] = []
     for run in sorted(runs, key=lambda run: run.numel):
         if run.numel <= whole.numel / GROWTH**0.5 and (not chosen or GROWTH * chosen[-1].numel <= run.numel):
             chosen.append(run)
     chosen.append(whole)
-    if lane.kind is Kind.QUANTISED:
+    if tensor_class.kind is Kind.QUANTISED:
         return [run for run in chosen if run.numel <= ENOUGH] or chosen[:1]
     return chosen
 
@@ -128,16 +132,16 @@ class _Prober:
     def costs(self) -> Spread[MeasuredCosts]:
         """Collective. Return all curves."""
         exchanges = self.buffers.exchanges()
-        lane, dense = self.segments[0].lane, exchanges[Kind.DENSE]
-        if lane.kind is Kind.DENSE:
+        tensor_class, dense = self.segments[0].tensor_class, exchanges[Kind.DENSE]
+        if tensor_class.kind is Kind.DENSE:
             times = yield from self._sample(dense, SIZES)
             overhead = yield from self._cpu_overhead_of_message(dense, times)
             return MeasuredCosts(None, Curve.fit(_least(times.exchange)), None, Curve((0,), (overhead,)))
-        compressed, has_choice = exchanges[lane.kind], self.buffers.config.chooses_dense
+        compressed, has_choice = exchanges[tensor_class.kind], self.buffers.config.chooses_dense
         times = yield from self._sample(compressed, SIZES / 2 if has_choice else SIZES)
         overhead = yield from self._cpu_overhead_of_message(compressed, times)
         per_vector = 0.0
-        if lane.sparse:
+        if tensor_class.sparse:
             per_vector = yield from self._overhead_per_extra_vector(compressed)
         choice: Curve | None = None
         if has_choice:
@@ -250,7 +254,7 @@ class _Prober:
         The work hides their transfer. Where that takes long, nothing else about a message matters, and the result is 0.
         """
         between = max(BETWEEN[0], 1.5 * _fastest(times.exchange))
-        on_host = self.segments[0].lane.device.type == "cpu"  # a device computes while the host waits and packs
+        on_host = self.segments[0].tensor_class.device.type == "cpu"  # a device computes while the host waits and packs
         if not on_host or between > BETWEEN[1] or BURST * between > max(self.budget.share, BURST * BETWEEN[0]):
             return 0.0
         pieces, dearest = 0, 0.0
@@ -278,7 +282,7 @@ class _Prober:
         count = min(VECTORS, len(whole.slots))
         runs = [whole.slots[first : first + count] for first in range(len(whole.slots) - count + 1)]
         smallest = min(runs, key=lambda run: sum(slot.numel for slot in run))
-        pair = [Segment(whole.lane, smallest)], [Segment(whole.lane, (slot,)) for slot in smallest]
+        pair = [Segment(whole.tensor_class, smallest)], [Segment(whole.tensor_class, (slot,)) for slot in smallest]
         seconds: tuple[list[float], list[float]] = ([], [])
         took, sent = math.inf, 0.0
         for turn in range(2 * PAIRS):

@@ -75,7 +75,7 @@ def path_of(where: Path, buffers: MergeBuffers, hosts: Sequence[str]) -> Path:
     The tensors in readiness order, which a plan keeps. ``hosts``: of every rank, which shows the ranks that share one.
     The launcher by the variables that it sets: one backend may have several, as Horovod has over MPI and over Gloo.
     """
-    slots = [(slot.name, list(slot.shape), repr(slot.lane)) for slot in buffers.flat.tensors.slots]
+    slots = [(slot.name, list(slot.shape), repr(slot.tensor_class)) for slot in buffers.flat.tensors.slots]
     versions = (__version__, torch.__version__, torch.get_num_threads())
     launcher = sorted({name for backend in BACKENDS.values() for name in backend.SIZES if name in os.environ})
     facts = [slots, buffers.config.facts(), buffers.comm.name, launcher, buffers.comm.size, list(hosts), versions]

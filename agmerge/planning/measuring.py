@@ -12,10 +12,10 @@ from agmerge.backends.handshake import gather_bytes
 from agmerge.exchanges.low_rank.exchange import WIRES
 from agmerge.exchanges.message.format import slot_bytes
 from agmerge.metrics.step_times import Seconds
-from agmerge.planning.cost_probe import MeasuredCosts, measured_lane
+from agmerge.planning.cost_probe import MeasuredCosts, measured_class
 from agmerge.step.importance import Energies
 from agmerge.step.merge_buffers import MergeBuffers
-from agmerge.tensors.layout import Lane, Slot
+from agmerge.tensors.layout import Slot, TensorClass
 from merging import Measurements
 from sparsifiers import Compressor, Kind, Quantiser
 from sparsifiers.quantising.blocks import block_size, blocks_in
@@ -116,49 +116,51 @@ def profile(
     """
     codec = buffers.wire if codec is None else codec
     names, numel, work, load = [], [], [], []
-    timed = measured_lane(buffers.layout)
+    timed = measured_class(buffers.layout)
     unit = bytes_of_element(buffers, timed, step, codec, quantiser) if timed.kind is not Kind.DENSE else 0.0
     for slot in buffers.layout.slots:
         names.append(slot.name)
         numel.append(slot.numel)
-        work.append(slot.numel if slot.lane.kind is not Kind.DENSE else 0)
+        work.append(slot.numel if slot.tensor_class.kind is not Kind.DENSE else 0)
         sent = _elements_sent(buffers, slot, step)
-        same = not unit or (slot.lane.kind is timed.kind and slot.lane.dtype == timed.dtype)
-        size = 0.0 if same else bytes_of_element(buffers, slot.lane, step, codec, quantiser)
+        same = not unit or (slot.tensor_class.kind is timed.kind and slot.tensor_class.dtype == timed.dtype)
+        size = 0.0 if same else bytes_of_element(buffers, slot.tensor_class, step, codec, quantiser)
         load.append(sent if same else math.ceil(sent * size / unit))
     return merging.Profile(names, numel, np.diff(ready, prepend=0.0), work=work, load=load, noise=noise)
 
 
 def _elements_sent(buffers: MergeBuffers, slot: Slot, step: int) -> int:
     """Return how many elements a step sends of a tensor: selected ones, those of its factors, or all of them."""
-    if slot.lane.sparse:
+    if slot.tensor_class.sparse:
         return min(buffers.budgets.of_tensor(slot, step), slot.numel)
-    if slot.lane.kind is Kind.LOW_RANK and buffers.flat.bases is not None:
+    if slot.tensor_class.kind is Kind.LOW_RANK and buffers.flat.bases is not None:
         return buffers.flat.bases.elements(slot)
     return slot.numel
 
 
 def bytes_of_element(
-    buffers: MergeBuffers, lane: Lane, step: int, codec: str, quantiser: Quantiser | None = None
+    buffers: MergeBuffers, tensor_class: TensorClass, step: int, codec: str, quantiser: Quantiser | None = None
 ) -> float:
     """Return the bytes of a sent element in a message, about: with its index, where it was selected.
 
     ``quantiser``: of quantised tensors; None: the one in use.
     """
     quantiser = buffers.quantiser if quantiser is None else quantiser
-    if lane.kind is Kind.QUANTISED and quantiser is not None:
-        return bytes_of_quantised(buffers, lane, quantiser)
-    if not lane.sparse:
-        dtype = WIRES.get(codec) if lane.kind is Kind.LOW_RANK else None
-        return (dtype or lane.dtype).itemsize
-    length = buffers.layout.lengths[lane]
-    count = sum(buffers.budgets.of_tensor(slot, step) for slot in buffers.layout.slots if slot.lane == lane)
-    return slot_bytes(length, min(count, length), lane.dtype, codec)
+    if tensor_class.kind is Kind.QUANTISED and quantiser is not None:
+        return bytes_of_quantised(buffers, tensor_class, quantiser)
+    if not tensor_class.sparse:
+        dtype = WIRES.get(codec) if tensor_class.kind is Kind.LOW_RANK else None
+        return (dtype or tensor_class.dtype).itemsize
+    length = buffers.layout.lengths[tensor_class]
+    count = sum(
+        buffers.budgets.of_tensor(slot, step) for slot in buffers.layout.slots if slot.tensor_class == tensor_class
+    )
+    return slot_bytes(length, min(count, length), tensor_class.dtype, codec)
 
 
-def bytes_of_quantised(buffers: MergeBuffers, lane: Lane, quantiser: Quantiser) -> float:
+def bytes_of_quantised(buffers: MergeBuffers, tensor_class: TensorClass, quantiser: Quantiser) -> float:
     """Return the bytes of an element of a tensor class in a message of this quantiser, scales included."""
-    slots = [slot for slot in buffers.layout.slots if slot.lane == lane]
+    slots = [slot for slot in buffers.layout.slots if slot.tensor_class == tensor_class]
     sizes = [(slot.numel, block_size(slot.shape)) for slot in slots]
     taken = sum(blocks_in(numel, size) * quantiser.record_bytes(size) for numel, size in sizes)
     return taken / max(1, sum(numel for numel, _ in sizes))

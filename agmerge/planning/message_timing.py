@@ -46,7 +46,7 @@ class MessageTimer:
         if not exchange.sparse:
             quantises = exchange.prepares is Kind.QUANTISED
             self.segment_buffers = _in_use(self.segment_buffers) if quantises else _zeros(self.segment_buffers)
-        self.on_host = segment.lane.device.type == "cpu"
+        self.on_host = segment.tensor_class.device.type == "cpu"
         self._shares_cores = self.on_host and exchange.can_poll  # backward and the network's threads
         self.selection = self._select()  # the last one; None: the segment is sent dense
         self.factorises = exchange.factorises  # segments are matrices, and factors of these are sent
@@ -117,7 +117,7 @@ class MessageTimer:
 
     def now(self) -> float:
         """Return a time in seconds, when the device has finished all queued work."""
-        device = self.segment.lane.device
+        device = self.segment.tensor_class.device
         if device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)  # between steps: nothing else runs
         return time.perf_counter()
@@ -130,7 +130,7 @@ class MessageTimer:
 
     def _select(self) -> Selection | None:
         """Select from the segment under a key of its own; return None where it is sent dense."""
-        if not self._exchange.sparse or not self.segment.lane.sparse:
+        if not self._exchange.sparse or not self.segment.tensor_class.sparse:
             return None
         part = self.buffers.config.compression.compressor.part(Kind.SPARSE)
         assert part is not None  # the tensor class is a sparse one

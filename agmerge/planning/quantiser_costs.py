@@ -11,7 +11,7 @@ import torch
 
 import sparsifiers
 from agmerge.planning.codec_choice import stretched, tilted
-from agmerge.planning.cost_probe import measured_lane
+from agmerge.planning.cost_probe import measured_class
 from agmerge.planning.measuring import bytes_of_quantised, gather_seconds, profile
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements
@@ -34,12 +34,12 @@ class Speed:
 
 def measure_quantisers(buffers: MergeBuffers, names: Iterable[str]) -> dict[str, Speed]:
     """Collective. Return the costs of quantisers of these names, equal on every rank. Milliseconds, between steps."""
-    lane = measured_lane(buffers.layout)
+    tensor_class = measured_class(buffers.layout)
     made = {name: sparsifiers.quantiser(name) for name in names}
-    own = np.array([_seconds(quantiser, lane.device) for quantiser in made.values()])
+    own = np.array([_seconds(quantiser, tensor_class.device) for quantiser in made.values()])
     encode, decode = (column.max(axis=0) for column in gather_seconds(buffers, *own.T))
     return {
-        name: Speed(name, bytes_of_quantised(buffers, lane, quantiser), float(encode[i]), float(decode[i]))
+        name: Speed(name, bytes_of_quantised(buffers, tensor_class, quantiser), float(encode[i]), float(decode[i]))
         for i, (name, quantiser) in enumerate(made.items())
     }
 
@@ -64,9 +64,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def in_quantiser(
-    measured: Measurements, buffers: MergeBuffers, step: int, now: Speed, other: Speed
-) -> Measurements:
+def in_quantiser(measured: Measurements, buffers: MergeBuffers, step: int, now: Speed, other: Speed) -> Measurements:
     """Return measurements made with the quantiser ``now`` as they would be with ``other``.
 
     An exchange takes as long as one of as many bytes took. A rank encodes its gradients, and a share of their mean; it

@@ -62,7 +62,7 @@ class Replanner:
         self._drift = DriftDetector()  # asked on rank 0
         self._earlier, self._values = EarlierRun(buffers), SampledValues(buffers)
         self._tried: Sequence[Candidate] = ()  # in the last trial, or chosen without one
-        config, kinds = buffers.config, {slot.lane.kind for slot in buffers.layout.slots}
+        config, kinds = buffers.config, {slot.tensor_class.kind for slot in buffers.layout.slots}
         quantises = bool(config.quantisers) and Kind.QUANTISED in kinds
         self._choice = QuantiserChoice(buffers) if quantises else SparseChoice(buffers, self._values)
         planner = config.merging.planner  # None: the script gives a plan, of which only the quantiser may be open

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import merging
 from agmerge.exchanges.send_mode import send_mode
 from agmerge.metrics.step_times import Seconds
-from agmerge.planning.cost_probe import MeasuredCosts, measured_lane, probe
+from agmerge.planning.cost_probe import MeasuredCosts, measured_class, probe
 from agmerge.planning.measuring import bytes_of_element
 from agmerge.planning.probe_budget import Budget
 from agmerge.step.merge_buffers import MergeBuffers
@@ -48,9 +48,9 @@ def measure_costs(
 
 def _whole(buffers: MergeBuffers, step: int) -> tuple[int, float]:
     """Return the elements of a dense exchange of everything, and how many message elements have one's bytes."""
-    lane = measured_lane(buffers.layout)
-    as_many = lane.dtype.itemsize / bytes_of_element(buffers, lane, step, buffers.wire)
-    if lane.kind is not Kind.QUANTISED:  # those are exchanged by shards, or between two, as in an all-reduce
+    tensor_class = measured_class(buffers.layout)
+    as_many = tensor_class.dtype.itemsize / bytes_of_element(buffers, tensor_class, step, buffers.wire)
+    if tensor_class.kind is not Kind.QUANTISED:  # those are exchanged by shards, or between two, as in an all-reduce
         as_many *= 2 / buffers.across.size  # of an all-reduce, beside an all-gather
     return buffers.layout.numel, as_many
 

@@ -17,7 +17,7 @@ from agmerge.exchanges.traffic import exchanged_by
 from agmerge.planning import codec_choice, plan_trial
 from agmerge.planning.candidates import Candidate, all_dense
 from agmerge.planning.codec_choice import FAR, LEAST, Codec, in_codec
-from agmerge.planning.cost_probe import measured_lane
+from agmerge.planning.cost_probe import measured_class
 from agmerge.planning.measuring import bytes_of_element, profile
 from agmerge.planning.plan_choice import best_plan, planner_of, predicted_finish
 from agmerge.step.merge_buffers import MergeBuffers
@@ -132,10 +132,10 @@ class SparseSearch:
         if buffers.exchange != OWN or not buffers.config.exchanges:
             return []
         usual = (yield from self._best(buffers.wire, compressed=True)) if chosen.is_dense else chosen
-        lane, codec = measured_lane(buffers.layout), self._codec_of(usual)
-        value, curve = value_codec(codec, lane.dtype), usual.measured.exchange
+        tensor_class, codec = measured_class(buffers.layout), self._codec_of(usual)
+        value, curve = value_codec(codec, tensor_class.dtype), usual.measured.exchange
         each = value.size(FAR) / FAR
-        index = bytes_of_element(buffers, lane, self._step, codec) - each
+        index = bytes_of_element(buffers, tensor_class, self._step, codec) - each
         found = []
         for name in buffers.config.exchanges if value.has_zero else (OKTOPK,):
             cost = exchanged_by(name, curve, buffers.across.size, index, each, coded=codec != OWN)

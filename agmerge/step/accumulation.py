@@ -36,7 +36,7 @@ class Accumulation:
         if slot.index in self._buffers.flat.in_place:
             self._prepare_in_place(slot, gradient)
             return
-        if slot.index in self._buffers.batched and (gradient is not None or slot.lane.on_device):
+        if slot.index in self._buffers.batched and (gradient is not None or slot.tensor_class.on_device):
             self._batches.hold(slot, _tensor(gradient))
             return
         arena, notes = self._buffers.flat.arena_of[slot.index], self._buffers.kernels.notes(slot)
@@ -48,7 +48,7 @@ class Accumulation:
             return
         if not finite and self._guard.inspect(slot, arena.work_of(slot), finite):
             arena.accumulate(slot, None, alongside=Alongside(notes=notes))
-        elif self._buffers.budgets.energy is not None and slot.lane.sparse:
+        elif self._buffers.budgets.energy is not None and slot.tensor_class.sparse:
             self._buffers.budgets.energy.add(slot, _tensor(gradient))
 
     def _prepare_in_place(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:

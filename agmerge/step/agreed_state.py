@@ -20,7 +20,7 @@ from agmerge.step.dense_cutoff import DenseCutoff
 from agmerge.step.group import Group
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.plan_status import PlanStatus
-from agmerge.step.treatments import assign_lanes, check_parameter, with_cutoff_for
+from agmerge.step.treatments import assign_classes, check_parameter, with_cutoff_for
 from agmerge.tensors.layout import Slot
 from agmerge.tensors.parameters import ParameterInfo, check_spread_alike
 from sparsifiers import Kind, Sparsifier
@@ -103,7 +103,7 @@ class AgreedState:
         """
         active = self.table.active()
         check_spread_alike(active)
-        members = assign_lanes(self.config, (member for member in active if member.local.numel()))
+        members = assign_classes(self.config, (member for member in active if member.local.numel()))
         for member in members:
             check_parameter(self.config, member)
         return members

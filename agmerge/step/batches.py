@@ -29,10 +29,10 @@ class Batches:
     def accumulate(self, buffer: int) -> None:
         """Write ``work = residual + gradient`` for all waiting tensors of a merge buffer, class by class."""
         batches = self._waiting.pop(buffer, {})
-        for device in {arena.lane.device for arena in batches if arena.lane.on_device}:
+        for device in {arena.tensor_class.device for arena in batches if arena.tensor_class.on_device}:
             self._buffers.kernels.largest(buffer, device).begin()
         for arena, batch in batches.items():
-            if arena.lane.on_device:
+            if arena.tensor_class.on_device:
                 self._accumulate_on_device(buffer, arena, batch)
             else:
                 self._copy(arena, batch)
@@ -50,11 +50,11 @@ class Batches:
             (slot.name, arena.work_of(slot) if kept else gradient) for slot, gradient in batch if gradient is not None
         ]
         self._read += [gradient for _, gradient in batch if gradient is not None]
-        kernels, lane = self._buffers.kernels, arena.lane
-        table, scratch = kernels.table([slot for slot, _ in batch]), kernels.scratch_of(buffer, lane)
-        largest = accumulate_together(arena, batch, table, kernels.largest(buffer, lane.device), scratch)
+        kernels, tensor_class = self._buffers.kernels, arena.tensor_class
+        table, scratch = kernels.table([slot for slot, _ in batch]), kernels.scratch_of(buffer, tensor_class)
+        largest = accumulate_together(arena, batch, table, kernels.largest(buffer, tensor_class.device), scratch)
         self._guard.note(largest, parts)
-        if self._buffers.budgets.energy is not None and arena.lane.sparse:
+        if self._buffers.budgets.energy is not None and arena.tensor_class.sparse:
             for slot, gradient in batch:
                 self._buffers.budgets.energy.add(slot, gradient)
 

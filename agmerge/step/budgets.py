@@ -29,7 +29,7 @@ class Budgets:
     def of_tensor(self, slot: Slot, step: int) -> int:
         """Return how many elements of one tensor a step sends, if it is selected from by itself."""
         if self._chosen is None:
-            return self._density.budget(slot.numel, step, slot.lane.density)
+            return self._density.budget(slot.numel, step, slot.tensor_class.density)
         return self._density.budget_by_importance(self._chosen[slot.index], slot.numel, step)
 
     def of_segment(self, segment: Segment, step: int) -> int:
@@ -38,7 +38,7 @@ class Budgets:
         if known is not None:
             return known
         if self._chosen is None:
-            count = self._density.budget(segment.numel, step, segment.lane.density)
+            count = self._density.budget(segment.numel, step, segment.tensor_class.density)
         else:
             count = sum(self._of_part(segment, slot, step) for slot in segment.slots)
         if not self._density.varies:

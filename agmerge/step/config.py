@@ -18,7 +18,7 @@ from agmerge.exchanges.message.values import CHOICE, WHOLE
 from agmerge.exchanges.send_mode import SUMS
 from agmerge.step.records import Compression, Guards, Merging, Sync
 from agmerge.step.updates import GRADIENTS, UPDATES
-from agmerge.tensors.layout import Lane
+from agmerge.tensors.layout import TensorClass
 from sparsifiers import Kind
 from sparsifiers.quantising.choice import NONE
 
@@ -50,17 +50,19 @@ class Config:
         assert not fields, fields
         return Config(**records)
 
-    def memory_of(self, lane: Lane, *, has_unsent: bool = False) -> sparsifiers.Memory:
+    def memory_of(self, tensor_class: TensorClass, *, has_unsent: bool = False) -> sparsifiers.Memory:
         """Return the memory of a tensor class: dense ones have a residual only where something may be unsent.
 
         That is what was rounded, on the host, and with ``has_unsent`` this rank's residual from an earlier
         configuration: it is added to their gradients. With ``sync="updates"`` it is in the parameters instead.
         """
         memory, has_unsent = self.compression.memory, has_unsent and self.sync.updates is None
-        if lane.kind not in self.compression.compressor.kinds:  # dense beside compressed tensors
-            return memory.for_dense_lane(has_residual=has_unsent or (self.rounds_dense and not lane.on_device))
+        if tensor_class.kind not in self.compression.compressor.kinds:  # dense beside compressed tensors
+            return memory.for_dense_tensors(
+                has_residual=has_unsent or (self.rounds_dense and not tensor_class.on_device)
+            )
         keeps = memory.has_residual or memory.has_momentum or memory.hands_back
-        sends_all = lane.kind in (Kind.DENSE, Kind.QUANTISED)
+        sends_all = tensor_class.kind in (Kind.DENSE, Kind.QUANTISED)
         return sparsifiers.memory("residual") if has_unsent and sends_all and not keeps else memory
 
     @property

@@ -45,7 +45,7 @@ def largest_feasible(
     return max((cut for cut in feasible if cutoff.elements is None or cut <= cutoff.elements), default=None)
 
 
-def assign_lanes(
+def assign_classes(
     members: Sequence[ParameterInfo], cutoff: DenseCutoff, density: float, exempt: Exempt
 ) -> list[ParameterInfo]:
     """Return the parameters with their treatment, and the density of those that are still selected from.

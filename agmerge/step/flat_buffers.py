@@ -16,7 +16,7 @@ from agmerge.step.gradients_in_place import GradientsInPlace
 from agmerge.step.update_home import InArenas
 from agmerge.tensors.arena import MOMENTA, Arena
 from agmerge.tensors.flat_memory import trim
-from agmerge.tensors.layout import Lane, Layout, Segment, Slot
+from agmerge.tensors.layout import Layout, Segment, Slot, TensorClass
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind, LowRank
 
@@ -42,16 +42,19 @@ class FlatBuffers:
         self.config, self._workers = config, workers
         self.parameters = [member.parameter for member in members]  # the script's own, by slot
         self.locals = [member.local for member in members]  # this rank's shard of each
-        self.tensors = Layout([(member.name, member.shape, _lane(member)) for member in members])
+        self.tensors = Layout([(member.name, member.shape, _tensor_class(member)) for member in members])
         # The tensors that a rank selects from, keeps and sends: whole ones, or its shards of them.
         self.layout = self.tensors if nodes is None else sharded(self.tensors, nodes.places)
-        self.arenas = {lane: self._arena(lane, length, unsent) for lane, length in self.layout.lengths.items()}
-        self.arena_of = [self.arenas[slot.lane] for slot in self.layout.slots]
+        self.arenas = {
+            tensor_class: self._arena(tensor_class, length, unsent)
+            for tensor_class, length in self.layout.lengths.items()
+        }
+        self.arena_of = [self.arenas[slot.tensor_class] for slot in self.layout.slots]
         self.updates: InArenas | NodeShards = InArenas(self.arena_of)  # where updates of whole tensors lie
         if nodes is not None:
             timeout, ordered = config.guards.timeout, config.sync.ordered
             self.updates = NodeShards(nodes, self.tensors, self.layout, timeout, ordered=ordered)
-        factored = [slot for slot in self.layout.slots if slot.lane.kind is Kind.LOW_RANK]
+        factored = [slot for slot in self.layout.slots if slot.tensor_class.kind is Kind.LOW_RANK]
         low_rank = config.compression.compressor.part(Kind.LOW_RANK)
         self.bases = Bases(low_rank, factored) if isinstance(low_rank, LowRank) and factored else None
         self.in_place = GradientsInPlace()  # gradients and updates that lie in no arena
@@ -60,11 +63,11 @@ class FlatBuffers:
         self._untrimmed = 2  # steps
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
 
-    def _arena(self, lane: Lane, length: int, unsent: Collection[str]) -> Arena:
-        slots = [slot for slot in self.layout.slots if slot.lane == lane]
-        memory = self.config.memory_of(lane, has_unsent=any(slot.name in unsent for slot in slots))
+    def _arena(self, tensor_class: TensorClass, length: int, unsent: Collection[str]) -> Arena:
+        slots = [slot for slot in self.layout.slots if slot.tensor_class == tensor_class]
+        memory = self.config.memory_of(tensor_class, has_unsent=any(slot.name in unsent for slot in slots))
         rate = None if self.config.compression.rates is None else self.config.compression.rates.by_slot(self.parameters)
-        return Arena(lane, length, slots, memory, self._workers, rate)
+        return Arena(tensor_class, length, slots, memory, self._workers, rate)
 
     def rebuild(self, bounds: Sequence[tuple[int, int]], prepared: Iterable[int]) -> None:
         """Follow another plan: its merge buffers have tensors ``start`` to ``stop``. Nothing may be in flight.
@@ -85,13 +88,13 @@ class FlatBuffers:
         """Return whether a prepared tensor is sent from where its gradient lies: without residual and momentum."""
         arena = self.arena_of[index]
         keeps = arena.memory.has_residual or arena.memory.has_momentum or arena.memory.hands_back
-        return not self._has_shards and not keeps and arena.lane.kind is Kind.QUANTISED
+        return not self._has_shards and not keeps and arena.tensor_class.kind is Kind.QUANTISED
 
     # -- segments and tensors -------------------------------------------------------------------------------------
 
     def arena_with(self, segment: Segment) -> Arena:
         """Return the arena that a segment lies in."""
-        return self.arena_of[segment.slots[0].index]  # a :class:`Lane` takes longer to look up
+        return self.arena_of[segment.slots[0].index]  # a :class:`TensorClass` takes longer to look up
 
     def operands(self, segment: Segment, *, is_empty: bool = False) -> SegmentBuffers:
         """Return the segment with its views of ``work`` and update, as they are in this step.
@@ -107,7 +110,7 @@ class FlatBuffers:
 
     def has_unsent(self, slot: Slot) -> bool:
         """Return whether this rank sends a residual of an earlier configuration, which counts as a gradient."""
-        arena, own = self.arena_of[slot.index], self.config.memory_of(slot.lane)
+        arena, own = self.arena_of[slot.index], self.config.memory_of(slot.tensor_class)
         only_unsent = arena.memory.has_residual and not own.has_residual
         return only_unsent and bool(arena.values.back_of[slot.index].any())
 
@@ -143,8 +146,8 @@ class FlatBuffers:
         """
         used = [True] * len(used) if self.config.sync.zero_unused else used
         exempt = Kind.DENSE not in self.config.compression.compressor.kinds  # dense beside compressed tensors
-        for lane, arena in self.arenas.items():
-            arena.settle(used, waits=exempt and lane.kind is Kind.DENSE)
+        for tensor_class, arena in self.arenas.items():
+            arena.settle(used, waits=exempt and tensor_class.kind is Kind.DENSE)
 
     def end_step(self, left_out: Iterable[Slot] = ()) -> None:
         """End a step: ``work`` becomes the residual, and the residual of before is lost.
@@ -168,7 +171,7 @@ class FlatBuffers:
         state = {
             (kind, slot.name): tensor
             for slot in self.layout.slots
-            for kind, tensor in self.arenas[slot.lane].state_of(slot).items()
+            for kind, tensor in self.arenas[slot.tensor_class].state_of(slot).items()
         }
         return state if self.bases is None else state | self.bases.state()
 
@@ -189,5 +192,5 @@ class FlatBuffers:
             self.bases.share(comm, timeout)
 
 
-def _lane(member: ParameterInfo) -> Lane:
-    return Lane(member.device, member.dtype, member.kind, member.density)
+def _tensor_class(member: ParameterInfo) -> TensorClass:
+    return TensorClass(member.device, member.dtype, member.kind, member.density)

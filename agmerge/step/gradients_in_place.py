@@ -34,13 +34,13 @@ class GradientsInPlace:
         """
         if gradient is None:
             return None
-        if gradient.dtype == slot.lane.dtype and gradient.shape == slot.shape and not gradient.requires_grad:
+        if gradient.dtype == slot.tensor_class.dtype and gradient.shape == slot.shape and not gradient.requires_grad:
             if self._takes(gradient):
                 if gradient.is_contiguous():
                     self._updates[slot.index] = gradient
                     return gradient
                 self._strided[slot.index] = gradient
-        return gradient.detach().to(slot.lane.dtype).reshape(slot.shape).contiguous()
+        return gradient.detach().to(slot.tensor_class.dtype).reshape(slot.shape).contiguous()
 
     def _takes(self, gradient: torch.Tensor) -> bool:
         """Return whether no other gradient here shares memory with this one, and record where it lies.
@@ -64,7 +64,7 @@ class GradientsInPlace:
         """Return where the update of a tensor is written, in its shape and contiguous; zeros where nothing was."""
         update = self._updates.get(slot.index)
         if update is None:
-            update = torch.zeros(slot.shape, dtype=slot.lane.dtype, device=slot.lane.device)
+            update = torch.zeros(slot.shape, dtype=slot.tensor_class.dtype, device=slot.tensor_class.device)
             self._updates[slot.index] = update
         return update
 

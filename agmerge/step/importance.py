@@ -42,7 +42,7 @@ def budgets_by_energy(slots: Sequence[Slot], energies: Energies, density: float)
 
     The share of a tensor grows with its energy per element, see :func:`merging.budgets.loads` (AGTF).
     """
-    sparse = [slot for slot in slots if slot.lane.sparse]
+    sparse = [slot for slot in slots if slot.tensor_class.sparse]
     mean = np.where(np.isfinite(energies), energies, 0.0).mean(axis=0)
     numel, energy = [slot.numel for slot in sparse], [mean[slot.index] for slot in sparse]
     counts = loads(numel, energy, density, least=density / SPREAD, most=min(1.0, density * SPREAD))

@@ -9,7 +9,7 @@ import torch
 
 from agmerge.exchanges.routing import Message
 from agmerge.tensors.accumulation import table_of
-from agmerge.tensors.layout import Lane, Segment, Slot
+from agmerge.tensors.layout import Segment, Slot, TensorClass
 from sparsifiers import Compressor, Kind, kernel
 from sparsifiers.candidates import Candidates, TensorNotes
 from sparsifiers.gpu import LargestKey, Scratch, TensorTable, is_fused
@@ -34,19 +34,24 @@ class KernelBuffers:
 
     def scratch(self, segment: Segment) -> Scratch | Candidates | None:
         """Return the scratch memory of a segment that is selected from; None: no kernel selects from it."""
-        return self._scratch_on_device(segment) if segment.lane.on_device else self._candidates_on_host(segment)
+        return self._scratch_on_device(segment) if segment.tensor_class.on_device else self._candidates_on_host(segment)
 
     def _scratch_on_device(self, segment: Segment) -> Scratch | None:
-        lane, key = segment.lane, segment.key
-        if not self._has_kernels or not is_fused(lane.device) or lane.storage != torch.float32:
+        tensor_class, key = segment.tensor_class, segment.key
+        if not self._has_kernels or not is_fused(tensor_class.device) or tensor_class.storage != torch.float32:
             return None
         if key not in self._scratch:
-            self._scratch[key] = Scratch(segment.vector_length, lane.device)
+            self._scratch[key] = Scratch(segment.vector_length, tensor_class.device)
         return self._scratch[key]
 
     def _candidates_on_host(self, segment: Segment) -> Candidates | None:
-        lane, key = segment.lane, segment.key
-        if not self._takes_candidates or lane.on_device or not kernel.available() or lane.storage != torch.float32:
+        tensor_class, key = segment.tensor_class, segment.key
+        if (
+            not self._takes_candidates
+            or tensor_class.on_device
+            or not kernel.available()
+            or tensor_class.storage != torch.float32
+        ):
             return None
         if key not in self._candidates:
             self._candidates[key] = Candidates(segment.vector_length)
@@ -75,13 +80,13 @@ class KernelBuffers:
             if slot.numel >= kernel.STREAMED and sum(elements for _, _, elements in found) == slot.numel:
                 yield slot.index, TensorNotes(found)
 
-    def scratch_of(self, buffer: int, lane: Lane) -> Scratch | None:
+    def scratch_of(self, buffer: int, tensor_class: TensorClass) -> Scratch | None:
         """Return :meth:`scratch` of a merge buffer's tensors of a class; None, too, if these are several segments."""
         parts = [
             (segment, selected)
             for message in self._messages[buffer]
             for segment, selected in zip(message.segments, message.selected, strict=True)
-            if segment.lane == lane
+            if segment.tensor_class == tensor_class
         ]
         return self._scratch_on_device(parts[0][0]) if len(parts) == 1 and parts[0][1] else None
 

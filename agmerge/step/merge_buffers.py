@@ -69,11 +69,13 @@ class MergeBuffers:
         self._small_dense = {
             slot.index
             for slot in self.layout.slots
-            if slot.lane.kind is Kind.DENSE and slot.numel <= BATCH_COPY_LIMIT and not slot.lane.on_device
-            if self.flat.arenas[slot.lane].is_sum
+            if slot.tensor_class.kind is Kind.DENSE
+            and slot.numel <= BATCH_COPY_LIMIT
+            and not slot.tensor_class.on_device
+            if self.flat.arenas[slot.tensor_class].is_sum
         }
-        self.side = SideStreams(dict.fromkeys(lane.device for lane in self.flat.arenas))
-        self.clock = clock_for(lane.device for lane in self.flat.arenas)
+        self.side = SideStreams(dict.fromkeys(tensor_class.device for tensor_class in self.flat.arenas))
+        self.clock = clock_for(tensor_class.device for tensor_class in self.flat.arenas)
         self.budgets = Budgets(
             config.compression.density, self.layout.slots, selects=config.compression.compressor.selects
         )
@@ -106,13 +108,13 @@ class MergeBuffers:
         for message in chain.from_iterable(self.messages):
             message.exchange.expect(message.name, message.segments)
             for part in message.segments:
-                if part.lane.kind is message.exchange.prepares:
+                if part.tensor_class.kind is message.exchange.prepares:
                     self.prepared |= dict.fromkeys((slot.index for slot in part.slots), message.exchange)
         self.flat.rebuild(plan.bounds, self.prepared)
         # Slots that wait until their merge buffer is complete, and are accumulated together: a call each would cost
         # more. On a device these are all but those of which something can be done before.
         self.batched = self._small_dense | {
-            slot.index for slot in self.layout.slots if slot.lane.on_device and slot.index not in self.prepared
+            slot.index for slot in self.layout.slots if slot.tensor_class.on_device and slot.index not in self.prepared
         }
 
     def adopt(self, config: Config) -> None:
@@ -121,7 +123,7 @@ class MergeBuffers:
 
     def exchanges(self, *, exact: bool = False, count: Count = nobody_counts) -> dict[Kind, Exchange]:
         """Return new exchanges, one for each kind of tensor class here. ``exact``: without a cast."""
-        context, kinds = self._context(count), {lane.kind for lane in self.flat.arenas} | {Kind.DENSE}
+        context, kinds = self._context(count), {tensor_class.kind for tensor_class in self.flat.arenas} | {Kind.DENSE}
         context = replace(context, cast=None) if exact else context
         return {kind: exchange_of(kind, self.exchange, context) for kind in kinds}
 
@@ -167,7 +169,7 @@ class MergeBuffers:
 
     def sample_values(self, step: int) -> None:
         """Copy some of the values that the next step, ``step``, selects, for ``store.end_sample()``."""
-        sparse = [slot for slot in self.layout.slots if slot.lane.sparse]
+        sparse = [slot for slot in self.layout.slots if slot.tensor_class.sparse]
         self.store.start_sample(sum(self.budgets.of_tensor(slot, step) for slot in sparse))
 
     def keys(self) -> set[str]:
@@ -176,8 +178,8 @@ class MergeBuffers:
 
     def goes_dense(self, slot: Slot) -> bool:
         """Return whether a tensor is sent dense in a round, rather than as a selection, quantised or as factors."""
-        return slot.lane.kind is Kind.DENSE or self.plan.dense[self.buffer_of[slot.index]]
+        return slot.tensor_class.kind is Kind.DENSE or self.plan.dense[self.buffer_of[slot.index]]
 
     def is_quantised(self, slot: Slot) -> bool:
         """Return whether a tensor travels quantised, and is not sent dense by the plan."""
-        return slot.lane.kind is Kind.QUANTISED and not self.goes_dense(slot)
+        return slot.tensor_class.kind is Kind.QUANTISED and not self.goes_dense(slot)

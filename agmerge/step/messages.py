@@ -27,7 +27,7 @@ def messages_of(
         ordered: sums are in rank order, whatever the plan: dense tensors do not share messages with others.
     """
     ride = [kind for kind, each in exchanges.items() if each.carries_dense and not ordered]
-    mixes_lanes = all(each.mixes_lanes for each in exchanges.values())
+    mixes_classes = all(each.mixes_classes for each in exchanges.values())
     bytes_of = exchanges[Kind.SPARSE].whole_bytes if Kind.SPARSE in exchanges else None
     messages: list[list[Message]] = []
     kinds = zip(plan.bounds, send_modes(plan), plan.dense, plan.parts, strict=True)
@@ -35,10 +35,10 @@ def messages_of(
         segments = routing.segments(layout, *bounds, mode.ahead and not goes_dense)
         if goes_dense:
             groups = group_by_dtype(segments)
-        elif mixes_lanes:
+        elif mixes_classes:
             groups = group_into_messages(segments, workers, ride, bytes_of)
         else:
-            groups = group_by(segments, lambda lane: lane)
+            groups = group_by(segments, lambda tensor_class: tensor_class)
         if parts > 1:
             groups = [message for group in groups for message in split(group, parts)]
         messages.append(
@@ -54,7 +54,7 @@ def _carrier(
     exchanges: Mapping[Kind, Exchange], group: Sequence[Segment], goes_dense: bool, ride: Collection[Kind]
 ) -> Exchange:
     """Return the exchange for a message of these segments."""
-    kind = group[0].lane.kind
+    kind = group[0].tensor_class.kind
     if kind is Kind.DENSE and not goes_dense and all(routing.goes_quantised(segment, ride) for segment in group):
         kind = Kind.QUANTISED
     return exchanges[Kind.DENSE if goes_dense else kind]

@@ -121,7 +121,7 @@ class Round:
 
     def _take_and_move(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         """Process this rank's own gradient of a tensor, and return its copy where the update will be, or itself."""
-        if slot.lane.on_device:  # it may wait for its merge buffer: it has to lie where it is read
+        if slot.tensor_class.on_device:  # it may wait for its merge buffer: it has to lie where it is read
             gradient = self._accumulation.moved(slot, gradient)
             self._accumulation.add(slot, gradient, moves=True)
             return gradient
@@ -131,8 +131,8 @@ class Round:
     def _on_added(self, slot: Slot, has_gradient: bool) -> None:
         self._added[slot.index] = has_gradient or self.buffers.flat.has_unsent(slot)
         self.recorder.ready(slot.index)
-        if slot.lane.on_device:
-            self.buffers.side.note(slot.lane.device)
+        if slot.tensor_class.on_device:
+            self.buffers.side.note(slot.tensor_class.device)
         self._missing[self.buffers.buffer_of[slot.index]] -= 1
         self._send_complete(slot)
         self._under_way.poll()

@@ -66,9 +66,9 @@ class SentValues(Store):
         self, segment: Segment, selections: list[tuple[torch.Tensor, torch.Tensor]], factor: float
     ) -> bool:
         """Record all ranks' selections, and return True, if they are few and one pass can apply them."""
-        lane, arena = segment.lane, self._flat.arena_with(segment)
+        tensor_class, arena = segment.tensor_class, self._flat.arena_with(segment)
         if sum(len(indices) for indices, _ in selections) > segment.length // 2 or not (
-            arena.memory.hands_back and kernel_updates.takes_in(lane.dtype, lane.device)
+            arena.memory.hands_back and kernel_updates.takes_in(tensor_class.dtype, tensor_class.device)
         ):
             return False
         self.received.append((segment, selections, factor))

@@ -14,11 +14,11 @@ from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind
 
 
-def assign_lanes(config: Config, members: Iterable[ParameterInfo]) -> list[ParameterInfo]:
+def assign_classes(config: Config, members: Iterable[ParameterInfo]) -> list[ParameterInfo]:
     """Return the parameters, each with its treatment. A rule of the script's own is asked once for each of them."""
     compression, members = config.compression, list(members)
     if compression.partial is not None:
-        return dense_cutoff.assign_lanes(members, compression.partial, compression.density.target, compression.dense)
+        return dense_cutoff.assign_classes(members, compression.partial, compression.density.target, compression.dense)
     placed = []
     for member in members:
         kind = _kind_of(config, member)

@@ -61,7 +61,7 @@ class TwoLevelRound(Round):
     def _send_complete(self, slot: Slot) -> None:
         while (buffer := len(self._summed)) < len(self._missing) and self._missing[buffer] == 0:
             used = tuple(self._added[slot.index] for slot in self._slots(buffer))
-            header = self._header(buffer, used, self.buffers.layout.slots[0].lane.device)
+            header = self._header(buffer, used, self.buffers.layout.slots[0].tensor_class.device)
             self.recorder.mark(buffer)
             self.totals.sent(self._shards.start(buffer, header), 0)
             self._summed.append(header)

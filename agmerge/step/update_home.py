@@ -12,7 +12,7 @@ import torch
 
 from agmerge.step.gradients_in_place import GradientsInPlace
 from agmerge.tensors.arena import Arena
-from agmerge.tensors.layout import Lane, Slot
+from agmerge.tensors.layout import Slot, TensorClass
 
 
 class InArenas:
@@ -31,6 +31,6 @@ class InArenas:
             return self.in_place.of(slot)
         return self._arena_of[slot.index].gradients[slot.index]
 
-    def gather(self, arenas: Mapping[Lane, Arena]) -> int:
+    def gather(self, arenas: Mapping[TensorClass, Arena]) -> int:
         """Return 0, the bytes sent: updates are whole already."""
         return 0

@@ -1,7 +1,7 @@
 """Layout and flat storage of gradients: where each one lies.
 
 ``parameters``: the table of an optimizer's parameters, by name. ``dtensors``: the local shard of a DTensor. ``layout``:
-slots, tensor classes (lanes) and segments, as pure functions. ``arena``: the flat buffers of a tensor class.
+slots, tensor classes (tensor classes) and segments, as pure functions. ``arena``: the flat buffers of a tensor class.
 ``difference``: a pseudo-gradient that is not written out. ``nonfinite``: which gradients are infinite or NaN.
 ``squares`` and ``fingerprint``: sums and checksums of tensors, with the same bits everywhere.
 

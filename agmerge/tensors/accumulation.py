@@ -16,7 +16,7 @@ Gradients = Sequence[tuple[Slot, "torch.Tensor | None"]]  # of tensors of one cl
 def table_of(slots: Sequence[Slot]) -> TensorTable:
     """Return the begins and lengths of adjacent tensors, in elements from the first one on."""
     offsets = [slot.offset - slots[0].offset for slot in slots]
-    return TensorTable(offsets, [slot.numel for slot in slots], slots[0].lane.device)
+    return TensorTable(offsets, [slot.numel for slot in slots], slots[0].tensor_class.device)
 
 
 def accumulate_together(
@@ -34,7 +34,7 @@ def accumulate_together(
     if scratch is not None:
         scratch.forget()
     formula = arena.memory.one_formula(map(arena.rate_of, slots)) if has_kernels(work) else None
-    alike = all(gradient is None or gradient.dtype == arena.lane.dtype for _, gradient in gradients)
+    alike = all(gradient is None or gradient.dtype == arena.tensor_class.dtype for _, gradient in gradients)
     if formula is not None and formula.has_kernel and alike:
         rows = [None if gradient is None else gradient.contiguous() for _, gradient in gradients]
         residual, momenta = None if arena.residual is None else arena.residual[part], None

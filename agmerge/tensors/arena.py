@@ -1,4 +1,4 @@
-"""Flat buffers of one tensor class (lane): two halves, one update, and the only writer of residuals.
+"""Flat buffers of one tensor class (tensor class): two halves, one update, and the only writer of residuals.
 
 A hook writes ``work = residual + gradient``, in front; what was sent is subtracted; in ``step()`` the halves change
 places, so that ``work`` is the next residual. Until then no bit of the residual changes, whatever happens. Where the
@@ -14,7 +14,7 @@ import torch
 
 from agmerge.tensors.difference import Difference
 from agmerge.tensors.flat_memory import Halves, view, zeros
-from agmerge.tensors.layout import Lane, Segment, Slot
+from agmerge.tensors.layout import Segment, Slot, TensorClass
 from sparsifiers import Memory, Momentum, Rate, kernel_message
 from sparsifiers.compensation import NOTHING, SUM, Alongside
 
@@ -88,27 +88,27 @@ class Arena:
 
     def __init__(
         self,
-        lane: Lane,
+        tensor_class: TensorClass,
         length: int,
         slots: Sequence[Slot],
         memory: Memory,
         size: int = 1,
         rate: Callable[[Slot], Rate] | None = None,
     ) -> None:
-        self.lane, self.memory, self._size = lane, memory, size
+        self.tensor_class, self.memory, self._size = tensor_class, memory, size
         self._slots = slots
         self.rate_of: Callable[[Slot], Rate | None] = rate or (lambda slot: None)
-        self.values = Halves(length, lane.storage, lane.device, slots, double=memory.has_residual)
-        self.momenta = Halves(length, lane.storage, lane.device, slots) if memory.has_momentum else None
+        self.values = Halves(length, tensor_class.storage, tensor_class.device, slots, double=memory.has_residual)
+        self.momenta = Halves(length, tensor_class.storage, tensor_class.device, slots) if memory.has_momentum else None
         self._state: dict[str, Halves] = {"residual": self.values} if memory.has_residual else {}  # by kind
         if self.momenta is not None:
             self._state[MOMENTA[not memory.averages]] = self.momenta
         # The momentum of dense tensors is applied to the average: see `settle`.
         self._momentum_of_gradients = memory.has_momentum and not memory.averages
         self.is_sum = memory.one_formula([None]) == SUM  # work is residual + gradient, or the gradient alone
-        self.in_place = not memory.has_residual and lane.dtype == lane.storage
-        self._moves = memory.has_residual and lane.dtype == lane.storage and not lane.on_device
-        self.update = self.values.front if self.in_place else zeros(length, lane.dtype, lane.device)
+        self.in_place = not memory.has_residual and tensor_class.dtype == tensor_class.storage
+        self._moves = memory.has_residual and tensor_class.dtype == tensor_class.storage and not tensor_class.on_device
+        self.update = self.values.front if self.in_place else zeros(length, tensor_class.dtype, tensor_class.device)
         # `.data`: each with a version of its own, which shows whether a script has written to it.
         self.gradients = {slot.index: view(self.update, slot).data for slot in slots}
 

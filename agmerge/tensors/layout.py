@@ -16,7 +16,7 @@ ALIGNMENT = 32
 
 
 @dataclass(frozen=True)
-class Lane:
+class TensorClass:
     """Tensor class: tensors of the same device, dtype and treatment, which share one arena."""
 
     device: torch.device
@@ -52,7 +52,7 @@ class Slot:
     index: int  # in readiness order
     name: str
     shape: tuple[int, ...]
-    lane: Lane
+    tensor_class: TensorClass
     offset: int  # of its first element in the flat buffer, in elements
 
     @cached_property
@@ -70,7 +70,7 @@ class Slot:
 class Segment:
     """Slice of the flat buffer of a tensor class that belongs to one merge buffer, or to one message of it."""
 
-    lane: Lane
+    tensor_class: TensorClass
     slots: tuple[Slot, ...]  # the tensors that lie in it, the first and the last perhaps not whole
     span: tuple[int, int] | None = None  # (start, stop) in the buffer, multiples of ALIGNMENT; None: tensors are whole
 
@@ -84,7 +84,7 @@ class Segment:
         part = ""
         if self.span is not None:
             part = "[{}:{}]".format(*(place - self.slots[0].offset for place in self.span))
-        return f"{first if len(self.slots) == 1 else f'{first} to {last}'}{part}/{self.lane}"
+        return f"{first if len(self.slots) == 1 else f'{first} to {last}'}{part}/{self.tensor_class}"
 
     @cached_property
     def start(self) -> int:
@@ -109,7 +109,7 @@ class Segment:
     @cached_property
     def nbytes(self) -> int:
         """Return the bytes of its elements in the gradients' dtype, padding included."""
-        return self.length * self.lane.dtype.itemsize
+        return self.length * self.tensor_class.dtype.itemsize
 
     @cached_property
     def vector_length(self) -> int:
@@ -157,13 +157,13 @@ def _piece(shape: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
 class Layout:
     """Slots of all tensors in readiness order, and the length of each class's flat buffer."""
 
-    def __init__(self, tensors: Sequence[tuple[str, tuple[int, ...], Lane]]) -> None:
-        """Lay out ``tensors``, (name, shape, lane) in readiness order."""
-        self.lengths: dict[Lane, int] = {}  # elements of each tensor class, padding included
+    def __init__(self, tensors: Sequence[tuple[str, tuple[int, ...], TensorClass]]) -> None:
+        """Lay out ``tensors``, (name, shape, tensor class) in readiness order."""
+        self.lengths: dict[TensorClass, int] = {}  # elements of each tensor class, padding included
         slots = []
-        for index, (name, shape, lane) in enumerate(tensors):
-            slot = Slot(index, name, shape, lane, self.lengths.get(lane, 0))
-            self.lengths[lane] = slot.end
+        for index, (name, shape, tensor_class) in enumerate(tensors):
+            slot = Slot(index, name, shape, tensor_class, self.lengths.get(tensor_class, 0))
+            self.lengths[tensor_class] = slot.end
             slots.append(slot)
         self.slots = tuple(slots)
 
@@ -174,8 +174,8 @@ class Layout:
 
     def segments(self, start: int, stop: int) -> list[Segment]:
         """Return the segments of a merge buffer of tensors ``start`` to ``stop``: one for each tensor class."""
-        by_lane: dict[Lane, list[Slot]] = {}
+        by_class: dict[TensorClass, list[Slot]] = {}
         for slot in self.slots[start:stop]:
             if slot.numel:
-                by_lane.setdefault(slot.lane, []).append(slot)
-        return [Segment(lane, tuple(slots)) for lane, slots in by_lane.items()]
+                by_class.setdefault(slot.tensor_class, []).append(slot)
+        return [Segment(tensor_class, tuple(slots)) for tensor_class, slots in by_class.items()]

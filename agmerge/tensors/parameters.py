@@ -37,9 +37,9 @@ class ParameterInfo:
 
     def describe(self) -> str:
         """Return the text of a handshake: ``float32[10, 20] cpu sparse``. The number of a device does not matter."""
-        lane = self.kind.value
-        lane += "" if self.density is None else f" at {self.density}"
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} {self.device.type} {lane}"
+        treatment = self.kind.value
+        treatment += "" if self.density is None else f" at {self.density}"
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} {self.device.type} {treatment}"
 
 
 class Grouped(Protocol):

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from sparsifiers import kernel
 
-LANES, RUN = 16, 256  # as in kernel_squares.c
+CLASSES, RUN = 16, 256  # as in kernel_squares.c
 PART = 1 << 16  # elements that are widened at once, whole runs: they stay in the cache
 
 
@@ -44,12 +44,12 @@ def _by_loops(flat: Tensor) -> float:
 
 def _runs_of(flat: Tensor) -> Tensor:
     """Return the sum of squares of each block of RUN elements of ``flat``, 1-D, as the loops add: float64[blocks]."""
-    squares = pad(flat.to(torch.float64), (0, -flat.numel() % RUN)).square_().view(-1, RUN // LANES, LANES)
-    lanes = squares[:, 0]
-    for row in range(1, RUN // LANES):
-        lanes = lanes + squares[:, row]
-    half = LANES
+    squares = pad(flat.to(torch.float64), (0, -flat.numel() % RUN)).square_().view(-1, RUN // CLASSES, CLASSES)
+    classes = squares[:, 0]
+    for row in range(1, RUN // CLASSES):
+        classes = classes + squares[:, row]
+    half = CLASSES
     while half > 1:
         half //= 2
-        lanes = lanes[:, :half] + lanes[:, half : 2 * half]
-    return lanes[:, 0]
+        classes = classes[:, :half] + classes[:, half : 2 * half]
+    return classes[:, 0]

@@ -10,11 +10,11 @@ def pack_bits(flags: Tensor, words: Tensor) -> None:
     """Write bool[n] into int32 words, the first in the lowest bit; the bits behind them are 0."""
     spread = torch.zeros(32 * len(words), dtype=torch.int32, device=words.device)
     spread[: len(flags)] = flags
-    lanes = torch.arange(32, dtype=torch.int32, device=words.device)
-    words.copy_((spread.view(-1, 32) << lanes).sum(1, dtype=torch.int32))
+    classes = torch.arange(32, dtype=torch.int32, device=words.device)
+    words.copy_((spread.view(-1, 32) << classes).sum(1, dtype=torch.int32))
 
 
 def bits_of(words: Tensor) -> Tensor:
     """Return the bits of int32 words along the last dimension, the lowest first: int32[..., 32 * words]."""
-    lanes = torch.arange(32, dtype=torch.int32, device=words.device)
-    return (words[..., None] >> lanes & 1).flatten(-2)
+    classes = torch.arange(32, dtype=torch.int32, device=words.device)
+    return (words[..., None] >> classes & 1).flatten(-2)

@@ -95,7 +95,7 @@ def test_coordinates_are_the_same_on_all_ranks_if_its_sparsifiers_are() -> None:
     ],
 )
 def test_two_that_differ_of_one_kind_are_refused(parts: Any) -> None:
-    """There is one lane of each kind."""
+    """There is one tensor class of each kind."""
     with pytest.raises(ValueError, match="are of one kind, .*; give one of each kind at most"):
         ByName(parts)
 

@@ -54,8 +54,8 @@ class OwnFormula(Residual):
         (DGCMemory(), [Rate(0.5), Rate(0.6)], None, False),
         (DGCMemory(clipping=1.0), OPTIMIZERS, Formula(rate=Rate(0.5, True), masks=True, clipping=1.0), False),
         (DGCMemory(masking=False), OPTIMIZERS, Formula(rate=Rate(0.5, True)), True),
-        (DGCMemory().for_dense_lane(has_residual=True), OPTIMIZERS, SUM, True),
-        (DGCMemory().for_dense_lane(has_residual=False), OPTIMIZERS, SUM, True),
+        (DGCMemory().for_dense_tensors(has_residual=True), OPTIMIZERS, SUM, True),
+        (DGCMemory().for_dense_tensors(has_residual=False), OPTIMIZERS, SUM, True),
         (OwnMask(), OPTIMIZERS, None, False),
     ],
 )

@@ -29,7 +29,7 @@ from agmerge.tensors.layout import Segment
 torch.set_num_threads(1)  # ranks are threads or processes already
 
 T = TypeVar("T")
-WIDTH = 32  # features; a Linear(WIDTH, WIDTH) has 1024 elements, which is just enough for the sparse lane
+WIDTH = 32  # features; a Linear(WIDTH, WIDTH) has 1024 elements, which is just enough for the sparse tensor class
 CLASSES = 10
 
 
@@ -40,7 +40,7 @@ def seeded(build: Callable[[], T], seed: int = 0) -> T:
 
 
 def mlp() -> nn.Sequential:
-    """Three layers; the weights of the first two are in the sparse lane, everything else is in the dense one."""
+    """Three layers; the weights of the first two are sparse, everything else is dense."""
     return nn.Sequential(nn.Linear(WIDTH, 48), nn.Tanh(), nn.Linear(48, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
 
 
@@ -185,7 +185,7 @@ class Sent:
 
         def note(segment: Segment, indices: Tensor | None, sent: Tensor | None) -> None:
             assert sent is not None  # segments that are summed where they lie are larger than any here
-            full = torch.zeros(segment.length, dtype=segment.lane.storage)
+            full = torch.zeros(segment.length, dtype=segment.tensor_class.storage)
             if indices is None:
                 full += sent
             else:

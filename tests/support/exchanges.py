@@ -17,7 +17,7 @@ from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.runtime import workers
 from agmerge.tensors.arena import subtract
-from agmerge.tensors.layout import Lane, Layout, Segment
+from agmerge.tensors.layout import Layout, Segment, TensorClass
 from sparsifiers import Kind, Selection
 
 WAIT = 30.0
@@ -94,20 +94,20 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
-def segments_of(tensors: Sequence[tuple[int, Lane]]) -> list[Segment]:
-    layout = Layout([(f"t{i}", (numel,), lane) for i, (numel, lane) in enumerate(tensors)])
+def segments_of(tensors: Sequence[tuple[int, TensorClass]]) -> list[Segment]:
+    layout = Layout([(f"t{i}", (numel,), tensor_class) for i, (numel, tensor_class) in enumerate(tensors)])
     return layout.segments(0, len(tensors))
 
 
 def draw_work(segment: Segment, seed: int, magnitude: float) -> torch.Tensor:
-    """Zero in the padding; what lies in a dense lane without a cast is a gradient, so it fits its dtype."""
+    """Zero in the padding; what lies in a dense tensor class without a cast is a gradient, so it fits its dtype."""
     generator = torch.Generator().manual_seed(seed)
-    work = torch.zeros(segment.length, dtype=segment.lane.storage)
+    work = torch.zeros(segment.length, dtype=segment.tensor_class.storage)
     for slot in segment.slots:
         values = torch.randn(slot.numel, generator=generator, dtype=torch.float64) * magnitude
         values[torch.rand(slot.numel, generator=generator) < 0.1] = -0.0
         start = slot.offset - segment.start
-        fitting = segment.lane.storage if segment.lane.sparse else segment.lane.dtype
+        fitting = segment.tensor_class.storage if segment.tensor_class.sparse else segment.tensor_class.dtype
         work[start : start + slot.numel] = values.to(fitting).to(work.dtype)
     return work
 
@@ -130,7 +130,7 @@ def exchange(
         works = [work(rank, index) for index in range(len(segments))]
         before = [one.clone() for one in works]
         books = Books(segments, works)
-        updates = [torch.full((s.length,), torch.nan, dtype=s.lane.dtype) for s in segments]
+        updates = [torch.full((s.length,), torch.nan, dtype=s.tensor_class.dtype) for s in segments]
         loads = [SegmentBuffers(s, w, u) for s, w, u in zip(segments, works, updates, strict=True)]
         control = control_of(rank, segments)
         here = make(books)
@@ -203,7 +203,7 @@ def draws(
 def apart(segments: Sequence[Segment]) -> list[Segment]:
     """Return the same segments, with tensors of different names: the harness tells them apart by equality."""
     return [
-        Segment(part.lane, tuple(replace(slot, name=f"{slot.name} of {number}") for slot in part.slots))
+        Segment(part.tensor_class, tuple(replace(slot, name=f"{slot.name} of {number}") for slot in part.slots))
         for number, part in enumerate(segments)
     ]
 
@@ -225,8 +225,8 @@ class SumInput:
     on_device: bool
 
     def segments(self) -> list[Segment]:
-        lane = Lane(CPU, self.dtype, Kind.SPARSE)
-        return apart([part for numel in self.numels for part in segments_of([(numel, lane)])])
+        tensor_class = TensorClass(CPU, self.dtype, Kind.SPARSE)
+        return apart([part for numel in self.numels for part in segments_of([(numel, tensor_class)])])
 
     def draws(self, segments: Sequence[Segment], magnitude: float = 1.0) -> tuple[Works, Offers]:
         return draws(segments, self.density, self.seed, self.on_device, magnitude)

@@ -59,7 +59,7 @@ def cut(optimizer: agmerge.DistributedOptimizer) -> tuple[int | None, bool]:
 
 
 def sparse(optimizer: agmerge.DistributedOptimizer) -> set[str]:
-    return {name for name, lane in agmerge.testing.inspect(optimizer).lanes.items() if lane.sparse}
+    return {name for name, tensor_class in agmerge.testing.inspect(optimizer).classes.items() if tensor_class.sparse}
 
 
 def choosing(chosen: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 
 from agmerge.backends import Backend
 from agmerge.exchanges.low_rank.factors import LEFT, RIGHT, initial_basis, matrix_shape, rank_of
-from agmerge.tensors.layout import Lane, Slot
+from agmerge.tensors.layout import Slot, TensorClass
 from sparsifiers import LowRank
 
 # Names of bases among the states that are kept from step to step, by side.
@@ -55,7 +55,7 @@ class Bases:
         if basis is None:
             _, m = matrix_shape(slot.shape)
             rows = initial_basis(self.compressor.seed, slot.name, m, self.rank_of(slot))
-            basis = self._drawn[slot.name] = Basis(RIGHT, rows.to(slot.lane.device, slot.lane.storage))
+            basis = self._drawn[slot.name] = Basis(RIGHT, rows.to(slot.tensor_class.device, slot.tensor_class.storage))
         return basis
 
     def elements(self, slot: Slot) -> int:
@@ -108,7 +108,9 @@ class Bases:
             for side, length in zip((LEFT, RIGHT), matrix_shape(slot.shape), strict=True):
                 rows = carried.pop((KINDS[side], slot.name), None)
                 if rows is not None and tuple(rows.shape) == (self.rank_of(slot), length):
-                    self._kept[slot.name] = Basis(side, rows.to(slot.lane.device, slot.lane.storage, copy=True))
+                    self._kept[slot.name] = Basis(
+                        side, rows.to(slot.tensor_class.device, slot.tensor_class.storage, copy=True)
+                    )
 
     def share(self, comm: Backend, timeout: float) -> None:
         """Collective. Broadcast rank 0's bases to all ranks: the others may not have loaded them."""
@@ -118,13 +120,15 @@ class Bases:
                 sides[number] = 1 + (LEFT, RIGHT).index(self._kept[slot.name].side)
         comm.broadcast(sides, 0, "sides of bases").wait(timeout)
         own, self._kept = self._kept, {}
-        warm: dict[Lane, list[tuple[Slot, int]]] = {}  # by class: tensors of which rank 0 has a basis, its side
+        warm: dict[TensorClass, list[tuple[Slot, int]]] = {}  # by class: tensors of which rank 0 has a basis, its side
         for slot, code in zip(self._slots, sides.tolist(), strict=True):
             if code:
-                warm.setdefault(slot.lane, []).append((slot, code - 1))
-        for number, (lane, members) in enumerate(warm.items()):  # one message each
+                warm.setdefault(slot.tensor_class, []).append((slot, code - 1))
+        for number, (tensor_class, members) in enumerate(warm.items()):  # one message each
             shapes = [(self.rank_of(slot), matrix_shape(slot.shape)[side]) for slot, side in members]
-            flat = torch.empty(sum(r * length for r, length in shapes), dtype=lane.storage, device=lane.device)
+            flat = torch.empty(
+                sum(r * length for r, length in shapes), dtype=tensor_class.storage, device=tensor_class.device
+            )
             pieces = torch.split(flat, [r * length for r, length in shapes])
             parts = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
             if comm.rank == 0:

@@ -99,7 +99,7 @@ class LowRankExchange(MultiRoundExchange):
         """Return the matrix of a tensor, not projected yet. ``work``, ``update``: in its shape."""
         segment = self._alone.get(slot)
         if segment is None:
-            segment = self._alone[slot] = Segment(slot.lane, (slot,))
+            segment = self._alone[slot] = Segment(slot.tensor_class, (slot,))
         shape, basis = factors.matrix_shape(slot.shape), self.bases.of(slot)
         room, both = self._room(slot, shape, basis), self.bases.sends_both(slot)
         return Matrix(segment, work.view(shape), update.view(shape), basis, room, self.wire_of(slot), both)
@@ -119,7 +119,7 @@ class LowRankExchange(MultiRoundExchange):
 
     def wire_of(self, slot: Slot) -> torch.dtype:
         """Return the dtype in which the tensor's factors travel."""
-        return self.wire or slot.lane.dtype
+        return self.wire or slot.tensor_class.dtype
 
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
@@ -127,19 +127,19 @@ class LowRankExchange(MultiRoundExchange):
         """Collective. Send the factors of the first round, and the dense segments that share the message."""
         state = _State()
         for load in loads:
-            if load.segment.lane.kind is Kind.LOW_RANK:
+            if load.segment.tensor_class.kind is Kind.LOW_RANK:
                 for slot in load.segment.slots:
                     if slot.name not in self._projected:
                         self._project(slot, _part(load.work, load, slot), _part(load.update, load, slot))
                     state.matrices.append(self._projected.pop(slot.name))
-        riding = [load for load in loads if load.segment.lane.kind is not Kind.LOW_RANK]
+        riding = [load for load in loads if load.segment.tensor_class.kind is not Kind.LOW_RANK]
         dtype, device = self.wire_of(loads[0].segment.slots[0]), loads[0].work.device
         control, overflows = _with_overflows(control, state.matrices)
         tail = tail_of(control, dtype, device)
         parts = [*(matrix.factor.view(-1) for matrix in state.matrices), *(load.work for load in riding), tail]
         state.first, views = self._send(name, parts, dtype)
         for load in riding if self.keeps else ():  # once it is in the message
-            self.store.subtract_sent(load.segment, None, load.work.to(load.segment.lane.dtype))
+            self.store.subtract_sent(load.segment, None, load.work.to(load.segment.tensor_class.dtype))
         for matrix, view in zip(state.matrices, views, strict=False):
             matrix.factor = view.view_as(matrix.factor)
         state.riding = list(zip(riding, views[len(state.matrices) : -1], strict=True))

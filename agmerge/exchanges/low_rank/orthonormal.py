@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from sparsifiers import kernel_low_rank
 
-LANES = 16  # partial sums of a dot product, as in kernel_orthonormal.c
+CLASSES = 16  # partial sums of a dot product, as in kernel_orthonormal.c
 DEPENDENT = 8  # largest remainder of a dependent row, in units of its own rounding
 
 Doubles = NDArray[np.float64]
@@ -73,12 +73,12 @@ def _project_out(vector: Doubles, basis: Doubles) -> Doubles:
 
 def _dot(a: Doubles, b: Doubles) -> np.float64:
     # LANES partial sums, of which numpy adds each in order, and which are then added in halves.
-    products = np.zeros(-(-len(a) // LANES) * LANES)
+    products = np.zeros(-(-len(a) // CLASSES) * CLASSES)
     np.multiply(a, b, out=products[: len(a)])
-    lanes = np.add.reduce(products.reshape(-1, LANES), axis=0) + 0.0  # a sum of -0 alone is 0
-    while len(lanes) > 1:
-        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
-    return np.float64(lanes[0])
+    classes = np.add.reduce(products.reshape(-1, CLASSES), axis=0) + 0.0  # a sum of -0 alone is 0
+    while len(classes) > 1:
+        classes = classes[: len(classes) // 2] + classes[len(classes) // 2 :]
+    return np.float64(classes[0])
 
 
 # -- torch ------------------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class Section:
     def codecs(self) -> int:
         """Return both codecs in one word of the header: value, index; where dense, the dtype in the byte above."""
         if self.index is None or self.value is None:
-            return (1 + _WHOLE.index(self.segment.lane.dtype)) << 16
+            return (1 + _WHOLE.index(self.segment.tensor_class.dtype)) << 16
         return self.value.identity << 8 | self.index.identity
 
     @property
@@ -99,7 +99,7 @@ class Section:
         """Return the names of the codecs, as statistics show them."""
         if self.index is None or self.value is None:
             return "plain"
-        return f"{self.index.name if self.segment.lane.sparse else 'whole'}/{self.value.name}"
+        return f"{self.index.name if self.segment.tensor_class.sparse else 'whole'}/{self.value.name}"
 
 
 class Format:
@@ -132,7 +132,7 @@ class Format:
         end = aligned(4 * self.words, GRAIN)
         sections = []
         for segment, capacity in zip(segments, capacities, strict=True):
-            if capacity is None and whole is not None and not segment.lane.dtype.is_complex:
+            if capacity is None and whole is not None and not segment.tensor_class.dtype.is_complex:
                 value = VALUES[whole]
                 where = slice(end, end + value.size(segment.length))
                 every = Everything(segment.length)
@@ -141,7 +141,7 @@ class Format:
                 where = slice(end, end + segment.nbytes)
                 sections.append(Section(segment, None, slice(end, end), where))
             else:
-                index, value = section_codecs(segment.length, capacity, segment.lane.dtype, wire)
+                index, value = section_codecs(segment.length, capacity, segment.tensor_class.dtype, wire)
                 indices = slice(end, end + index.size)
                 start = aligned(indices.stop, GRAIN)
                 where = slice(start, start + value.size(index.capacity))
@@ -301,7 +301,7 @@ class Format:
 
     def whole(self, message: torch.Tensor, section: Section) -> torch.Tensor:
         """Return the elements of a dense section, in the gradient's dtype: a view of ``message``, uint8[..., size]."""
-        return message[..., section.values].view(section.segment.lane.dtype)
+        return message[..., section.values].view(section.segment.tensor_class.dtype)
 
 
 def section_codecs(length: int, capacity: int, dtype: torch.dtype, wire: str) -> tuple[IndexCodec, ValueCodec]:

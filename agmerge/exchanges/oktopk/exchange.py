@@ -67,7 +67,7 @@ class OkTopkExchange(MultiRoundExchange):
     calls cost more than they save.
     """
 
-    carries_dense = mixes_lanes = False
+    carries_dense = mixes_classes = False
 
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
@@ -75,15 +75,17 @@ class OkTopkExchange(MultiRoundExchange):
         """Collective. Send the header; values stay here until all headers are there."""
         chosen = [offer for offer in offers if offer is not None]
         segments = [load.segment for load in loads]
-        if len(chosen) < len(loads) or len({segment.lane for segment in segments}) > 1:
-            lanes = ", ".join(str(segment.lane) for segment in segments)
-            raise ValueError(f"{name}: oktopk sends what is selected from one lane, and was given {lanes}")
+        if len(chosen) < len(loads) or len({segment.tensor_class for segment in segments}) > 1:
+            classes = ", ".join(str(segment.tensor_class) for segment in segments)
+            raise ValueError(f"{name}: oktopk selects from tensors of one class, and was given {classes}")
         layout = self.format_of(name, loads, [offer.indices.numel() for offer in chosen])
         starts = (0, *accumulate(segment.length for segment in segments))
-        lane = segments[0].lane
-        if not value_codec(self.context.wire, lane.dtype).has_zero:
+        tensor_class = segments[0].tensor_class
+        if not value_codec(self.context.wire, tensor_class.dtype).has_zero:
             chosen = [nonzero(load.work, offer) for load, offer in zip(loads, chosen, strict=True)]
-        offer = offered(loads, chosen, starts, lane.dtype if self.context.wire == "auto" else lane.storage)
+        offer = offered(
+            loads, chosen, starts, tensor_class.dtype if self.context.wire == "auto" else tensor_class.storage
+        )
         counts = [selection.count for selection in chosen]
         words = torch.empty(1 + regions.number(_budget(layout)), dtype=torch.int32, device=offer.indices.device)
         words[0] = sum(counts)

@@ -73,7 +73,7 @@ class QuantisedExchange(Exchange):
     def _encode(self, name: str, slot: Slot, values: Tensor | None, step: int) -> Tensor:
         """Write the records of one tensor, and return its squares, float64[1]. ``values``: 1-D; None: zeros."""
         layout = self._layouts[name]
-        message = self._message(name, layout, slot.lane.device)
+        message = self._message(name, layout, slot.tensor_class.device)
         squares = torch.zeros(1, dtype=torch.float64, device=message.device)
         key = self._key(slot, step, 0, self.comm.rank)
         for piece, where in layout.pieces_of[slot.index]:
@@ -83,13 +83,13 @@ class QuantisedExchange(Exchange):
                 own = Draws(key, piece.first)
                 self.quantiser.encode(values[piece.elements], piece.size, own, message[where], squares)
         if self.context.feedback and values is not None:
-            sent = self.keep(("sent",), slot.numel, slot.lane.storage, message.device)
+            sent = self.keep(("sent",), slot.numel, slot.tensor_class.storage, message.device)
             for piece, where in layout.pieces_of[slot.index]:
                 draws = [Draws(key, piece.first)]
                 self.quantiser.decode_sum([message[where]], draws, piece.size, 1.0, sent[piece.elements])
-            self.store.subtract_sent(Segment(slot.lane, (slot,)), None, sent)
+            self.store.subtract_sent(Segment(slot.tensor_class, (slot,)), None, sent)
         elif self.store.has_residual:
-            self.store.subtract_sent(Segment(slot.lane, (slot,)), None, None)
+            self.store.subtract_sent(Segment(slot.tensor_class, (slot,)), None, None)
         return squares
 
     # -- messages leave -----------------------------------------------------------------------------------------------
@@ -135,16 +135,16 @@ class QuantisedExchange(Exchange):
         for number, shard in enumerate(layout.first):
             part = layout.shard(message, number)
             for run, where in shard.plain:
-                part[where].view(run.segment.lane.dtype).copy_(work_of[run.segment][run.start : run.stop])
+                part[where].view(run.segment.tensor_class.dtype).copy_(work_of[run.segment][run.start : run.stop])
         for load in loads:
-            if load.segment.lane.kind is not Kind.QUANTISED and self.store.has_residual:
-                self.store.subtract_sent(load.segment, None, load.work.to(load.segment.lane.dtype))
+            if load.segment.tensor_class.kind is not Kind.QUANTISED and self.store.has_residual:
+                self.store.subtract_sent(load.segment, None, load.work.to(load.segment.tensor_class.dtype))
 
     # -- messages are read --------------------------------------------------------------------------------------------
 
     def _sum_of(self, run: Run, rows: Tensor) -> Tensor:
         """Return the scaled sum of plain values, from uint8[W, bytes], added in rank order."""
-        dtype = run.segment.lane.dtype
+        dtype = run.segment.tensor_class.dtype
         return in_rank_order(torch.stack([row.view(dtype) for row in rows])).mul_(self.scale)
 
     def _damaged(self, shard: ShardLayout, rows: Tensor, pending: InFlight) -> list[int]:
@@ -178,8 +178,8 @@ class QuantisedExchange(Exchange):
     def _laid_out(self, segments: Sequence[Segment]) -> MessageLayout:
         """Return the layout of a message of these segments."""
         slots = self._encoded(segments)
-        plain = [segment for segment in segments if segment.lane.kind is not Kind.QUANTISED]
-        header = Format(segments, [0 if segment.lane.kind is Kind.QUANTISED else None for segment in segments])
+        plain = [segment for segment in segments if segment.tensor_class.kind is not Kind.QUANTISED]
+        header = Format(segments, [0 if segment.tensor_class.kind is Kind.QUANTISED else None for segment in segments])
         cut = zip(cut_blocks(slots, self._shards), cut_plain(plain, self._shards), strict=True)
         first = [ShardLayout(header, pieces, runs, self.quantiser.record_bytes) for pieces, runs in cut]
         return MessageLayout(first, first if self._shards > 1 else [])
@@ -222,7 +222,7 @@ def number_of(name: str) -> int:
 
 def quantised_slots(segments: Sequence[Segment]) -> list[Slot]:
     """Return the tensors of ``segments`` that are quantised."""
-    return [slot for segment in segments if segment.lane.kind is Kind.QUANTISED for slot in segment.slots]
+    return [slot for segment in segments if segment.tensor_class.kind is Kind.QUANTISED for slot in segment.slots]
 
 
 def refuse_damaged(name: str, ranks: Sequence[int]) -> None:

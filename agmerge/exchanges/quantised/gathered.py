@@ -66,7 +66,7 @@ class AloneExchange(GatheredExchange):
 
     def _encode(self, name: str, slot: Slot, values: Tensor | None, step: int) -> Tensor:
         self._exact[slot.index] = values
-        return torch.zeros(1, dtype=torch.float64, device=slot.lane.device)
+        return torch.zeros(1, dtype=torch.float64, device=slot.tensor_class.device)
 
     def _encoded(self, segments: Sequence[Segment]) -> list[Slot]:
         return []
@@ -81,7 +81,7 @@ class AloneExchange(GatheredExchange):
             if self.scale != 1.0:  # between nodes, of which there is one
                 out.mul_(self.scale)
             if self.context.feedback or self.store.has_residual:
-                self.store.subtract_sent(Segment(slot.lane, (slot,)), None, None)
+                self.store.subtract_sent(Segment(slot.tensor_class, (slot,)), None, None)
         super().finish(pending)
 
     def noise(self, pending: InFlight) -> Noise | None:

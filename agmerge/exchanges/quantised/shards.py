@@ -36,7 +36,7 @@ class Run:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the elements, in the gradient's dtype."""
-        return (self.stop - self.start) * self.segment.lane.dtype.itemsize
+        return (self.stop - self.start) * self.segment.tensor_class.dtype.itemsize
 
 
 def cut_blocks(slots: Sequence[Slot], shards: int) -> list[list[Piece]]:

@@ -89,7 +89,7 @@ class TwoPhaseExchange(QuantisedExchange):
             messages, draws = [row[where] for row in rows], self._draws(piece, step, 0, size)
             self.quantiser.encode_sum(messages, draws, piece.size, self.scale, self.quantiser, own, message[out])
         for (run, where), (_, out) in zip(shard.plain, summed.plain, strict=True):
-            message[out].view(run.segment.lane.dtype).copy_(self._sum_of(run, rows[:, where]))
+            message[out].view(run.segment.tensor_class.dtype).copy_(self._sum_of(run, rows[:, where]))
         key = self._key(None, step, 1, 0)
         summed.write_header(message[: summed.size], control, fault=fault, key=key, squares=squares)
         state.sums = self.keep(("sums", pending.name), size * longest, torch.uint8, rows.device)
@@ -143,7 +143,7 @@ class TwoPhaseExchange(QuantisedExchange):
         for shard, row in zip(pending.extra.layout.second, self._sums(pending), strict=True):
             self._decode(pending, shard, [row], 1, 1.0)
             for run, where in shard.plain:
-                update_of[run.segment][run.start : run.stop].copy_(row[where].view(run.segment.lane.dtype))
+                update_of[run.segment][run.start : run.stop].copy_(row[where].view(run.segment.tensor_class.dtype))
 
     def noise(self, pending: InFlight) -> Noise:
         noise = self.quantiser.noise

@@ -28,15 +28,15 @@ def mark_kernel(
     """Write the bitmaps of one tile, and clear `CLEARED` words."""
     tile = tl.program_id(0)
     words = tl.arange(0, TILE // 32)
-    lanes = tl.arange(0, 32)[None, :]
-    places = words[:, None] * 32 + lanes
+    classes = tl.arange(0, 32)[None, :]
+    places = words[:, None] * 32 + classes
     left = length - tile * TILE
     keys = keys_of(work + tile * TILE, places, left, TILE)
     prefix = tl.load(edge)
     is_above = ((keys >> SHIFT) > prefix).to(tl.int32)  # never so behind the end, where keys are 0
     is_tie = (((keys >> SHIFT) == prefix) & (places < left)).to(tl.int32)
-    tl.store(above + tile * (TILE // 32) + words, tl.sum(is_above << lanes, 1))
-    tl.store(ties + tile * (TILE // 32) + words, tl.sum(is_tie << lanes, 1))
+    tl.store(above + tile * (TILE // 32) + words, tl.sum(is_above << classes, 1))
+    tl.store(ties + tile * (TILE // 32) + words, tl.sum(is_tie << classes, 1))
     tl.store(counts + 2 * tile, tl.sum(tl.sum(is_above, 1), 0))
     tl.store(counts + 2 * tile + 1, tl.sum(tl.sum(is_tie, 1), 0))
     if CLEARED > 0:
@@ -52,11 +52,11 @@ def settle_kernel(
     tile = tl.program_id(0)
     if tl.load(counts + 2 * tile + 1) > 0:
         words = tl.arange(0, TILE // 32)
-        lanes = tl.arange(0, 32)[None, :]
-        places = words[:, None] * 32 + lanes
+        classes = tl.arange(0, 32)[None, :]
+        places = words[:, None] * 32 + classes
         at = tile * (TILE // 32) + words
         above_before = tl.load(above + at)
-        was_tie = ((tl.load(ties + at)[:, None] >> lanes) & 1) != 0
+        was_tie = ((tl.load(ties + at)[:, None] >> classes) & 1) != 0
         count = tl.load(counts + 2 * tile)
         keys = tl.load(work + tile * TILE + places, mask=was_tie, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         bound = tl.load(edge)
@@ -64,8 +64,8 @@ def settle_kernel(
         is_tie = (was_tie & (keys == bound)).to(tl.int32)
         # Several threads may have read above the words that are written below.
         tl.debug_barrier()
-        tl.store(above + at, above_before | tl.sum(is_above << lanes, 1))
-        tl.store(ties + at, tl.sum(is_tie << lanes, 1))
+        tl.store(above + at, above_before | tl.sum(is_above << classes, 1))
+        tl.store(ties + at, tl.sum(is_tie << classes, 1))
         tl.store(counts + 2 * tile, count + tl.sum(tl.sum(is_above, 1), 0))
         tl.store(counts + 2 * tile + 1, tl.sum(tl.sum(is_tie, 1), 0))
 

@@ -22,7 +22,7 @@ from agmerge.backends import topology
 from agmerge.step.config import is_small
 from agmerge.tensors.accumulation import accumulate_together, table_of
 from agmerge.tensors.arena import Arena
-from agmerge.tensors.layout import Lane, Layout
+from agmerge.tensors.layout import Layout, TensorClass
 from sparsifiers import gpu
 
 CASES: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sign": {"wire": "sign"},
     "each tensor by itself": {"sparsify": "ahead"},
     "in parts": {"merging": merging.Plan((2, 2), parts=(2, 1))},
-    "two lanes": {"density": {r"given\.0": 0.1, r".*": 0.02}},
+    "two classes": {"density": {r"given\.0": 0.1, r".*": 0.02}},
     "nothing is kept": {"memory": "none"},
     "all of it": {"density": 1.0},
     "momentum": {"compression": "dgc"},
@@ -104,11 +104,14 @@ def test_digits_that_were_counted_for_nothing_are_not_counted_twice() -> None:
     """A round may come to nothing between adding up and selecting."""
 
     def body(rank: int, device: Device) -> None:
-        lane = Lane(torch.device("pretend:0"), torch.float32, sparsifiers.Kind.SPARSE)
-        layout = Layout([("a", (30, 20), lane), ("b", (7,), lane)])
-        arena = Arena(lane, layout.lengths[lane], layout.slots, sparsifiers.memory("residual"))
-        gradients = [(slot, torch.randn(slot.shape).to(lane.device)) for slot in layout.slots]
-        largest, scratch = gpu.LargestKey(lane.device), gpu.Scratch(layout.lengths[lane], lane.device)
+        tensor_class = TensorClass(torch.device("pretend:0"), torch.float32, sparsifiers.Kind.SPARSE)
+        layout = Layout([("a", (30, 20), tensor_class), ("b", (7,), tensor_class)])
+        arena = Arena(tensor_class, layout.lengths[tensor_class], layout.slots, sparsifiers.memory("residual"))
+        gradients = [(slot, torch.randn(slot.shape).to(tensor_class.device)) for slot in layout.slots]
+        largest, scratch = (
+            gpu.LargestKey(tensor_class.device),
+            gpu.Scratch(layout.lengths[tensor_class], tensor_class.device),
+        )
         table = table_of(layout.slots)
         for _ in range(2):
             accumulate_together(arena, gradients, table, largest, scratch)

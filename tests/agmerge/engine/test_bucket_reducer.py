@@ -115,7 +115,7 @@ def test_messages_leave_before_the_last_bucket() -> None:
 
 @pytest.mark.parametrize("memory", ["residual", "dgc"])
 def test_what_no_rank_has_used_keeps_what_is_kept_of_it(memory: str) -> None:
-    """In both lanes, residual and momentum; and its update is dropped, though something was sent of it."""
+    """In both tensor classes, residual and momentum; and its update is dropped, though something was sent of it."""
 
     def body(rank: int, model: nn.Module) -> None:
         inner = sgd(model)

@@ -18,17 +18,17 @@ from agmerge.engine.sent_pieces import (
     subtract,
     update_of,
 )
-from agmerge.tensors.layout import Lane, Layout, Segment, Slot
+from agmerge.tensors.layout import Layout, Segment, Slot, TensorClass
 from sparsifiers import Kind
 
-LANE = Lane(torch.device("cpu"), torch.float32, Kind.SPARSE, None)
-LAYOUT = Layout([("a", (8, 6), LANE), ("b", (7,), LANE), ("c", (2, 5), LANE)])
+TENSOR_CLASS = TensorClass(torch.device("cpu"), torch.float32, Kind.SPARSE, None)
+LAYOUT = Layout([("a", (8, 6), TENSOR_CLASS), ("b", (7,), TENSOR_CLASS), ("c", (2, 5), TENSOR_CLASS)])
 NAMES = {slot.name: slot for slot in LAYOUT.slots}
 
 
 def whole() -> Segment:
     """Return the segment of all tensors."""
-    return Segment(LANE, tuple(LAYOUT.slots))
+    return Segment(TENSOR_CLASS, tuple(LAYOUT.slots))
 
 
 def filled(slot: Slot, pieces: list[Piece]) -> Tensor:
@@ -85,8 +85,8 @@ def test_a_segment_that_was_sent_whole_and_rounded_has_all_its_values() -> None:
 
 def test_parts_of_a_tensor_are_pieces_of_it() -> None:
     """Cut where the parts of a merge buffer end in the middle of a tensor."""
-    first = Segment(LANE, tuple(LAYOUT.slots[:1]), (0, 32))
-    second = Segment(LANE, tuple(LAYOUT.slots), (32, LAYOUT.slots[-1].end))
+    first = Segment(TENSOR_CLASS, tuple(LAYOUT.slots[:1]), (0, 32))
+    second = Segment(TENSOR_CLASS, tuple(LAYOUT.slots), (32, LAYOUT.slots[-1].end))
     parts = [(first, torch.tensor([1, 31]), torch.tensor([1.0, 2.0])), (second, torch.tensor([0, 15]), torch.ones(2))]
     pieces = pieces_by_name(parts)["a"]
     assert [(piece.start, piece.stop) for piece in pieces] == [(0, 32), (32, 48)]
@@ -125,7 +125,9 @@ def test_lists_of_all_ranks_come_to_the_same_as_their_update(data: st.DataObject
     spans = [span for span in ((0, cut), (cut, end)) if span[0] < span[1]]
     received, sent, updates = [], [], {slot.name: torch.zeros(slot.numel) for slot in LAYOUT.slots}
     for start, stop in spans:
-        segment = Segment(LANE, tuple(s for s in LAYOUT.slots if s.offset < stop and s.end > start), (start, stop))
+        segment = Segment(
+            TENSOR_CLASS, tuple(s for s in LAYOUT.slots if s.offset < stop and s.end > start), (start, stop)
+        )
         pairs = []
         for _ in range(3):
             indices = torch.rand(stop - start, generator=source).lt(0.4).nonzero().view(-1).int()

@@ -36,13 +36,13 @@ from agmerge.exchanges.message import VALUES, value_codec
 from agmerge.exchanges.message.format import Flag
 from agmerge.exchanges.oktopk import regions
 from agmerge.ops import Average, ReduceOp, Sum
-from agmerge.tensors.layout import Lane, Segment
+from agmerge.tensors.layout import Segment, TensorClass
 from sparsifiers import Kind, Selection
 
 WIRES = list(VALUES)
 WITH_ZERO = [wire for wire in WIRES if VALUES[wire].has_zero]
 LIGHT = settings(deadline=None)
-FP32 = Lane(CPU, torch.float32, Kind.SPARSE)
+FP32 = TensorClass(CPU, torch.float32, Kind.SPARSE)
 # What rounding adds to the largest number of a block; of 2bit and sign, what is sent in the place of any number of it.
 STEP = {"fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7, "int8": 1 / 254, "int4": 1 / 14, "2bit": 1.0, "sign": 1.0}
 
@@ -63,9 +63,12 @@ def assert_kept(seen: Sequence[Seen], segments: Sequence[Segment], op: ReduceOp,
             assert same(rest, one.rest[index])
             given += (before.double() - rest.double()) * op.scale(len(seen))
         update = seen[0].update[index].double()
-        narrow = torch.finfo(segment.lane.dtype).eps  # what a 16-bit update cannot say is lost, as with every exchange
+        narrow = torch.finfo(
+            segment.tensor_class.dtype
+        ).eps  # what a 16-bit update cannot say is lost, as with every exchange
         slack = max(
-            8 * torch.finfo(segment.lane.storage).eps, 0 if segment.lane.dtype == segment.lane.storage else narrow
+            8 * torch.finfo(segment.tensor_class.storage).eps,
+            0 if segment.tensor_class.dtype == segment.tensor_class.storage else narrow,
         )
         assert ((update - given).abs() <= slack * largest * len(seen) + 1e-7).all()
 
@@ -116,7 +119,7 @@ def test_masked_against_a_sum_in_plain_code(
     size: int, op: ReduceOp, tensors: list[tuple[int, torch.dtype]], wire: str, density: float, seed: int, drawn: bool
 ) -> None:
     """Bit by bit: every rank's values and every share of the sums go once through the codec."""
-    segments = segments_of([(numel, Lane(CPU, dtype, Kind.SPARSE)) for numel, dtype in tensors])
+    segments = segments_of([(numel, TensorClass(CPU, dtype, Kind.SPARSE)) for numel, dtype in tensors])
 
     def work(rank: int, index: int) -> torch.Tensor:
         return draw_work(segments[index], 100 * seed + 10 * index + rank, 1.0)
@@ -128,8 +131,8 @@ def test_masked_against_a_sum_in_plain_code(
     seen = exchange(size, masked(op, drawn=drawn, wire=wire), segments, work, offer)
     largest = max(float(one.abs().max()) for rank in seen for one in rank.before)
     assert_kept(seen, segments, op, largest)
-    for storage in dict.fromkeys(segment.lane.storage for segment in segments):
-        members = [i for i, segment in enumerate(segments) if segment.lane.storage == storage]
+    for storage in dict.fromkeys(segment.tensor_class.storage for segment in segments):
+        members = [i for i, segment in enumerate(segments) if segment.tensor_class.storage == storage]
         masks = [torch.empty(0, dtype=torch.int64) if seen[0].sent[i] is None else seen[0].sent[i][0] for i in members]
         for i, mask in zip(members, masks, strict=True):
             k = offer(0, i).indices.numel()
@@ -138,7 +141,7 @@ def test_masked_against_a_sum_in_plain_code(
         update = summed(values, wire, storage) * op.scale(size)
         edges = [0, *accumulate(len(mask) for mask in masks)]
         for i, mask, start, stop in zip(members, masks, edges, edges[1:], strict=False):
-            expected = torch.zeros(segments[i].length, dtype=segments[i].lane.dtype)
+            expected = torch.zeros(segments[i].length, dtype=segments[i].tensor_class.dtype)
             expected[mask.long()] = update[start:stop].to(expected.dtype)
             assert same(seen[0].update[i], expected)
 

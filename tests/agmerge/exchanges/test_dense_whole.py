@@ -15,7 +15,7 @@ from agmerge import testing
 from agmerge.exchanges import dense
 
 PARTS = seeded(Parts)
-WHOLE = merging.Plan((8,), dense=(True,))  # everything in one dense merge buffer, also of the sparse lane
+WHOLE = merging.Plan((8,), dense=(True,))  # everything in one dense merge buffer, also of the sparse tensor class
 
 
 def plain(rank: int, model: Parts, **options: Any) -> list[str]:

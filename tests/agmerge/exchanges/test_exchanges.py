@@ -32,7 +32,7 @@ from agmerge.errors import MessageError
 from agmerge.exchanges import SegmentBuffers, SparseExchange
 from agmerge.exchanges.message.format import Format
 from agmerge.ops import Average, ReduceOp, Sum
-from agmerge.tensors.layout import Lane, Segment
+from agmerge.tensors.layout import Segment, TensorClass
 from sparsifiers import Kind, Selection
 
 CASTS = [None, torch.float16, torch.bfloat16]
@@ -66,8 +66,8 @@ def test_dense(
     if dtype == torch.float16:
         magnitude = min(magnitude, 1e3)  # beyond that 16-bit gradients overflow by themselves, as anywhere
     # A residual lies under a cast, so work need not fit the dtype.
-    lane = Lane(CPU, dtype, Kind.DENSE if cast is None else Kind.SPARSE)
-    (segment,) = segments_of([(numel, lane) for numel in numels])
+    tensor_class = TensorClass(CPU, dtype, Kind.DENSE if cast is None else Kind.SPARSE)
+    (segment,) = segments_of([(numel, tensor_class) for numel in numels])
     seen = exchange(
         size,
         dense(Average, cast, predivide, ordered),
@@ -97,7 +97,7 @@ def test_dense(
 @pytest.mark.parametrize("op", [Average, Sum])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_dense_adds_in_rank_order_to_the_bit(size: int, op: ReduceOp, ordered: bool) -> None:
-    (segment,) = segments_of([(100, Lane(CPU, torch.float32, Kind.DENSE))])
+    (segment,) = segments_of([(100, TensorClass(CPU, torch.float32, Kind.DENSE))])
     seen = exchange(
         size,
         dense(op, ordered=ordered),
@@ -114,7 +114,7 @@ def test_dense_adds_in_rank_order_to_the_bit(size: int, op: ReduceOp, ordered: b
 @pytest.mark.parametrize("cast", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7])
 def test_a_cast_saturates_so_that_the_sum_does_not_overflow(size: int, cast: torch.dtype, ordered: bool) -> None:
-    (segment,) = segments_of([(64, Lane(CPU, torch.float32, Kind.DENSE))])
+    (segment,) = segments_of([(64, TensorClass(CPU, torch.float32, Kind.DENSE))])
     for predivide, huge in ((1.0, 3.4e38), (16.0, 1e6)):
         values = torch.tensor([huge, -huge, torch.finfo(cast).max / size, 1.0] * 16)
         make = dense(Sum if predivide == 1.0 else Average, cast, predivide, ordered)
@@ -129,14 +129,17 @@ def test_a_cast_saturates_so_that_the_sum_does_not_overflow(size: int, cast: tor
 @pytest.mark.parametrize("predivide", [1.0, 3.0, 0.7])
 @pytest.mark.parametrize("cast", [torch.float16, torch.bfloat16], ids=str)
 def test_what_a_cast_commits_is_what_arrives(cast: torch.dtype, predivide: float) -> None:
-    (segment,) = segments_of([(100, Lane(CPU, torch.float32, Kind.DENSE))])
+    (segment,) = segments_of([(100, TensorClass(CPU, torch.float32, Kind.DENSE))])
     (seen,) = exchange(1, dense(Average, cast, predivide), [segment], lambda r, i: draw_work(segment, 0, 1.0))
     assert seen.sent[0] is not None and same(seen.sent[0][1].float(), seen.update[0])
 
 
 def test_ordered_sums_do_not_depend_on_the_place_in_the_buffer() -> None:
-    lane = Lane(CPU, torch.float32, Kind.DENSE)
-    (alone,), (among,) = segments_of([(50, lane)]), segments_of([(77, lane), (50, lane), (3, lane)])
+    tensor_class = TensorClass(CPU, torch.float32, Kind.DENSE)
+    (alone,), (among,) = (
+        segments_of([(50, tensor_class)]),
+        segments_of([(77, tensor_class), (50, tensor_class), (3, tensor_class)]),
+    )
     offset = among.slots[1].offset
 
     def values(rank: int, index: int) -> torch.Tensor:
@@ -182,15 +185,15 @@ def test_sparse(
     seed: int,
     on_device: bool,
 ) -> None:
-    segments = segments_of([(numel, Lane(CPU, dtype, kind)) for numel, dtype, kind in tensors])
+    segments = segments_of([(numel, TensorClass(CPU, dtype, kind)) for numel, dtype, kind in tensors])
 
     def work(rank: int, index: int) -> torch.Tensor:
-        lane = segments[index].lane
-        limit = 100.0 if lane.dtype == torch.float16 and not lane.sparse else magnitude
+        tensor_class = segments[index].tensor_class
+        limit = 100.0 if tensor_class.dtype == torch.float16 and not tensor_class.sparse else magnitude
         return draw_work(segments[index], 100 * seed + 10 * index + rank, min(magnitude, limit))
 
     def offer(rank: int, index: int) -> Selection | None:
-        if not segments[index].lane.sparse:
+        if not segments[index].tensor_class.sparse:
             return None
         length = segments[index].length
         return draw_offer(length, round(density * length), 100 * seed + 10 * index + rank, on_device)
@@ -198,7 +201,7 @@ def test_sparse(
     seen = exchange(size, sparse(op), segments, work, offer)
     scale = op.scale(size)
     for index, segment in enumerate(segments):
-        total = torch.zeros(segment.length, dtype=segment.lane.storage)
+        total = torch.zeros(segment.length, dtype=segment.tensor_class.storage)
         for rank, one in enumerate(seen):
             before, selection, sent = one.before[index], offer(rank, index), one.sent[index]
             if selection is None:
@@ -206,7 +209,7 @@ def test_sparse(
                 total = before * scale if rank == 0 else total + before * scale
                 continue
             assert sent is not None and sent[0] is not None
-            values = expected_sent(before, selection, segment.lane.dtype)
+            values = expected_sent(before, selection, segment.tensor_class.dtype)
             assert torch.equal(sent[0], selection.indices) and same(sent[1], values)
             # Conservation: a slot behind the count takes off nothing, and no other element changes at all.
             whole = torch.zeros(segment.length, dtype=torch.float64)
@@ -216,13 +219,13 @@ def test_sparse(
             kept[selection.trimmed()] = False
             assert same(one.rest[index][kept], before[kept])
             total[selection.trimmed()] += values[: int(selection.count)].to(total.dtype) * scale
-        assert same(seen[0].update[index], total.to(segment.lane.dtype))
+        assert same(seen[0].update[index], total.to(segment.tensor_class.dtype))
 
 
 @pytest.mark.parametrize("make", [sparse(Average), oktopk()], ids=["sparse", "oktopk"])
 @pytest.mark.parametrize("dtype, huge", [(torch.float16, 1e6), (torch.bfloat16, 3.4e38)], ids=str)
 def test_a_residual_beyond_16_bits_saturates_and_the_rest_is_kept(dtype: torch.dtype, huge: float, make: Make) -> None:
-    (segment,) = segments_of([(32, Lane(CPU, dtype, Kind.SPARSE))])
+    (segment,) = segments_of([(32, TensorClass(CPU, dtype, Kind.SPARSE))])
     work = torch.tensor([huge, -huge, 1.0, 0.0] * 8)
     largest = torch.finfo(dtype).max
 
@@ -237,8 +240,8 @@ def test_a_residual_beyond_16_bits_saturates_and_the_rest_is_kept(dtype: torch.d
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_element_from_one_rank(size: int) -> None:
     """W * k == n: the update is every rank's part, side by side."""
-    lane = Lane(CPU, torch.float32, Kind.SPARSE)
-    (segment,) = segments_of([(32 * size, lane)])
+    tensor_class = TensorClass(CPU, torch.float32, Kind.SPARSE)
+    (segment,) = segments_of([(32 * size, tensor_class)])
 
     def offer(rank: int, index: int) -> Selection:
         return Selection(torch.arange(32 * rank, 32 * rank + 32, dtype=torch.int32), 32)
@@ -250,7 +253,7 @@ def test_every_element_from_one_rank(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_density_1_is_dense_to_the_bit_for_powers_of_two(size: int) -> None:
-    (segment,) = segments_of([(100, Lane(CPU, torch.float32, Kind.SPARSE))])
+    (segment,) = segments_of([(100, TensorClass(CPU, torch.float32, Kind.SPARSE))])
 
     def work(rank: int, index: int) -> torch.Tensor:
         return draw_work(segment, rank, 10.0**rank)
@@ -266,21 +269,23 @@ def test_density_1_is_dense_to_the_bit_for_powers_of_two(size: int) -> None:
 
 def test_a_sparse_update_does_not_depend_on_its_neighbours() -> None:
     """The same two segments in a message of their own, and in one with three more (and 3 ranks)."""
-    lanes = [Lane(CPU, dtype, kind) for dtype in (torch.float32, torch.bfloat16) for kind in (Kind.SPARSE, Kind.DENSE)]
-    few = segments_of([(50, lanes[0]), (50, lanes[1])])
-    many = segments_of([(50, lanes[2]), (50, lanes[0]), (9, lanes[3]), (50, lanes[1])])
+    classes = [
+        TensorClass(CPU, dtype, kind) for dtype in (torch.float32, torch.bfloat16) for kind in (Kind.SPARSE, Kind.DENSE)
+    ]
+    few = segments_of([(50, classes[0]), (50, classes[1])])
+    many = segments_of([(50, classes[2]), (50, classes[0]), (9, classes[3]), (50, classes[1])])
 
     def work_of(segments: list[Segment]) -> Callable[[int, int], torch.Tensor]:
         return lambda rank, index: draw_work(segments[index], rank, 10.0**rank)
 
     def offer_of(segments: list[Segment]) -> Callable[[int, int], Selection | None]:
-        return lambda rank, index: draw_offer(64, 20, rank, False) if segments[index].lane.sparse else None
+        return lambda rank, index: draw_offer(64, 20, rank, False) if segments[index].tensor_class.sparse else None
 
     first = exchange(3, sparse(Average), few, work_of(few), offer_of(few))[0].update
     second = exchange(3, sparse(Average), many, work_of(many), offer_of(many))[0].update
-    by_lane = {segment.lane: update for segment, update in zip(many, second, strict=True)}
+    by_class = {segment.tensor_class: update for segment, update in zip(many, second, strict=True)}
     for segment, update in zip(few, first, strict=True):
-        assert same(update, by_lane[segment.lane])
+        assert same(update, by_class[segment.tensor_class])
 
 
 # -- steps and errors ---------------------------------------------------------------------------------------
@@ -288,7 +293,9 @@ def test_a_sparse_update_does_not_depend_on_its_neighbours() -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "ordered", "fp16", "sparse"])
 def test_buffers_are_reused_and_leak_nothing(kind: str) -> None:
-    segments = segments_of([(40, Lane(CPU, torch.float32, Kind.SPARSE)), (33, Lane(CPU, torch.float32, Kind.DENSE))])
+    segments = segments_of(
+        [(40, TensorClass(CPU, torch.float32, Kind.SPARSE)), (33, TensorClass(CPU, torch.float32, Kind.DENSE))]
+    )
     segments = segments if kind == "sparse" else segments[:1]
     capacities = [20, 5, 0, 3, 20, 20]
     make = {
@@ -306,7 +313,9 @@ def test_buffers_are_reused_and_leak_nothing(kind: str) -> None:
                 SegmentBuffers(s, draw_work(s, 10 * step + rank, 10.0**-step), torch.full((s.length,), torch.nan))
                 for s in segments
             ]
-            offers = [draw_offer(64, capacity, 10 * step + rank, False) if s.lane.sparse else None for s in segments]
+            offers = [
+                draw_offer(64, capacity, 10 * step + rank, False) if s.tensor_class.sparse else None for s in segments
+            ]
             pending = here.start("buffer 3", loads, offers, control_of(rank, segments, step))
             here.wait(pending)
             here.finish(pending)
@@ -324,7 +333,7 @@ def test_buffers_are_reused_and_leak_nothing(kind: str) -> None:
 @pytest.mark.parametrize("field", ["step", "buffer"])
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_ranks_at_different_places_are_the_same_error_on_every_rank(kind: str, field: str, odd: int) -> None:
-    (segment,) = segments_of([(40, Lane(CPU, torch.float32, Kind.SPARSE))])
+    (segment,) = segments_of([(40, TensorClass(CPU, torch.float32, Kind.SPARSE))])
     make = {
         "dense": dense(Average),
         "ordered": dense(Average, ordered=True),
@@ -358,7 +367,7 @@ def test_ranks_at_different_places_are_the_same_error_on_every_rank(kind: str, f
 @pytest.mark.parametrize("odd", [0, 2])
 def test_an_index_out_of_range_names_the_rank_that_sent_it(wrong: int, odd: int) -> None:
     """Also one that its sender believes in, and has made a checksum of; nothing is written then."""
-    (segment,) = segments_of([(40, Lane(CPU, torch.float32, Kind.SPARSE))])
+    (segment,) = segments_of([(40, TensorClass(CPU, torch.float32, Kind.SPARSE))])
     layout = Format([segment], [1])
     assert layout.sections[0].index is not None and layout.sections[0].index.name == "int32"
 
@@ -388,7 +397,9 @@ def test_an_index_out_of_range_names_the_rank_that_sent_it(wrong: int, odd: int)
 def test_a_large_segment_is_summed_where_it_lies(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside it, in the message of the control numbers, travels what is small."""
     monkeypatch.setattr("agmerge.exchanges.dense.LARGE", 1000)
-    segments = segments_of([(1500, Lane(CPU, torch.float32, Kind.SPARSE)), (40, Lane(CPU, torch.float32, Kind.DENSE))])
+    segments = segments_of(
+        [(1500, TensorClass(CPU, torch.float32, Kind.SPARSE)), (40, TensorClass(CPU, torch.float32, Kind.DENSE))]
+    )
 
     def work(rank: int, index: int) -> torch.Tensor:
         return draw_work(segments[index], 10 * rank + index, 1.0)

@@ -15,22 +15,22 @@ from support.exchanges import get, put
 from agmerge.errors import MessageError
 from agmerge.exchanges.message import VALUES, Everything
 from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION, Format, RoundHeader
-from agmerge.tensors.layout import Lane, Layout, Segment
+from agmerge.tensors.layout import Layout, Segment, TensorClass
 from sparsifiers import Kind, Selection
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-LANES = [Lane(CPU, dtype, kind) for dtype in DTYPES for kind in (Kind.SPARSE, Kind.DENSE)]
+CLASSES = [TensorClass(CPU, dtype, kind) for dtype in DTYPES for kind in (Kind.SPARSE, Kind.DENSE)]
 HEAD = len(FIXED)  # words before those of the sections
 COUNT = HEAD + OF_SECTION.index("count")  # of the first section
 
 tensors = st.lists(
-    st.tuples(st.lists(st.integers(1, 40), max_size=2).map(tuple), st.sampled_from(LANES)), min_size=1, max_size=40
+    st.tuples(st.lists(st.integers(1, 40), max_size=2).map(tuple), st.sampled_from(CLASSES)), min_size=1, max_size=40
 )
 
 
-def segments_of(drawn: list[tuple[tuple[int, ...], Lane]]) -> list[Segment]:
-    layout = Layout([(f"t{i}", shape, lane) for i, (shape, lane) in enumerate(drawn)])
+def segments_of(drawn: list[tuple[tuple[int, ...], TensorClass]]) -> list[Segment]:
+    layout = Layout([(f"t{i}", shape, tensor_class) for i, (shape, tensor_class) in enumerate(drawn)])
     return layout.segments(0, len(drawn))
 
 
@@ -39,15 +39,15 @@ def formats(draw: st.DrawFn) -> Format:
     segments = segments_of(draw(tensors))
     return Format(
         segments,
-        [draw(st.integers(0, segment.length)) if segment.lane.sparse else None for segment in segments],
+        [draw(st.integers(0, segment.length)) if segment.tensor_class.sparse else None for segment in segments],
         draw(st.sampled_from(["auto", *VALUES])),
     )
 
 
 def simple(tensor_count: int = 3, capacity: int = 4) -> Format:
     """One sparse section of ``capacity`` slots and a dense one that rides along."""
-    sparse, dense = Lane(CPU, torch.float32, Kind.SPARSE), Lane(CPU, torch.float32, Kind.DENSE)
-    drawn: list[tuple[tuple[int, ...], Lane]] = [((2,), sparse)] * (tensor_count - 1) + [((2,), dense)]
+    sparse, dense = TensorClass(CPU, torch.float32, Kind.SPARSE), TensorClass(CPU, torch.float32, Kind.DENSE)
+    drawn: list[tuple[tuple[int, ...], TensorClass]] = [((2,), sparse)] * (tensor_count - 1) + [((2,), dense)]
     return Format(segments_of(drawn), [capacity, None])
 
 
@@ -98,9 +98,9 @@ def test_sections_share_no_byte_and_come_back(layout: Format, seed: int) -> None
     header = torch.randint(0, 255, (4 * layout.words,), generator=source, dtype=torch.uint8)
     message[: 4 * layout.words] = header
     for section in layout.sections:
-        length, storage = section.segment.length, section.segment.lane.storage
+        length, storage = section.segment.length, section.segment.tensor_class.storage
         if section.capacity is None:
-            whole = torch.randn(length, generator=source).to(section.segment.lane.dtype)
+            whole = torch.randn(length, generator=source).to(section.segment.tensor_class.dtype)
             layout.whole(message, section).copy_(whole)
             told.append((None, whole))
             continue
@@ -117,7 +117,7 @@ def test_sections_share_no_byte_and_come_back(layout: Format, seed: int) -> None
         if chosen is None:
             assert torch.equal(layout.whole(message, section), values)
         else:
-            indices, found, good = get(message, section, len(chosen), section.segment.lane.storage)
+            indices, found, good = get(message, section, len(chosen), section.segment.tensor_class.storage)
             assert good and torch.equal(indices, chosen) and torch.equal(found, values)
 
 
@@ -139,8 +139,8 @@ def test_headers_come_back(layout: Format, size: int, data: st.DataObject) -> No
 
 @pytest.mark.parametrize("tensors", [1, 2, 30, 31, 32, 61, 62, 63, 93, 94, 100])
 def test_each_used_bit_has_its_place(tensors: int) -> None:
-    lane = Lane(CPU, torch.float32, Kind.DENSE)
-    layout = Format(segments_of([((1,), lane)] * tensors), [None])
+    tensor_class = TensorClass(CPU, torch.float32, Kind.DENSE)
+    layout = Format(segments_of([((1,), tensor_class)] * tensors), [None])
     for one in range(tensors):
         used = tuple(i == one for i in range(tensors))
         mine = RoundHeader(0, 0, 0, 0, used)
@@ -215,10 +215,10 @@ def test_a_damaged_header_names_its_rank_and_no_other_cause(odd: int) -> None:
 @pytest.mark.parametrize("other", ["capacity", "length", "codecs", "tensors"])
 def test_another_layout_is_named(other: str, odd: int) -> None:
     layout, controls = simple(), [control(rank) for rank in range(3)]
-    wide = Lane(CPU, torch.float32, Kind.SPARSE)
+    wide = TensorClass(CPU, torch.float32, Kind.SPARSE)
     strange = {
         "capacity": simple(capacity=3),
-        "length": Format(segments_of([((200,), wide), ((2,), Lane(CPU, torch.float32, Kind.DENSE))]), [4, None]),
+        "length": Format(segments_of([((200,), wide), ((2,), TensorClass(CPU, torch.float32, Kind.DENSE))]), [4, None]),
         "codecs": Format([section.segment for section in layout.sections], [4, None], "fp16"),
         "tensors": simple(tensor_count=40),
     }[other]

@@ -38,13 +38,13 @@ def hybrid(name: str) -> dict[str, str]:
     return {"wide|square": "topk", "conv": "none", ".*": name}
 
 
-# -- both lanes -------------------------------------------------------------------------------------------------------
+# -- both tensor classes ----------------------------------------------------------------------------------------
 
 
 @both
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("merging", ["layerwise", "single"])
-def test_a_hybrid_loses_nothing_in_either_lane(name: str, size: int, merging: str) -> None:
+def test_a_hybrid_loses_nothing_in_either_class(name: str, size: int, merging: str) -> None:
     seen = steps_of(size, drawn, 6, compression=hybrid(name), density=DENSITY, rank=2, merging=merging)
     for step in range(6):
         for tensor in SHAPES:
@@ -96,7 +96,7 @@ def test_a_hybrid_trains_the_same_on_all_ranks_and_goes_on_after_a_restart(name:
 
 
 @both
-def test_a_rank_that_skips_a_tensor_of_either_lane_loses_nothing(name: str) -> None:
+def test_a_rank_that_skips_a_tensor_of_either_class_loses_nothing(name: str) -> None:
     def body(rank: int) -> list[Step]:
         tensors = {tensor: torch.zeros(shape) for tensor, shape in SHAPES.items()}
         exchange = opened(tensors, hybrid(name), density=DENSITY, rank=2)

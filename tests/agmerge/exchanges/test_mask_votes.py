@@ -16,11 +16,11 @@ from agmerge.errors import MessageError
 from agmerge.exchanges import mask_votes
 from agmerge.exchanges.base import SegmentBuffers
 from agmerge.exchanges.message import bits
-from agmerge.tensors.layout import Lane
+from agmerge.tensors.layout import TensorClass
 from sparsifiers import Kind, Selection
 
 LIGHT = settings(deadline=None)
-FP32 = Lane(CPU, torch.float32, Kind.SPARSE)
+FP32 = TensorClass(CPU, torch.float32, Kind.SPARSE)
 
 
 @given(k=st.integers(0, 200), extra=st.integers(0, 200), workers=st.integers(1, 9), step=st.integers(0, 20))

@@ -30,12 +30,12 @@ from agmerge.exchanges.dense import largest_summand
 from agmerge.exchanges.masked import checksum
 from agmerge.exchanges.message.format import Flag
 from agmerge.ops import Average, ReduceOp, Sum
-from agmerge.tensors.layout import Lane
+from agmerge.tensors.layout import TensorClass
 from sparsifiers import Kind, Selection
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 LIGHT = settings(deadline=None)
-FP32 = Lane(CPU, torch.float32, Kind.SPARSE)
+FP32 = TensorClass(CPU, torch.float32, Kind.SPARSE)
 
 
 # -- sums ---------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def test_masked(
     how: str,
     ordered: bool,
 ) -> None:
-    segments = segments_of([(numel, Lane(CPU, dtype, Kind.SPARSE)) for numel, dtype in tensors])
+    segments = segments_of([(numel, TensorClass(CPU, dtype, Kind.SPARSE)) for numel, dtype in tensors])
     drawn = how == "drawn"
 
     def work(rank: int, index: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ def test_masked(
 
     seen = exchange(size, masked(op, drawn=drawn, ordered=ordered), segments, work, offer)
     for index, segment in enumerate(segments):
-        length, dtype = segment.length, segment.lane.dtype
+        length, dtype = segment.length, segment.tensor_class.dtype
         k = offer(0, index).indices.numel()
         first = seen[0].sent[index]
         if first is None and k == 0:
@@ -93,11 +93,11 @@ def test_masked(
         else:
             assert 0.8 * k <= len(mask) <= k
             assert not drawn or torch.equal(mask, offer(0, index).indices.long())
-        total = torch.zeros(len(mask), dtype=segment.lane.storage if ordered else dtype)
+        total = torch.zeros(len(mask), dtype=segment.tensor_class.storage if ordered else dtype)
         for rank, one in enumerate(seen):
             sent = one.sent[index]
             assert sent is not None and sent[0] is not None and torch.equal(sent[0].long(), mask)
-            limit = torch.finfo(dtype).max if dtype == segment.lane.storage else largest_summand(dtype, size)
+            limit = torch.finfo(dtype).max if dtype == segment.tensor_class.storage else largest_summand(dtype, size)
             assert same(sent[1], one.before[index][mask].clamp(-limit, limit).to(dtype))
             # Conservation, to the bit: what was sent was taken off, everything else is as it was.
             rest = one.before[index].clone()
@@ -114,8 +114,8 @@ def test_masked(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_everything_is_the_dense_exchange_to_the_bit(size: int, dtype: torch.dtype, ordered: bool) -> None:
-    (segment,) = segments_of([(70, Lane(CPU, dtype, Kind.SPARSE)), (5, Lane(CPU, dtype, Kind.SPARSE))])
-    (twin,) = segments_of([(70, Lane(CPU, dtype, Kind.DENSE)), (5, Lane(CPU, dtype, Kind.DENSE))])
+    (segment,) = segments_of([(70, TensorClass(CPU, dtype, Kind.SPARSE)), (5, TensorClass(CPU, dtype, Kind.SPARSE))])
+    (twin,) = segments_of([(70, TensorClass(CPU, dtype, Kind.DENSE)), (5, TensorClass(CPU, dtype, Kind.DENSE))])
 
     def work(rank: int, index: int) -> torch.Tensor:
         return draw_work(twin, rank, 10.0**rank)  # it fits the gradient's dtype
@@ -130,7 +130,7 @@ def test_everything_is_the_dense_exchange_to_the_bit(size: int, dtype: torch.dty
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_sixteen_bits_saturate_so_that_the_sum_does_not_overflow(size: int) -> None:
-    (segment,) = segments_of([(64, Lane(CPU, torch.float16, Kind.SPARSE))])
+    (segment,) = segments_of([(64, TensorClass(CPU, torch.float16, Kind.SPARSE))])
     work = torch.tensor([1e9, -1e9, 6e4, 1.0] * 16)
     seen = exchange(size, masked(Sum), [segment], lambda *_: work.clone(), lambda *_: draw_offer(64, 63, 0, False))
     assert seen[0].update[0].isfinite().all() and seen[0].update[0].abs().max() > 6e4

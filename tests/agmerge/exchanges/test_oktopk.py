@@ -32,11 +32,11 @@ from agmerge import testing
 from agmerge.exchanges import SegmentBuffers
 from agmerge.exchanges.oktopk import regions
 from agmerge.ops import Average, Sum
-from agmerge.tensors.layout import Lane, Segment
+from agmerge.tensors.layout import Segment, TensorClass
 from sparsifiers import Kind, Selection
 
 LIGHT = settings(deadline=None)
-FP32 = Lane(CPU, torch.float32, Kind.SPARSE)
+FP32 = TensorClass(CPU, torch.float32, Kind.SPARSE)
 
 
 def bins(values: torch.Tensor) -> list[tuple[int, int]]:
@@ -55,7 +55,7 @@ def chosen(before: torch.Tensor, selection: Selection, dtype: torch.dtype) -> to
 
 def check(seen: Sequence[Seen], segments: Sequence[Segment], offer: Offers, scale: float) -> int:
     """Everything that the docstring of the exchange promises; how many elements are kept."""
-    dtype, storage = segments[0].lane.dtype, segments[0].lane.storage
+    dtype, storage = segments[0].tensor_class.dtype, segments[0].tensor_class.storage
     budget = sum(offer(0, index).indices.numel() for index in range(len(segments)))
     totals, touched = [], []
     for index, segment in enumerate(segments):
@@ -210,7 +210,7 @@ def test_not_a_number_and_infinity_come_first() -> None:
 
 def test_16_bits_are_added_up_in_32() -> None:
     """256 + 1 and 1 in bfloat16 would be 256: one rounding, of the sum."""
-    (segment,) = segments_of([(32, Lane(CPU, torch.bfloat16, Kind.SPARSE))])
+    (segment,) = segments_of([(32, TensorClass(CPU, torch.bfloat16, Kind.SPARSE))])
 
     def offer(rank: int, index: int) -> Selection:
         return Selection(torch.tensor([5], dtype=torch.int32), 1)
@@ -238,16 +238,17 @@ def test_the_result_does_not_depend_on_the_regions(cut: str, monkeypatch: pytest
         assert all(same(a, b) for a, b in zip(one.update + one.rest, two.update + two.rest, strict=True))
 
 
-def test_a_lane_of_another_kind_is_refused() -> None:
-    lanes = [FP32, Lane(CPU, torch.float32, Kind.DENSE), Lane(CPU, torch.bfloat16, Kind.SPARSE)]
-    (first,), *others = (segments_of([(64, lane)]) for lane in lanes)
+def test_a_class_of_another_kind_is_refused() -> None:
+    classes = [FP32, TensorClass(CPU, torch.float32, Kind.DENSE), TensorClass(CPU, torch.bfloat16, Kind.SPARSE)]
+    (first,), *others = (segments_of([(64, tensor_class)]) for tensor_class in classes)
 
     def body(rank: int) -> None:
         for (other,), offer in zip(others, (None, draw_offer(64, 3, 1, False)), strict=True):
             loads = [
-                SegmentBuffers(part, torch.ones(64), torch.ones(64, dtype=part.lane.dtype)) for part in (first, other)
+                SegmentBuffers(part, torch.ones(64), torch.ones(64, dtype=part.tensor_class.dtype))
+                for part in (first, other)
             ]
-            with pytest.raises(ValueError, match="buffer 3: oktopk sends what is selected from one lane, and was"):
+            with pytest.raises(ValueError, match="buffer 3: oktopk selects from tensors of one class, and was"):
                 oktopk()(Quiet()).start(
                     "buffer 3", loads, [draw_offer(64, 3, 1, False), offer], control_of(rank, [first, other])
                 )

@@ -28,10 +28,10 @@ from agmerge.backends.local import Call
 from agmerge.errors import MessageError
 from agmerge.exchanges import InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION
-from agmerge.tensors.layout import Lane
+from agmerge.tensors.layout import TensorClass
 from sparsifiers import Kind, Selection
 
-FP32 = Lane(CPU, torch.float32, Kind.SPARSE)
+FP32 = TensorClass(CPU, torch.float32, Kind.SPARSE)
 
 
 # -- steps ------------------------------------------------------------------------------------------------------

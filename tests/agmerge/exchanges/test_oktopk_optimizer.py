@@ -133,7 +133,7 @@ def test_all_ranks_make_the_same_calls_whatever_arrives_when() -> None:
 
 
 def test_what_is_sent_whole_has_messages_of_its_own() -> None:
-    """Small tensors ride in the message of ``sparse``; here every lane has its own."""
+    """Small tensors ride in the message of ``sparse``; here every tensor class has its own."""
 
     def body(rank: int, model: AwkwardModel) -> list[tuple[str, int]]:
         optimizer = wrapped(model)
@@ -142,7 +142,7 @@ def test_what_is_sent_whole_has_messages_of_its_own() -> None:
         session = optimizer._reducer.exchange.agreed.buffers
         assert session is not None
         routes = [route for buffer in session.messages for route in buffer]
-        assert all(len({segment.lane for segment in route.segments}) == 1 for route in routes)
+        assert all(len({segment.tensor_class for segment in route.segments}) == 1 for route in routes)
         return [(route.name, len(route.segments)) for route in routes]
 
     names = [name for name, _ in agreed(on_ranks(2, AWKWARD, body))]

@@ -15,7 +15,7 @@ from agmerge import testing
 from agmerge.backends import topology
 from agmerge.exchanges.all_reduce import LARGE
 from agmerge.exchanges.routing import group_into_messages
-from agmerge.tensors.layout import Lane, Layout
+from agmerge.tensors.layout import Layout, TensorClass
 from sparsifiers import Kind
 
 SHAPES = {"first": (40,), "second": (9, 256), "third": (17, 128), "fourth": (30,), "fifth": (8, 64, 3, 3)}
@@ -51,16 +51,18 @@ def test_what_is_small_is_added_up_by_owners_in_rank_order_whatever_it_is_merged
     assert len([name for _, name in calls if name.endswith("/sum")]) == len(SHAPES)
 
 
-def lane(kind: Kind, dtype: torch.dtype = torch.float32) -> Lane:
-    return Lane(torch.device("cpu"), dtype, kind)
+def tensor_class(kind: Kind, dtype: torch.dtype = torch.float32) -> TensorClass:
+    return TensorClass(torch.device("cpu"), dtype, kind)
 
 
 def test_only_large_tensors_are_summed_where_they_lie() -> None:
     """How many there are in a merge buffer does not matter: a plan would change bits."""
     whole = [("many", LARGE // 2), ("more", LARGE // 2), ("others", LARGE // 2)]
-    layout = Layout([(name, (numel,), lane(Kind.DENSE)) for name, numel in whole])
+    layout = Layout([(name, (numel,), tensor_class(Kind.DENSE)) for name, numel in whole])
     assert len(group_into_messages(layout.segments(0, 3), 4, [Kind.QUANTISED])) == 1
-    layout = Layout([("few", (64, 64), lane(Kind.QUANTISED)), ("large", (LARGE,), lane(Kind.DENSE, torch.float64))])
+    layout = Layout(
+        [("few", (64, 64), tensor_class(Kind.QUANTISED)), ("large", (LARGE,), tensor_class(Kind.DENSE, torch.float64))]
+    )
     assert len(group_into_messages(layout.segments(0, 2), 4, [Kind.QUANTISED])) == 2
 
 

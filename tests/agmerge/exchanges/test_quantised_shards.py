@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agmerge.exchanges.quantised.shards import cut_blocks, cut_plain
-from agmerge.tensors.layout import ALIGNMENT, Lane, Layout
+from agmerge.tensors.layout import ALIGNMENT, Layout, TensorClass
 from sparsifiers import Kind
 from sparsifiers.quantising.blocks import block_size, blocks_in
 
@@ -25,8 +25,8 @@ SHAPES = st.lists(
 
 
 def layout_of(shapes: list[tuple[int, ...]], kind: Kind = Kind.QUANTISED) -> Layout:
-    lane = Lane(torch.device("cpu"), torch.float32, kind)
-    return Layout([(f"t{i}", shape, lane) for i, shape in enumerate(shapes)])
+    tensor_class = TensorClass(torch.device("cpu"), torch.float32, kind)
+    return Layout([(f"t{i}", shape, tensor_class) for i, shape in enumerate(shapes)])
 
 
 @given(SHAPES, st.integers(1, 9))

@@ -14,20 +14,20 @@ from torch import nn
 
 import merging
 from agmerge.exchanges.routing import RIDE, group_into_messages, message_name, segments
-from agmerge.tensors.layout import Lane, Layout, Segment
+from agmerge.tensors.layout import Layout, Segment, TensorClass
 from sparsifiers import Kind
 
 DEVICES = [torch.device("cpu"), torch.device("meta")]
-LANES = [
-    Lane(device, dtype, kind, density)
+CLASSES = [
+    TensorClass(device, dtype, kind, density)
     for device in DEVICES
     for dtype in (torch.float32, torch.bfloat16)
     for kind, density in ((Kind.SPARSE, None), (Kind.SPARSE, 0.25), (Kind.DENSE, None))
 ]
 
 lengths = st.one_of(st.integers(1, 100), st.sampled_from([RIDE // 8, RIDE]))
-layouts = st.lists(st.tuples(lengths, st.sampled_from(LANES)), min_size=1, max_size=10).map(
-    lambda drawn: Layout([(f"t{i}", (numel,), lane) for i, (numel, lane) in enumerate(drawn)])
+layouts = st.lists(st.tuples(lengths, st.sampled_from(CLASSES)), min_size=1, max_size=10).map(
+    lambda drawn: Layout([(f"t{i}", (numel,), tensor_class) for i, (numel, tensor_class) in enumerate(drawn)])
 )
 
 
@@ -43,28 +43,30 @@ def indices(parts: list[Segment]) -> list[int]:
 
 @settings(deadline=None)
 @given(layouts, st.integers(0, 1000), st.booleans())
-def test_every_tensor_is_in_one_segment_of_its_lane_and_in_order(layout: Layout, seed: int, ahead: bool) -> None:
+def test_every_tensor_is_in_one_segment_of_its_class_and_in_order(layout: Layout, seed: int, ahead: bool) -> None:
     buffers = cut(layout, seed, ahead)
     assert sorted(index for buffer in buffers for index in indices(buffer)) == list(range(len(layout.slots)))
     for buffer in buffers:
         for part in buffer:
-            assert {slot.lane for slot in part.slots} == {part.lane}
+            assert {slot.tensor_class for slot in part.slots} == {part.tensor_class}
             assert indices([part]) == sorted(indices([part]))
-            assert all(a.end == b.offset for a, b in pairwise(part.slots))  # one slice of the lane
-    for lane in layout.lengths:
-        here = [part for buffer in buffers for part in buffer if part.lane == lane]
-        assert [part.stop for part in here] == [*(part.start for part in here[1:]), layout.lengths[lane]]
+            assert all(a.end == b.offset for a, b in pairwise(part.slots))  # one slice of the tensor class
+    for tensor_class in layout.lengths:
+        here = [part for buffer in buffers for part in buffer if part.tensor_class == tensor_class]
+        assert [part.stop for part in here] == [*(part.start for part in here[1:]), layout.lengths[tensor_class]]
 
 
 @settings(deadline=None)
 @given(layouts, st.integers(0, 1000))
 def test_ahead_every_sparse_tensor_is_alone_and_nothing_else_differs(layout: Layout, seed: int) -> None:
     for ahead, behind in zip(cut(layout, seed, True), cut(layout, seed, False), strict=True):
-        assert all(len(part.slots) == 1 for part in ahead if part.lane.sparse)
-        assert [part for part in ahead if not part.lane.sparse] == [part for part in behind if not part.lane.sparse]
-        lanes = [part.lane for part in behind]
-        assert len(lanes) == len(set(lanes))  # behind, one segment a lane
-        assert [indices([part for part in ahead if part.lane == lane]) for lane in lanes] == [
+        assert all(len(part.slots) == 1 for part in ahead if part.tensor_class.sparse)
+        assert [part for part in ahead if not part.tensor_class.sparse] == [
+            part for part in behind if not part.tensor_class.sparse
+        ]
+        classes = [part.tensor_class for part in behind]
+        assert len(classes) == len(set(classes))  # behind, one segment a tensor class
+        assert [indices([part for part in ahead if part.tensor_class == tensor_class]) for tensor_class in classes] == [
             indices([part]) for part in behind
         ]
 
@@ -76,11 +78,11 @@ def test_messages_are_a_partition_and_keep_to_one_device(layout: Layout, size: i
     messages = group_into_messages(parts, size, (Kind.SPARSE,) if ride else ())
     assert sorted(indices([part for message in messages for part in message])) == list(range(len(layout.slots)))
     for message in messages:
-        assert len({part.lane.device for part in message}) == 1
-        sparse = [part.lane.sparse for part in message]
+        assert len({part.tensor_class.device for part in message}) == 1
+        sparse = [part.tensor_class.sparse for part in message]
         assert sparse == sorted(sparse, reverse=True)  # sparse ones first, dense ones ride behind
         assert any(sparse) or len(message) == 1  # an all-reduce takes one segment
-    carrying = [message[0].lane.device for message in messages if message[0].lane.sparse]
+    carrying = [message[0].tensor_class.device for message in messages if message[0].tensor_class.sparse]
     assert len(carrying) == len(set(carrying))  # sparse segments of a device share one message
 
 
@@ -88,7 +90,7 @@ def test_messages_are_a_partition_and_keep_to_one_device(layout: Layout, size: i
 @given(layouts, st.integers(1, 9), st.booleans())
 def test_without_a_ride_dense_segments_go_by_themselves(layout: Layout, size: int, ahead: bool) -> None:
     for message in group_into_messages(segments(layout, 0, len(layout.slots), ahead), size, ()):
-        assert all(part.lane.sparse for part in message) or len(message) == 1
+        assert all(part.tensor_class.sparse for part in message) or len(message) == 1
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -97,8 +99,8 @@ def test_dense_segments_ride_up_to_a_bound_that_two_ranks_do_not_have(size: int)
     most = round(RIDE / extra / 4) // 32 * 32 if extra else 10 * RIDE
     cpu = DEVICES[0]
     for numel, together in ((most - 32, True), (most + 32, size == 2)):
-        lanes = [Lane(cpu, torch.float32, Kind.SPARSE), Lane(cpu, torch.float32, Kind.DENSE)]
-        layout = Layout([("a", (64,), lanes[0]), ("b", (numel,), lanes[1])])
+        classes = [TensorClass(cpu, torch.float32, Kind.SPARSE), TensorClass(cpu, torch.float32, Kind.DENSE)]
+        layout = Layout([("a", (64,), classes[0]), ("b", (numel,), classes[1])])
         messages = group_into_messages(segments(layout, 0, 2, False), size)
         assert [len(message) for message in messages] == ([2] if together else [1, 1])
         assert len(group_into_messages(segments(layout, 1, 2, False), size)) == 1  # nothing to ride with

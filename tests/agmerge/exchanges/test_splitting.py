@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 import merging
 from agmerge.exchanges.splitting import cut, split, why_parts_impossible
-from agmerge.tensors.layout import ALIGNMENT, Lane, Layout, Segment
+from agmerge.tensors.layout import ALIGNMENT, Layout, Segment, TensorClass
 from sparsifiers import Kind
 
 CPU = torch.device("cpu")
-SPARSE, NARROW = Lane(CPU, torch.float32, Kind.SPARSE), Lane(CPU, torch.float32, Kind.SPARSE, 0.5)
-DENSE = Lane(CPU, torch.float32, Kind.DENSE)
+SPARSE, NARROW = TensorClass(CPU, torch.float32, Kind.SPARSE), TensorClass(CPU, torch.float32, Kind.SPARSE, 0.5)
+DENSE = TensorClass(CPU, torch.float32, Kind.DENSE)
 
 shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
 layouts = st.lists(st.tuples(shapes, st.sampled_from([SPARSE, NARROW, DENSE])), min_size=1, max_size=8).map(
-    lambda drawn: Layout([(f"t{i}", shape, lane) for i, (shape, lane) in enumerate(drawn)])
+    lambda drawn: Layout([(f"t{i}", shape, tensor_class) for i, (shape, tensor_class) in enumerate(drawn)])
 )
 
 
@@ -113,14 +113,14 @@ def test_keys_tell_parts_apart_and_do_not_depend_on_what_lies_before() -> None:
 @settings(deadline=None)
 @given(layouts, st.integers(1, 5))
 def test_what_is_sent_whole_goes_with_the_first_message(layout: Layout, parts: int) -> None:
-    group = sorted(layout.segments(0, len(layout.slots)), key=lambda segment: not segment.lane.sparse)
+    group = sorted(layout.segments(0, len(layout.slots)), key=lambda segment: not segment.tensor_class.sparse)
     messages = split(group, parts)
     assert 1 <= len(messages) <= parts
     for segment in group:
-        pieces = [piece for message in messages for piece in message if piece.lane == segment.lane]
-        assert pieces == (cut(segment, parts) if segment.lane.sparse else [segment])
-        assert all(sum(piece.lane == segment.lane for piece in message) <= 1 for message in messages)
-        assert segment.lane.sparse or segment in messages[0]
+        pieces = [piece for message in messages for piece in message if piece.tensor_class == segment.tensor_class]
+        assert pieces == (cut(segment, parts) if segment.tensor_class.sparse else [segment])
+        assert all(sum(piece.tensor_class == segment.tensor_class for piece in message) <= 1 for message in messages)
+        assert segment.tensor_class.sparse or segment in messages[0]
 
 
 def test_several_tensors_ahead_are_refused() -> None:

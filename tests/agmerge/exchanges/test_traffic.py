@@ -14,11 +14,11 @@ from agmerge import testing
 from agmerge.exchanges import SegmentBuffers, SparseExchange
 from agmerge.exchanges.message.format import section_codecs
 from agmerge.exchanges.traffic import exchanged_by, traffic_of
-from agmerge.tensors.layout import Lane
+from agmerge.tensors.layout import TensorClass
 from merging import Curve
 from sparsifiers import Kind, Selection
 
-FP32 = Lane(CPU, torch.float32, Kind.SPARSE)
+FP32 = TensorClass(CPU, torch.float32, Kind.SPARSE)
 LENGTH, K = 400_000, 20_000
 
 

@@ -16,7 +16,7 @@ from agmerge.exchanges.message import Everything, value_codec
 from agmerge.exchanges.message.format import Format, section_codecs, slot_bytes
 from agmerge.exchanges.message.offers import spread, spread_on_device, without_zeros
 from agmerge.ops import Average, ReduceOp, Sum
-from agmerge.tensors.layout import Lane
+from agmerge.tensors.layout import TensorClass
 from sparsifiers import Kind, Selection
 
 SCALED = ["int8", "int4", "2bit", "sign"]
@@ -81,7 +81,7 @@ def test_the_sum_is_that_of_what_was_sent_and_the_rest_is_kept(
     seed: int,
     on_device: bool,
 ) -> None:
-    segments = segments_of([(numel, Lane(CPU, dtype, Kind.SPARSE)) for numel, dtype in tensors])
+    segments = segments_of([(numel, TensorClass(CPU, dtype, Kind.SPARSE)) for numel, dtype in tensors])
 
     def offer(rank: int, index: int) -> Selection:
         length = segments[index].length
@@ -95,15 +95,15 @@ def test_the_sum_is_that_of_what_was_sent_and_the_rest_is_kept(
         offer,
     )
     for index, segment in enumerate(segments):
-        total = torch.zeros(segment.length, dtype=segment.lane.storage)
+        total = torch.zeros(segment.length, dtype=segment.tensor_class.storage)
         for rank, one in enumerate(seen):
             before, selection, sent = one.before[index], offer(rank, index), one.sent[index]
             assert sent is not None and sent[0] is not None
             values = before[selection.indices.long()]
             values[int(selection.count) :] = 0.0
-            values = arrives_of(wire, segment.length, selection, values, segment.lane.dtype)
+            values = arrives_of(wire, segment.length, selection, values, segment.tensor_class.dtype)
             whole = scattered(segment.length, selection.indices, values)
-            if value_codec(wire, segment.lane.dtype).has_zero:
+            if value_codec(wire, segment.tensor_class.dtype).has_zero:
                 assert same(sent[1].to(values.dtype), values) and torch.equal(sent[0], selection.indices)
             assert same(scattered(segment.length, sent[0], sent[1].to(values.dtype)), whole)
             assert torch.equal(one.rest[index], before - whole)  # what receivers did not get, to the bit
@@ -114,15 +114,15 @@ def test_the_sum_is_that_of_what_was_sent_and_the_rest_is_kept(
             kept[selection.trimmed()] = False
             assert same(one.rest[index][kept], before[kept])
             total[selection.trimmed()] += values[: int(selection.count)] * op.scale(size)
-        assert same(seen[0].update[index], total.to(segment.lane.dtype))
+        assert same(seen[0].update[index], total.to(segment.tensor_class.dtype))
 
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_every_element_from_one_rank(size: int, wire: str) -> None:
     """W * k == n: side by side, every rank's part, and nothing is left but what its codec rounds off."""
-    lane = Lane(CPU, torch.float32, Kind.SPARSE)
-    (segment,) = segments_of([(320 * size, lane)])
+    tensor_class = TensorClass(CPU, torch.float32, Kind.SPARSE)
+    (segment,) = segments_of([(320 * size, tensor_class)])
 
     def offer(rank: int, index: int) -> Selection:
         return Selection(torch.arange(320 * rank, 320 * rank + 320, dtype=torch.int32), 320)
@@ -140,7 +140,7 @@ EVERYTHING = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1.016, "int4": 0.516, "2b
 @pytest.mark.parametrize("wire", EVERYTHING)
 def test_bytes_of_an_element_at_density_1(wire: str) -> None:
     n = 2**20
-    (section,) = Format(segments_of([(n, Lane(CPU, torch.float32, Kind.SPARSE))]), [n], wire).sections
+    (section,) = Format(segments_of([(n, TensorClass(CPU, torch.float32, Kind.SPARSE))]), [n], wire).sections
     assert section.name == ("bitmap/" if wire in ("2bit", "sign") else "all/") + wire
     assert section.values.stop - section.indices.start == pytest.approx(n * EVERYTHING[wire], rel=0.002)
 
@@ -150,7 +150,7 @@ def test_bytes_of_an_element_at_density_1(wire: str) -> None:
 @pytest.mark.parametrize("counts", [(992, 992), (992, 0), (0, 0), (1, 991), (700, 992)], ids=str)
 def test_at_density_1_any_number_may_be_offered(counts: tuple[int, int], wire: str, as_tensor: bool) -> None:
     """Nothing, as of a round that is discarded, or less than there are slots: what is not offered stays."""
-    (segment,) = segments_of([(992, Lane(CPU, torch.float32, Kind.SPARSE))])
+    (segment,) = segments_of([(992, TensorClass(CPU, torch.float32, Kind.SPARSE))])
 
     def offer(rank: int, index: int) -> Selection:
         chosen = torch.randperm(992, generator=torch.Generator().manual_seed(rank))[: counts[rank]].sort().values
@@ -178,7 +178,7 @@ def test_at_density_1_any_number_may_be_offered(counts: tuple[int, int], wire: s
 @pytest.mark.parametrize("indices", [[1, 0], [0, 0]], ids=str)
 @pytest.mark.parametrize("as_tensor", [True, False])
 def test_at_density_1_too_a_selection_out_of_order_is_refused(indices: list[int], as_tensor: bool) -> None:
-    (segment,) = segments_of([(320, Lane(CPU, torch.float32, Kind.SPARSE))])
+    (segment,) = segments_of([(320, TensorClass(CPU, torch.float32, Kind.SPARSE))])
 
     def offer(rank: int, index: int) -> Selection:
         odd = torch.cat([torch.tensor(indices), torch.arange(2, 320)]).to(torch.int32)
@@ -215,7 +215,7 @@ def test_a_device_spreads_the_same_values(length: int, seed: int, as_tensor: boo
 @pytest.mark.parametrize("wire", WIRES)
 def test_auto_and_the_plain_codec_are_the_same_bits(wire: str) -> None:
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(wire, torch.float32)
-    (segment,) = segments_of([(5000, Lane(CPU, dtype, Kind.SPARSE))])
+    (segment,) = segments_of([(5000, TensorClass(CPU, dtype, Kind.SPARSE))])
 
     def update(wire: str) -> torch.Tensor:
         return exchange(
@@ -232,7 +232,7 @@ def test_auto_and_the_plain_codec_are_the_same_bits(wire: str) -> None:
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_reaches_every_rank(wire: str, bad: float) -> None:
-    (segment,) = segments_of([(64, Lane(CPU, torch.float32, Kind.SPARSE))])
+    (segment,) = segments_of([(64, TensorClass(CPU, torch.float32, Kind.SPARSE))])
 
     def work(rank: int, index: int) -> torch.Tensor:
         values = torch.ones(64)
@@ -258,7 +258,7 @@ LIMITS = {
 @pytest.mark.parametrize("wire", WIRES[1:])
 def test_bytes_of_a_slot_with_its_header(wire: str, density: float, n: int) -> None:
     k = math.ceil(density * n)
-    layout = Format(segments_of([(n, Lane(CPU, torch.float32, Kind.SPARSE))]), [k], wire)
+    layout = Format(segments_of([(n, TensorClass(CPU, torch.float32, Kind.SPARSE))]), [k], wire)
     assert layout.size / k <= LIMITS[density][wire]
     assert 0 < layout.size - k * slot_bytes(n, k, torch.float32, wire) < 100  # the header
 
@@ -275,12 +275,14 @@ def test_bytes_of_an_element_are_those_of_the_table(density: float) -> None:
     n = 2**20
     k = math.ceil(density * n)
     for wire, expected in BYTES[density].items():
-        layout = Format(segments_of([(n, Lane(CPU, torch.float32, Kind.SPARSE))]), [k], wire)
+        layout = Format(segments_of([(n, TensorClass(CPU, torch.float32, Kind.SPARSE))]), [k], wire)
         assert layout.size / k == pytest.approx(expected, rel=0.015), wire
 
 
 def test_a_format_is_made_once_for_the_same_segments_and_capacities() -> None:
-    segments = segments_of([(100, Lane(CPU, torch.float32, Kind.SPARSE)), (9, Lane(CPU, torch.float32, Kind.DENSE))])
+    segments = segments_of(
+        [(100, TensorClass(CPU, torch.float32, Kind.SPARSE)), (9, TensorClass(CPU, torch.float32, Kind.DENSE))]
+    )
     loads = [SegmentBuffers(part, torch.zeros(part.length), torch.zeros(part.length)) for part in segments]
     here = testing.run(1, lambda rank: SparseExchange(context(Quiet(), wire="fp16")))[0]
     first = here.format_of("buffer 0", loads, [4, None], "fp16")

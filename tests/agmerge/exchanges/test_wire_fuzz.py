@@ -16,15 +16,21 @@ from agmerge.errors import MessageError
 from agmerge.exchanges import SegmentBuffers, SparseExchange
 from agmerge.exchanges.message import Everything
 from agmerge.exchanges.message.format import FIXED, MAGIC, OF_SECTION, Format, RoundHeader
-from agmerge.tensors.layout import Lane, Segment
+from agmerge.tensors.layout import Segment, TensorClass
 from sparsifiers import Kind
 
 SIZE = 3
 WIRES = ["auto", "fp16", "int8", "int4", "2bit", "sign"]
 TENSORS = {
-    "small": [(40, Lane(CPU, torch.float32, Kind.SPARSE)), (33, Lane(CPU, torch.float32, Kind.DENSE))],
-    "everything": [(320, Lane(CPU, torch.float32, Kind.SPARSE)), (1_000, Lane(CPU, torch.float16, Kind.SPARSE))],
-    "blocks": [(20_000, Lane(CPU, torch.float32, Kind.SPARSE)), (700, Lane(CPU, torch.bfloat16, Kind.SPARSE))],
+    "small": [(40, TensorClass(CPU, torch.float32, Kind.SPARSE)), (33, TensorClass(CPU, torch.float32, Kind.DENSE))],
+    "everything": [
+        (320, TensorClass(CPU, torch.float32, Kind.SPARSE)),
+        (1_000, TensorClass(CPU, torch.float16, Kind.SPARSE)),
+    ],
+    "blocks": [
+        (20_000, TensorClass(CPU, torch.float32, Kind.SPARSE)),
+        (700, TensorClass(CPU, torch.bfloat16, Kind.SPARSE)),
+    ],
 }
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 Damage = Callable[[Bytes, np.random.Generator], None]
@@ -33,7 +39,7 @@ Damage = Callable[[Bytes, np.random.Generator], None]
 def parts_of(kind: str) -> tuple[list[Segment], list[int | None], list[RoundHeader]]:
     segments = segments_of(TENSORS[kind])
     density = 1.0 if kind == "everything" else 0.05
-    capacities = [math.ceil(density * s.length) if s.lane.sparse else None for s in segments]
+    capacities = [math.ceil(density * s.length) if s.tensor_class.sparse else None for s in segments]
     return segments, capacities, [control_of(rank, segments) for rank in range(SIZE)]
 
 
@@ -115,7 +121,7 @@ def read(layout: Format, rows: torch.Tensor, mine: RoundHeader, payload: bool) -
     counts = layout.counts(rows)
     for number, section in enumerate(layout.sections):
         for rank, row in enumerate(rows if section.capacity is not None else []):
-            storage = section.segment.lane.storage
+            storage = section.segment.tensor_class.storage
             indices, values, good = get(row, section, counts[rank][number], storage)
             assert values.dtype == storage and len(values) == len(indices) == counts[rank][number]
             if not good:
@@ -176,7 +182,7 @@ def test_in_a_group_all_ranks_raise_the_same_and_write_nothing(kind: str, damage
         updates: list[list[torch.Tensor]] = [[]] * SIZE
 
         def body(rank: int, updates: list[list[torch.Tensor]] = updates) -> None:
-            empty = [torch.full((segment.length,), torch.nan, dtype=segment.lane.dtype) for segment in segments]
+            empty = [torch.full((segment.length,), torch.nan, dtype=segment.tensor_class.dtype) for segment in segments]
             loads = [
                 SegmentBuffers(s, draw_work(s, rank, 1.0), update) for s, update in zip(segments, empty, strict=True)
             ]

@@ -222,7 +222,7 @@ def test_a_tensor_without_gradient_is_ready_when_the_step_waits_for_it(monkeypat
         clock.advance(7.0)
         optimizer.step()
         times = observed(optimizer)[-1]
-        names = list(testing.inspect(optimizer).lanes)
+        names = list(testing.inspect(optimizer).classes)
         late = {name for name, at in zip(names, times.since.tolist(), strict=True) if at == 7.0}
         assert late == {"b.weight", "b.bias"}
         for name in StepTimes.__dataclass_fields__:

@@ -17,7 +17,7 @@ NUMEL = {"0.weight": 48 * 32, "2.weight": 32 * 48}
 
 
 def sent_by_step(steps: int, **options: Any) -> list[int]:
-    """Elements that the sparse lane sends in each step."""
+    """Elements that the sparse tensor class sends in each step."""
 
     def body(rank: int, model: nn.Module) -> list[int]:
         optimizer = wrap(model, **options)
@@ -183,7 +183,7 @@ def test_the_report_says_what_happens_to_each_tensor() -> None:
         return optimizer.compression_report()
 
     lines = agreed(on_ranks(1, MODEL, body)).splitlines()
-    assert lines[0].split() == ["buffer", "tensor", "shape", "lane", "density", "elements"]
+    assert lines[0].split() == ["buffer", "tensor", "shape", "class", "density", "elements"]
     assert [row for row in lines if "0.weight" in row][0].split() == ["0", "0.weight", "48x32", "sparse", "0.5", "1536"]
     assert [row for row in lines if "4.bias" in row][0].split() == ["0", "4.bias", "10", "dense", "1", "10"]
     assert lines[-1] == "adtopk(density=0.01, reuse=True): 3072 of 3482 elements (88.2%) are selected from"

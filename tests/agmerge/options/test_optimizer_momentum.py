@@ -100,7 +100,7 @@ def test_the_ten_lines_work_with_every_name_and_nothing_else_changed(name: str) 
 
 
 def of_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Every momentum in both lanes: weights of layers 0 and 2 are sparse, everything else is dense."""
+    """Every momentum in both tensor classes: weights of layers 0 and 2 are sparse, everything else is dense."""
     p = dict(model.named_parameters())
     return [
         {"params": [p["0.weight"], p["0.bias"]], "momentum": 0.9, "nesterov": True},

@@ -356,7 +356,7 @@ def test_a_saved_plan_that_is_no_plan_is_refused_with_its_path(tmp_path: Path) -
 
 
 def test_density_may_stay_where_the_compressor_is_swapped_by_name() -> None:
-    """It is about the sparse lane, which is then empty."""
+    """It is about the sparse tensor class, which is then empty."""
 
     def body(rank: int, model: nn.Module, **options: Any) -> str:
         return train(model, wrap(model, compression="fp16", **options), rank, range(2))[-1]

@@ -39,14 +39,14 @@ def test_an_iterator_is_a_list_from_there_on(name: str) -> None:
     def trained(rank: int, model: nn.Module, given: Callable[[list[Any]], Any]) -> tuple[list[Any], list[str]]:
         own = given(GIVEN[name](model))
         optimizer = wrap(model, **{"compression": "topk", name: own})
-        lanes = optimizer._reducer.exchange.agreed.config.facts()
+        classes = optimizer._reducer.exchange.agreed.config.facts()
         seen = train(model, optimizer, rank, range(2))
         optimizer.set_compressor("adtopk", density=0.1)
         if isinstance(own, list):
             own.clear()  # the script's own
         seen += train(model, optimizer, rank, range(2, 4))
         plan = optimizer.plan
-        return [*lanes, plan.counts, optimizer.stats()["elements_sent"]], seen
+        return [*classes, plan.counts, optimizer.stats()["elements_sent"]], seen
 
     expected = on_ranks(2, MODEL, lambda rank, model: trained(rank, model, copy.copy))
     assert on_ranks(2, MODEL, lambda rank, model: trained(rank, model, once)) == expected

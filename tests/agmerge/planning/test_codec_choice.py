@@ -106,7 +106,7 @@ def test_a_sample_comes_from_a_device_at_once() -> None:
     with streams.installed():
         for number, length in enumerate((10, BLOCK + 3, 2 * BLOCK)):
             sample.take(put(torch.full((length,), float(number)), device), length)
-        sample.take(torch.full((2,), 3.0), 2)  # a lane of another device
+        sample.take(torch.full((2,), 3.0), 2)  # a tensor class of another device
         assert not device.books.waits
         values = sample.values()
     assert len(device.books.waits) == 1

@@ -23,7 +23,7 @@ from agmerge.planning.probe_budget import FLOOR, SECONDS, STEPS, Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
-from agmerge.tensors.layout import Lane, Layout
+from agmerge.tensors.layout import Layout, TensorClass
 from sparsifiers import Kind
 
 MODEL = seeded(mlp)
@@ -112,22 +112,24 @@ def probed(size: int, model: nn.Module, seconds: float = 0.01, **options: Any) -
 
 # -- sizes ------------------------------------------------------------------------------------------------------
 
-LANES = [
-    Lane(CPU, torch.float32, Kind.SPARSE),
-    Lane(CPU, torch.float32, Kind.DENSE),
-    Lane(CPU, torch.bfloat16, Kind.SPARSE),
+CLASSES = [
+    TensorClass(CPU, torch.float32, Kind.SPARSE),
+    TensorClass(CPU, torch.float32, Kind.DENSE),
+    TensorClass(CPU, torch.bfloat16, Kind.SPARSE),
 ]
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 5000), st.sampled_from(LANES)), min_size=1, max_size=12))
-def test_sizes_double_up_to_the_whole_of_the_largest_lane(drawn: list[tuple[int, Lane]]) -> None:
-    layout = Layout([(f"t{i}", (numel,), lane) for i, (numel, lane) in enumerate(drawn)])
+@given(st.lists(st.tuples(st.integers(1, 5000), st.sampled_from(CLASSES)), min_size=1, max_size=12))
+def test_sizes_double_up_to_the_whole_of_the_largest_class(drawn: list[tuple[int, TensorClass]]) -> None:
+    layout = Layout([(f"t{i}", (numel,), tensor_class) for i, (numel, tensor_class) in enumerate(drawn)])
     chosen = sizes(layout)
-    (lane,) = {segment.lane for segment in chosen}
-    assert lane.sparse or not any(other.sparse for other in layout.lengths)
-    assert layout.lengths[lane] == max(n for other, n in layout.lengths.items() if other.sparse == lane.sparse)
-    here = [slot for slot in layout.slots if slot.lane == lane]
+    (tensor_class,) = {segment.tensor_class for segment in chosen}
+    assert tensor_class.sparse or not any(other.sparse for other in layout.lengths)
+    assert layout.lengths[tensor_class] == max(
+        n for other, n in layout.lengths.items() if other.sparse == tensor_class.sparse
+    )
+    here = [slot for slot in layout.slots if slot.tensor_class == tensor_class]
     assert list(chosen[-1].slots) == here
     numels = [segment.numel for segment in chosen]
     assert numels[0] == min(slot.numel for slot in here)
@@ -139,7 +141,7 @@ def test_sizes_double_up_to_the_whole_of_the_largest_lane(drawn: list[tuple[int,
     for a, b in steps:
         between = [n for n in [*firsts, *(slot.numel for slot in here)] if GROWTH * a <= n < b]
         assert not [n for n in between if GROWTH * n * n <= numels[-1] ** 2]
-    for segment in chosen:  # one slice of the lane
+    for segment in chosen:  # one slice of the tensor class
         first = here.index(segment.slots[0])
         assert list(segment.slots) == here[first : first + len(segment.slots)]
 
@@ -284,7 +286,10 @@ def kept(model: nn.Module, optimizer: agmerge.DistributedOptimizer) -> dict[str,
     """All that a script, a checkpoint or the next step can see."""
     section = optimizer.state_dict()["agmerge"]
     found = {f"{kind} {name}": one for kind in ("residuals", "momenta") for name, one in section[kind].items()}
-    found |= {f"update {lane}": arena.update.clone() for lane, arena in session_of(optimizer).flat.arenas.items()}
+    found |= {
+        f"update {tensor_class}": arena.update.clone()
+        for tensor_class, arena in session_of(optimizer).flat.arenas.items()
+    }
     found |= {f"gradient {name}": one for name, one in gradients(model).items() if one is not None}
     return found | {f"parameter {name}": p.detach().clone() for name, p in model.named_parameters()}
 

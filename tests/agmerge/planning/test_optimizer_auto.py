@@ -83,7 +83,7 @@ def test_a_merge_buffer_that_goes_dense_sends_all_and_keeps_nothing(size: int, m
     def body(rank: int, model: nn.Module) -> tuple[str, list[float]]:
         optimizer = trained(rank, model, 5, merging=plan, memory=memory)
         kept = optimizer.state_dict()["agmerge"]["residuals"]
-        order = list(agmerge.testing.inspect(optimizer).lanes)
+        order = list(agmerge.testing.inspect(optimizer).classes)
         return digest(model), [float(kept[name].abs().sum()) if name in kept else 0.0 for name in order]
 
     found = on_ranks(size, MODEL, body)

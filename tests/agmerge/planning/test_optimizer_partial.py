@@ -1,4 +1,4 @@
-"""dense="partial": small layers go dense inside the budget, and what moves on to the sparse lane loses nothing."""
+"""dense="partial": small layers go dense inside the budget, and what becomes sparse loses nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_budget_holds_and_replicas_are_equal(
             seen += train(model, optimizer, rank, [step])
             sent = optimizer.stats()["elements_sent"] - before
             # Never more than the budget, but for the rounding of every k; and what it allows is used. The attempt in
-            # which ranks find that lanes have changed is discarded and repeated.
+            # which ranks find that tensor classes have changed is discarded and repeated.
             attempts = 2 if step == FIRST and size > 1 else 1
             assert abs(sent - attempts * DENSITY * elements) <= attempts * tensors, step
         assert sparse(optimizer) > first if size > 1 else sparse(optimizer) == first
@@ -77,7 +77,10 @@ def test_the_largest_feasible_cut_is_in_use_from_the_first_step() -> None:
         sizes, exempt = [p.numel() for p in model.parameters()], [False] * len(SIZES)
         rest = dense_cutoff.remaining(sizes, exempt, 1536, DENSITY)
         assert dense_cutoff.feasible(sizes, exempt, DENSITY) == (0, 1024, 1536)
-        assert {lane.density for lane in agmerge.testing.inspect(optimizer).lanes.values()} == {None, rest}
+        assert {tensor_class.density for tensor_class in agmerge.testing.inspect(optimizer).classes.values()} == {
+            None,
+            rest,
+        }
         return sparse(optimizer), cut(optimizer)
 
     assert agreed(on_ranks(2, MODEL, body)) == ({f"{i}.weight" for i in (2, 3, 4, 5)}, (1536, False))
@@ -130,15 +133,15 @@ def test_after_the_first_steps_rank_0_chooses_once_and_tensors_only_become_spars
     monkeypatch.setattr(measurer, "measure_costs", costing(1.0))
 
     def body(rank: int, model: nn.Module) -> tuple[list[Any], list[str], set[str]]:
-        optimizer, cuts, lanes = wrapped(model, merging="agmerge"), [], []
+        optimizer, cuts, classes = wrapped(model, merging="agmerge"), [], []
         seen = []
         for step in range(3 * FIRST):
             seen += train(model, optimizer, rank, [step])
             cuts.append(cut(optimizer))
-            lanes.append(sparse(optimizer))
-        assert all(before <= after for before, after in zip(lanes, lanes[1:], strict=False))
+            classes.append(sparse(optimizer))
+        assert all(before <= after for before, after in zip(classes, classes[1:], strict=False))
         assert optimizer.measurements.profile.load.sum() > 0  # the session that is left has measured and planned
-        return cuts, seen, lanes[-1] - lanes[0]
+        return cuts, seen, classes[-1] - classes[0]
 
     cuts, seen, last = agreed(on_ranks(3, MODEL, body))
     assert cuts == [(1536, False)] * (FIRST - 1) + [(chosen, True)] * (2 * FIRST + 1)
@@ -147,7 +150,7 @@ def test_after_the_first_steps_rank_0_chooses_once_and_tensors_only_become_spars
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_nothing_is_lost_where_tensors_change_lanes(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_lost_where_tensors_change_classes(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are multiples of 2**-20, so that every sum is exact: given - taken - kept is 0 to the bit."""
     choosing(0, monkeypatch)
 

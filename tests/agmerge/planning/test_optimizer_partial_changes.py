@@ -17,18 +17,18 @@ from agmerge.planning.replanner import FIRST
 
 
 def test_membership_and_compressor_may_change_and_the_cut_only_falls() -> None:
-    """A tensor that has a residual never leaves the sparse lane, so nothing is stranded."""
+    """A tensor that has a residual never leaves the sparse tensor class, so nothing is stranded."""
 
     def body(rank: int, model: nn.Module) -> list[Any]:
-        optimizer, found, lanes = wrapped(model), [], set()
+        optimizer, found, classes = wrapped(model), [], set()
 
         def go(steps: range) -> None:
             train(model, optimizer, rank, steps)
             found.append(cut(optimizer)[0])
             now = sparse(optimizer)
             active = {name for name, p in model.named_parameters() if p.requires_grad}
-            assert lanes & active <= now
-            lanes.update(now)
+            assert classes & active <= now
+            classes.update(now)
             assert not active & {name for _, name in optimizer._reducer.exchange.agreed.carried.tensors}
 
         go(range(2))

@@ -98,7 +98,7 @@ def test_each_part_has_its_own_budget(compression: str) -> None:
         train(model, optimizer, rank, range(3))
         session = optimizer._reducer.exchange.agreed.buffers
         assert session is not None
-        pieces = [part for route in session.messages[0] for part in route.segments if part.lane.sparse]
+        pieces = [part for route in session.messages[0] for part in route.segments if part.tensor_class.sparse]
         assert len({name for name in session.keys() if name.startswith("2.weight")}) == len(pieces[:2])
         return [(part.numel, session.budgets.of_segment(part, 0), len(session.vector(part, 0)[2])) for part in pieces]
 
@@ -340,8 +340,8 @@ def test_by_importance_parts_share_the_budget_of_a_tensor() -> None:
         train(model, optimizer, rank, range(FIRST + 2))
         session = optimizer._reducer.exchange.agreed.buffers
         assert session is not None and session.budgets.are_chosen
-        pieces = [part for route in session.messages[0] for part in route.segments if part.lane.sparse]
-        slots = [slot for slot in session.layout.slots if slot.lane.sparse]
+        pieces = [part for route in session.messages[0] for part in route.segments if part.tensor_class.sparse]
+        slots = [slot for slot in session.layout.slots if slot.tensor_class.sparse]
         whole = sum(session.budgets.of_tensor(slot, 0) for slot in slots)
         budgets = [session.budgets.of_segment(piece, 0) for piece in pieces]
         assert min(budgets) >= 1 and whole <= sum(budgets) <= whole + sum(len(piece.slots) for piece in pieces)

@@ -129,7 +129,7 @@ def test_who_waits_for_late_ranks_does_not_say_how_long_an_exchange_takes() -> N
     assert seen_in(merging.Plan((2, 1)), PROFILE, making, travel) == SeenMessages(1300, 130, 1.0, 0.375)
 
 
-def test_a_dense_lane_has_no_selection() -> None:
+def test_a_dense_class_has_no_selection() -> None:
     costs = MeasuredCosts(None, Curve((500,), (0.02,)), None, Curve((0,), (1e-3,)))
     found = bounded(costs, SeenMessages(0, 10_000, 0.1, 0.3), 10_000, 1.0)
     assert found == costs._replace(exchange=Curve((500, 10_000), (0.02, 0.3)))

@@ -14,7 +14,7 @@ import agmerge
 from agmerge import testing
 from agmerge.options.compressors import Cast
 from agmerge.step.gradient_exchange import GradientExchange
-from agmerge.step.treatments import assign_lanes
+from agmerge.step.treatments import assign_classes
 from sparsifiers import Compressor, Kind
 
 SHAPES = {"a": (48, 32), "b": (7,)}
@@ -87,7 +87,7 @@ def test_what_a_config_says_of_it_is_what_the_compressor_says() -> None:
     facts = dict(config.facts())
     assert (facts["compression"], facts["options"]) == ("counting", "counting(unit=3)")
     assert config.modes == ("dense",) and config.compression.compressor.dtype is None
-    assert {member.kind for member in assign_lanes(config, table().active())} == {Kind.DENSE}
+    assert {member.kind for member in assign_classes(config, table().active())} == {Kind.DENSE}
 
 
 def test_ranks_with_other_options_of_it_do_not_begin() -> None:

@@ -38,7 +38,7 @@ def _nodes_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def several(model: nn.Module, compression: str = "topk", **options: Any) -> agmerge.DistributedOptimizer:
-    """Three merge buffers, each with tensors of the dense lane, two with one of the sparse lane."""
+    """Three merge buffers, each with tensors of the dense tensor class, two with one of the sparse tensor class."""
     inner = sgd(model, momentum=0.0 if compression == "dgc" else 0.9)
     options = {"density": 0.05, "merging": merging.Plan((2, 2, 2)), **options}
     return wrap(model, inner, compression=compression, **options)

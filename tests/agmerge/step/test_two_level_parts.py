@@ -18,7 +18,7 @@ from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.node_shards import NodeShards, collect, deal, shard_shape
 from agmerge.runtime import workers
 from agmerge.tensors.arena import Arena
-from agmerge.tensors.layout import Lane, Layout
+from agmerge.tensors.layout import Layout, TensorClass
 from sparsifiers import Kind, memory
 
 CPU = torch.device("cpu")
@@ -116,18 +116,20 @@ def test_a_node_adds_up_and_hands_round(
 ) -> None:
     monkeypatch.setenv(topology.VARIABLE, str(places))
     shapes = [(6, 5), (7,), (), (4, 3)]
-    lanes = [
-        Lane(CPU, dtype, Kind.SPARSE),
-        Lane(CPU, dtype, Kind.DENSE),
-        Lane(CPU, torch.float64, Kind.SPARSE),
-        Lane(CPU, dtype, Kind.SPARSE),
+    classes = [
+        TensorClass(CPU, dtype, Kind.SPARSE),
+        TensorClass(CPU, dtype, Kind.DENSE),
+        TensorClass(CPU, torch.float64, Kind.SPARSE),
+        TensorClass(CPU, dtype, Kind.SPARSE),
     ]
-    whole = Layout([(f"t{i}", shape, lane) for i, (shape, lane) in enumerate(zip(shapes, lanes, strict=True))])
-    parts = Layout([(slot.name, shard_shape(slot.shape, places), slot.lane) for slot in whole.slots])
+    whole = Layout(
+        [(f"t{i}", shape, tensor_class) for i, (shape, tensor_class) in enumerate(zip(shapes, classes, strict=True))]
+    )
+    parts = Layout([(slot.name, shard_shape(slot.shape, places), slot.tensor_class) for slot in whole.slots])
 
     def gradient(rank: int, index: int) -> torch.Tensor | None:
         source = torch.Generator().manual_seed(10 * rank + index)
-        drawn = torch.randn(shapes[index], generator=source).to(lanes[index].dtype) * 10**rank
+        drawn = torch.randn(shapes[index], generator=source).to(classes[index].dtype) * 10**rank
         return None if index == 1 and rank % 2 else drawn
 
     def body(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[RoundHeader], int]:
@@ -142,10 +144,13 @@ def test_a_node_adds_up_and_hands_round(
             control = RoundHeader(3, 9, buffer, 2 << rank, used)
             size += here.start(buffer, control)
             controls.append(here.wait(buffer, control))
-        arenas = {lane: Arena(lane, length, [], memory("residual")) for lane, length in parts.lengths.items()}
+        arenas = {
+            tensor_class: Arena(tensor_class, length, [], memory("residual"))
+            for tensor_class, length in parts.lengths.items()
+        }
         mine = [here.shard(slot).clone() for slot in parts.slots]
         for slot, shard in zip(parts.slots, mine, strict=True):
-            arenas[slot.lane].update[slot.offset : slot.offset + slot.numel] = 2 * shard.flatten()
+            arenas[slot.tensor_class].update[slot.offset : slot.offset + slot.numel] = 2 * shard.flatten()
         size += here.gather(arenas)
         assert size == sum(length for _, _, length in testing.calls()[before:])
         return mine, [here.gradients[i].clone() for i in range(4)], controls, size
@@ -155,12 +160,12 @@ def test_a_node_adds_up_and_hands_round(
         node = range(rank // places * places, (rank // places + 1) * places)
         for index, update in enumerate(updates):
             grads = [gradient(one, index) for one in node]
-            storage = torch.float32 if ordered and lanes[index].dtype == torch.bfloat16 else lanes[index].dtype
+            storage = torch.float32 if ordered and classes[index].dtype == torch.bfloat16 else classes[index].dtype
             total = torch.zeros(shapes[index], dtype=storage)
             for number, one in enumerate(grads):
                 one = torch.zeros(shapes[index], dtype=storage) if one is None else one.to(storage)
                 total = one if number == 0 else total + one
-            assert same_bits(update, total.to(lanes[index].dtype) * 2)
+            assert same_bits(update, total.to(classes[index].dtype) * 2)
         flags = sum(2 << one for one in node)
         assert [control.flags for control in controls] == [flags, flags]
         assert controls[0].used == (True,)
@@ -169,8 +174,8 @@ def test_a_node_adds_up_and_hands_round(
 
 def test_ranks_of_a_node_at_different_places_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(topology.VARIABLE, "2")
-    layout = Layout([("t", (4,), Lane(CPU, torch.float32, Kind.SPARSE))])
-    parts = Layout([("t", (2,), Lane(CPU, torch.float32, Kind.SPARSE))])
+    layout = Layout([("t", (4,), TensorClass(CPU, torch.float32, Kind.SPARSE))])
+    parts = Layout([("t", (2,), TensorClass(CPU, torch.float32, Kind.SPARSE))])
 
     def body(rank: int) -> None:
         here = NodeShards(form(workers.world(), WAIT), layout, parts, WAIT, ordered=False)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import sparsifiers
 from agmerge.tensors.arena import Arena, subtract
 from agmerge.tensors.difference import Difference
-from agmerge.tensors.layout import Lane, Layout
+from agmerge.tensors.layout import Layout, TensorClass
 from sparsifiers import Kind, Memory, kernel
 from sparsifiers.candidates import Candidates, TensorNotes
 from sparsifiers.compensation import Alongside
@@ -38,10 +38,13 @@ def exact(tensor: torch.Tensor) -> list[Fraction]:
 def arena_of(
     shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32, memory: str | Memory = "residual"
 ) -> tuple[Arena, Layout]:
-    lane = Lane(CPU, dtype, Kind.SPARSE)
-    layout = Layout([(f"t{i}", shape, lane) for i, shape in enumerate(shapes)])
+    tensor_class = TensorClass(CPU, dtype, Kind.SPARSE)
+    layout = Layout([(f"t{i}", shape, tensor_class) for i, shape in enumerate(shapes)])
     return Arena(
-        lane, layout.lengths[lane], layout.slots, memory if isinstance(memory, Memory) else sparsifiers.memory(memory)
+        tensor_class,
+        layout.lengths[tensor_class],
+        layout.slots,
+        memory if isinstance(memory, Memory) else sparsifiers.memory(memory),
     ), layout
 
 
@@ -105,7 +108,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_views_cover_every_element_once_and_padding_never(dtype: torch.dtype) -> None:
     arena, layout = arena_of(SHAPES, dtype)
-    assert arena.update.dtype == dtype and arena.work.dtype == layout.slots[0].lane.storage
+    assert arena.update.dtype == dtype and arena.work.dtype == layout.slots[0].tensor_class.storage
     for slot in layout.slots:
         residual = arena.state_of(slot).get("residual")
         assert residual is not None and arena.residual is not None

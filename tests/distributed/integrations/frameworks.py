@@ -112,7 +112,7 @@ def refused(call: Callable[[], Any]) -> str:
 
 
 def layers() -> nn.Sequential:
-    """Three layers, of which most is in the sparse lane."""
+    """Three layers, of which most is in the sparse tensor class."""
     return nn.Sequential(nn.Linear(WIDTH, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, CLASSES))
 
 

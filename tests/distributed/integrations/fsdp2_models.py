@@ -21,7 +21,7 @@ Inner = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 def network() -> nn.Sequential:
-    """Three layers in uneven shards, of the last one a rank has nothing; weights of two are in the sparse lane."""
+    """Three layers in uneven shards, of the last one a rank has nothing; weights of two are sparse."""
     return nn.Sequential(nn.Linear(32, 65), nn.Tanh(), nn.Linear(65, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
