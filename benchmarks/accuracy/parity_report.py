@@ -150,7 +150,7 @@ def about(records: Records) -> str:
     return (
         f"{optimizer}, {case.workers} workers, {recipe['steps']} steps of {recipe['batch']} samples altogether, "
         f"highest learning rate {recipe['lr']:g} (one cycle), weight decay {recipe['decay']:g}. "
-        f"{record['parameters']:,} parameters, {record['sparse_share']:.1%} of them in the sparse lane; "
+        f"{record['parameters']:,} parameters, {record['sparse_share']:.1%} of them sparse; "
         f"{record['buffers']} merge buffer(s). "
         f"A run took {seconds:.0f} s (median)."
     )
