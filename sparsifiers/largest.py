@@ -65,8 +65,10 @@ def select_in_kernels(vector: Tensor, request: Request, *, exact: bool) -> Selec
 
 def _scratch(vector: Tensor, request: Request) -> gpu.Scratch:
     """Return the scratch of the request, or a new one."""
-    given = request.scratch
-    return given if isinstance(given, gpu.Scratch) else gpu.Scratch(vector.numel(), vector.device)
+    if request.scratch is None:
+        return gpu.Scratch(vector.numel(), vector.device)
+    assert isinstance(request.scratch, gpu.Scratch)  # that of the host is not given where a device selects
+    return request.scratch
 
 
 def _later_or_now(vector: Tensor, request: Request, select: Select) -> Selection:

@@ -128,7 +128,7 @@ class BackwardPasses:
         return len(self.handed_over) > 0 and not self.combined
 
     def missing(self) -> list[str]:
-        """Return the names of parameters whose gradients have not been handed over."""
+        """Return the names of parameters of which no gradient has been handed over."""
         return [member.name for member in self._exchange.agreed.members() if member.name not in self.handed_over]
 
     def check_idle(self, what: str) -> None:

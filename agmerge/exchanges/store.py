@@ -1,4 +1,4 @@
-"""Contract of the owner of residuals and updates, whom an exchange tells what it has sent of a segment."""
+"""Contract of the owner of residuals and updates: an exchange tells it what was sent of a segment."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from agmerge.metrics.chrome_trace import Trace
-from agmerge.metrics.step_times import Clock, Seconds, StepRecorder, StepTimes, StoppedClock
+from agmerge.metrics.step_times import Clock, Seconds, StepRecorder, StepTimes
 
 KEEP = 50  # steps: the medians are of no more
 ENOUGH = 10  # steps of each average that are measured where a mark is costly
@@ -38,7 +38,7 @@ class RunningStepTimes:
 
         Its marks are read one step later: by then every device has reached them.
         """
-        if not isinstance(recorder.clock, StoppedClock):
+        if recorder.clock.measures:
             self.settle()
             self._last = recorder
 

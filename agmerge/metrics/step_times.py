@@ -22,6 +22,7 @@ class Clock(ABC):
     """Clock that makes marks, and returns the time between two of them later."""
 
     is_costly: ClassVar[bool] = False  # a mark costs so much that most steps go without
+    measures: ClassVar[bool] = True  # marks can be read
 
     @abstractmethod
     def mark(self) -> Any:
@@ -66,6 +67,8 @@ class DeviceClock(Clock):
 
 class StoppedClock(Clock):
     """Clock for a step that is not measured."""
+
+    measures = False
 
     def mark(self) -> None:
         return None

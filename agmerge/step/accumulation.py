@@ -7,7 +7,7 @@ import torch
 from agmerge.step.batches import Batches
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.arena import Add
-from agmerge.tensors.difference import Difference
+from agmerge.tensors.difference import Difference, as_tensor
 from agmerge.tensors.layout import Segment, Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard
 from sparsifiers import Kind, Selection, Sparsifier
@@ -37,7 +37,7 @@ class Accumulation:
             self._prepare_in_place(slot, gradient)
             return
         if slot.index in self._buffers.batched and (gradient is not None or slot.tensor_class.on_device):
-            self._batches.hold(slot, _tensor(gradient))
+            self._batches.hold(slot, as_tensor(gradient))
             return
         arena, notes = self._buffers.flat.arena_of[slot.index], self._buffers.kernels.notes(slot)
         copy = arena.update_for(slot, gradient) if moves and isinstance(gradient, torch.Tensor) else None
@@ -49,11 +49,11 @@ class Accumulation:
         if not finite and self._guard.inspect(slot, arena.work_of(slot), finite):
             arena.accumulate(slot, None, alongside=Alongside(notes=notes))
         elif self._buffers.budgets.energy is not None and slot.tensor_class.sparse:
-            self._buffers.budgets.energy.add(slot, _tensor(gradient))
+            self._buffers.budgets.energy.add(slot, as_tensor(gradient))
 
     def _prepare_in_place(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         """Prepare a tensor from where its gradient lies: its class has no residual."""
-        values = self._buffers.flat.in_place.hold(slot, _tensor(gradient))
+        values = self._buffers.flat.in_place.hold(slot, as_tensor(gradient))
         finite = self._buffers.prepared[slot.index].prepare(slot, values, self._step)
         self._is_prepared.add(slot.index)
         if values is not None and not finite:
@@ -119,7 +119,3 @@ class Accumulation:
     def let_go(self) -> None:
         """Drop references to gradients: work queued from now on runs after the kernels that have read them."""
         self._batches.let_go()
-
-
-def _tensor(gradient: torch.Tensor | Difference | None) -> torch.Tensor | None:
-    return gradient.tensor() if isinstance(gradient, Difference) else gradient

@@ -41,7 +41,7 @@ class Config:
     guards: Guards
 
     def changed(self, **fields: Any) -> Config:
-        """Return this with other values for ``fields`` of its four records, whose names are all different."""
+        """Return this with other values for ``fields`` of its four records. All fields have different names."""
         records = {}
         for name in ("compression", "merging", "sync", "guards"):
             record = getattr(self, name)

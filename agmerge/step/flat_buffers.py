@@ -50,14 +50,18 @@ class FlatBuffers:
             for tensor_class, length in self.layout.lengths.items()
         }
         self.arena_of = [self.arenas[slot.tensor_class] for slot in self.layout.slots]
-        self.updates: InArenas | NodeShards = InArenas(self.arena_of)  # where updates of whole tensors lie
+        self.in_place = GradientsInPlace()  # gradients and updates that lie in no arena
+        # Where updates of whole tensors lie.
+        self.updates: InArenas | NodeShards = InArenas(self.arena_of, self.in_place)
         if nodes is not None:
             timeout, ordered = config.guards.timeout, config.sync.ordered
             self.updates = NodeShards(nodes, self.tensors, self.layout, timeout, ordered=ordered)
         factored = [slot for slot in self.layout.slots if slot.tensor_class.kind is Kind.LOW_RANK]
-        low_rank = config.compression.compressor.part(Kind.LOW_RANK)
-        self.bases = Bases(low_rank, factored) if isinstance(low_rank, LowRank) and factored else None
-        self.in_place = GradientsInPlace()  # gradients and updates that lie in no arena
+        self.bases: Bases | None = None  # of low-rank tensors; None: there are none
+        if factored:
+            low_rank = config.compression.compressor.part(Kind.LOW_RANK)
+            assert isinstance(low_rank, LowRank)
+            self.bases = Bases(low_rank, factored)
         self.may_move: list[bool] = []  # by slot: a gradient may move to where its update will be, see `update`
         self._has_shards = nodes is not None
         self._untrimmed = 2  # steps
@@ -75,9 +79,7 @@ class FlatBuffers:
         ``prepared``: the slots of tensors that are prepared for their message before it is complete.
         """
         self.updates.rebuild(bounds)
-        self.in_place = GradientsInPlace(filter(self._needs_no_arena, prepared))
-        if isinstance(self.updates, InArenas):
-            self.updates.in_place = self.in_place
+        self.in_place.choose(filter(self._needs_no_arena, prepared))
         # With merging="dear" a gradient stays where it is.
         self.may_move = [
             self.config.sync.model is None and local.is_contiguous() and index not in self.in_place

@@ -11,17 +11,19 @@ from agmerge.tensors.layout import Slot
 
 
 class GradientsInPlace:
-    """Gradients of one round that lie in no arena, and where their updates are written.
+    """Gradients of one round that lie in no arena, and where their updates are written."""
 
-    ``slots``: the numbers of the tensors that are sent so.
-    """
-
-    def __init__(self, slots: Iterable[int] = ()) -> None:
-        self._slots = frozenset(slots)
+    def __init__(self) -> None:
+        self._slots: frozenset[int] = frozenset()
         self._updates: dict[int, torch.Tensor] = {}  # by slot
         self._strided: dict[int, torch.Tensor] = {}  # by slot: gradients of plain memory that are not in C order
         # By device: addresses where gradients begin that updates will be written over, ascending, and where they end.
         self._taken: dict[torch.device, tuple[list[int], list[int]]] = {}
+
+    def choose(self, slots: Iterable[int]) -> None:
+        """Send the tensors with these numbers so, from now on. Nothing may be under way."""
+        self._slots = frozenset(slots)
+        self.let_go()
 
     def __contains__(self, index: int) -> bool:
         return index in self._slots

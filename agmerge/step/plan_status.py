@@ -28,5 +28,5 @@ class PlanStatus:
 
 
 def unplanned(config: Config) -> PlanStatus:
-    """Return the status of an exchange with ``config`` whose plans nobody makes from times."""
+    """Return the status of an exchange with ``config`` that makes no plans from times."""
     return PlanStatus(config.compression.wire, config.merging.exchange)

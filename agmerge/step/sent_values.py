@@ -20,8 +20,8 @@ Received = tuple[Segment, "list[tuple[torch.Tensor, torch.Tensor]]", float]
 class SentValues(Store):
     """Store of the exchanges of one agreement, and the log of the round under way.
 
-    Sent values are subtracted from ``work``, which becomes the residual. Of tensor classes whose memory hands back they
-    are recorded in ``sent`` instead, and all ranks' selections in ``received`` where these take the place of an update.
+    Sent values are subtracted from ``work``, which becomes the residual. With a memory that hands back they are
+    recorded in ``sent`` instead, and all ranks' selections in ``received`` where these take the place of an update.
     """
 
     def __init__(self, flat: FlatBuffers) -> None:

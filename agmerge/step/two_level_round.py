@@ -15,7 +15,7 @@ from agmerge.exchanges.node_shards import NodeShards
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.round import GradientOf, Round
-from agmerge.tensors.difference import Difference
+from agmerge.tensors.difference import Difference, as_tensor
 from agmerge.tensors.layout import Slot
 from agmerge.tensors.nonfinite import is_finite
 from sparsifiers.compensation import Alongside
@@ -44,9 +44,9 @@ class TwoLevelRound(Round):
         self._overflowed: list[Slot] = []  # on the host, with a node sum that is not finite
 
     def _take(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
-        gradient = gradient.tensor() if isinstance(gradient, Difference) else gradient
-        good = gradient is None or not self.guard.inspect(slot, gradient)
-        self._shards.put(slot, gradient if good and not self.dirty else None)
+        own = as_tensor(gradient)
+        good = own is None or not self.guard.inspect(slot, own)
+        self._shards.put(slot, own if good and not self.dirty else None)
 
     def _take_and_move(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         self._take(slot, gradient)

@@ -16,19 +16,21 @@ from agmerge.tensors.layout import Slot, TensorClass
 
 
 class InArenas:
-    """Updates that are found where they were written. ``arena_of``: the arena of each slot."""
+    """Updates that are found where they were written.
 
-    def __init__(self, arena_of: Sequence[Arena]) -> None:
-        self._arena_of = arena_of
-        self.in_place = GradientsInPlace()  # gradients and updates that lie in no arena
+    ``arena_of``: the arena of each slot; ``in_place``: gradients and updates that lie in no arena.
+    """
+
+    def __init__(self, arena_of: Sequence[Arena], in_place: GradientsInPlace) -> None:
+        self._arena_of, self._in_place = arena_of, in_place
 
     def rebuild(self, bounds: Sequence[tuple[int, int]]) -> None:
         """Do nothing: unlike those of :class:`NodeShards`, these updates do not depend on the plan's merge buffers."""
 
     def of(self, slot: Slot) -> torch.Tensor:
         """Return the update of a tensor, in C order: a view."""
-        if slot.index in self.in_place:
-            return self.in_place.of(slot)
+        if slot.index in self._in_place:
+            return self._in_place.of(slot)
         return self._arena_of[slot.index].gradients[slot.index]
 
     def gather(self, arenas: Mapping[TensorClass, Arena]) -> int:

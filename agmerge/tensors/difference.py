@@ -30,3 +30,8 @@ class Difference(NamedTuple):
     def tensor(self) -> torch.Tensor:
         """Return the difference as a new tensor, in the strides of the minuend."""
         return self.minuend - self.subtrahend
+
+
+def as_tensor(gradient: torch.Tensor | Difference | None) -> torch.Tensor | None:
+    """Return a gradient as a tensor: a new one of a difference; None stays None."""
+    return gradient.tensor() if isinstance(gradient, Difference) else gradient

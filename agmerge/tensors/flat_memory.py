@@ -29,7 +29,7 @@ class Halves:
         self.back_of = {slot.index: view(self.back, slot) for slot in slots} if double else self.front_of
 
     def swap(self) -> None:
-        """Let front and back change places."""
+        """Exchange front and back."""
         self.front, self.back = self.back, self.front
         self.front_of, self.back_of = self.back_of, self.front_of
 
