@@ -18,6 +18,7 @@ from agmerge.exchanges.message import bits, device_bits
 from agmerge.exchanges.message.codec import ValueCodec, clear_behind, saturated
 from sparsifiers import kernel_values
 
+WIDTHS = (8, 4, 2, 1)  # bits a value
 BLOCK = 256  # values that share a scale
 PART = 1024  # blocks that the host writes or reads at once: intermediate results stay in the cache
 SCALE = 4  # bytes of a scale
@@ -30,6 +31,8 @@ class Scaled(ValueCodec):
 
     def __init__(self, name: str, identity: int, width: int, scales: int = 1) -> None:
         self.name, self.identity = name, identity
+        if width not in WIDTHS:  # packing and compiled loops know no others
+            raise ValueError(f"{name}: a value takes {width} bits; it may be {', '.join(map(str, WIDTHS))}")
         self.width = width  # bits a value
         self.scales = scales  # of a block
         self.block_bytes = SCALE * scales + BLOCK * width // 8  # of a full block

@@ -186,3 +186,8 @@ def test_bytes_are_what_they_have_always_been(name: str) -> None:
     out = torch.zeros(VALUES[name].size(8), dtype=torch.uint8)
     VALUES[name].encode(values, out)
     assert out.numpy().tobytes() == bytes.fromhex(BYTES[name])
+
+
+def test_a_codec_of_a_width_that_nothing_packs_is_refused() -> None:
+    with pytest.raises(ValueError, match="int6: a value takes 6 bits; it may be 8, 4, 2, 1"):
+        Steps("int6", 99, 6)
