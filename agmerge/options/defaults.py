@@ -1,4 +1,4 @@
-"""Defaults of options that a script leaves out, but for constants: these are in ``Options``.
+"""Defaults of options that a script leaves out, by compressor and optimizer; plain constants are in ``Options``.
 
 The compressor is one that costs its optimizer less than 1 % of the loss: ``auto`` takes, of the candidates for an
 optimizer, the most exact one with a step of about the time of the fastest one's. Which candidates these are was
