@@ -19,6 +19,7 @@ from agmerge.step.group import Group
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Slot
 from agmerge.tensors.parameters import ParameterInfo
+from sparsifiers.gpu import is_fused
 
 RESIZED = (
     "parameter {name!r} had shape {before} and has {now} now: what was kept of it does not fit. Give the model its "
@@ -29,20 +30,25 @@ SHARD = (
     "the shard of {name!r}, which all ranks of a process set have to hold (fully_shard takes mesh['shard'], "
     "process_set= mesh['replicate'])"
 )
+COMPUTES = "what computes on devices (AGMERGE_KERNEL=off on every rank has torch's operations do it)"
 
 
 def model_facts(members: Sequence[ParameterInfo], config: Config) -> list[Fact]:
     """Return the facts about the model that ranks must agree on: every tensor, in the order of the groups.
 
-    For DTensors, first which shard a rank has: shards of the same shape could not be distinguished otherwise.
+    For DTensors, first which shard a rank has: shards of the same shape could not be distinguished otherwise. Last
+    whether kernels compute on their devices, for those select otherwise than torch's operations.
     """
     groups = config.merging.groups.by_name(members) if config.merging.groups is not None else []
     group_of = {name: f" group {number}" for number, group in enumerate(groups) for name in group}
     shards = [(SHARD.format(name=member.name), member.shard) for member in members if member.shard]
-    return shards + [
+    tensors = [
         (f"tensor {i}", f"{member.name} {member.describe()}{group_of.get(member.name, '')}")
         for i, member in enumerate(members)
     ]
+    devices = {member.device for member in members if member.device.type != "cpu"}
+    computes = [(COMPUTES, "kernels" if all(map(is_fused, devices)) else "torch's operations")] if devices else []
+    return shards + tensors + computes
 
 
 def open_merge_buffers(

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
+import warnings
 
 import torch
 from torch import Tensor
 
 FUSED = {"cuda"}  # types of devices on which each call is the announced launches; a test adds one that pretends
+FALLBACK = (
+    "agmerge computes on {device} with torch's operations, in many more launches, as its kernels do not work there: "
+    "{problem}. They need Triton 3.4 or newer and, when they are first compiled, a C compiler and Python's headers. "
+    "AGMERGE_KERNEL=off goes without them and without this warning"
+)
 
 
 def is_fused(device: torch.device) -> bool:
-    """Return whether calls of this package are the announced launches on `device`: Triton is there."""
-    return device.type in FUSED and (device.type != "cuda" or _installed())
+    """Return whether calls of this package are the announced launches on `device`: kernels work there."""
+    return device.type in FUSED and (device.type != "cuda" or _works(device))
 
 
 def has_kernels(vector: Tensor) -> bool:
@@ -23,11 +28,30 @@ def has_kernels(vector: Tensor) -> bool:
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """Return whether kernels in Triton can work on `tensor`: it is on a CUDA device, and Triton is installed."""
-    return tensor.is_cuda and _installed()
+    """Return whether kernels in Triton can work on `tensor`: it is on a CUDA device, and kernels work there."""
+    return tensor.is_cuda and _works(tensor.device)
 
 
 @functools.cache
-def _installed() -> bool:
-    """Return whether Triton is here, unless `AGMERGE_KERNEL=off` goes without all of our kernels; read once."""
-    return os.environ.get("AGMERGE_KERNEL") != "off" and importlib.util.find_spec("triton") is not None
+def _works(device: torch.device) -> bool:
+    """Return whether kernels work on a CUDA device, and warn where they do not; found out once by a process.
+
+    `AGMERGE_KERNEL=off` goes without all of our kernels.
+    """
+    if os.environ.get("AGMERGE_KERNEL") == "off":
+        return False
+    problem = _problem(device)
+    if problem:
+        warnings.warn(FALLBACK.format(device=device, problem=problem), stacklevel=4)
+    return not problem
+
+
+def _problem(device: torch.device) -> str:
+    """Return why a kernel that needs what all of them need cannot be compiled and launched on `device`; "": it can."""
+    try:
+        from sparsifiers.gpu.kernels import trial
+
+        trial.run(device)
+    except Exception as error:  # of Triton, a compiler or a driver, by all of which torch's operations do without
+        return f"{type(error).__name__}: {error}"
+    return ""

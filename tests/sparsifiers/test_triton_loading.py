@@ -7,12 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-
-from sparsifiers import gpu
-from sparsifiers.gpu import choice
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -36,13 +30,3 @@ def test_nothing_imports_triton_for_a_tensor_of_the_host() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_choice_needs_a_device_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnGPU:
-        is_cuda = True
-
-    for installed in (False, True):
-        monkeypatch.setattr(choice, "_installed", lambda installed=installed: installed)
-        assert choice.runs_triton(OnGPU()) is installed  # type: ignore[arg-type]
-        assert not gpu.runs_triton(torch.zeros(1))

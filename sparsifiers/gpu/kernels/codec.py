@@ -21,7 +21,7 @@ def set_field(
     """Write `WIDTH` of the low bits of an index; wider planes have the bits below these."""
     field = (index >> (LOW & (32 - 2 * WIDTH))) & ((1 << WIDTH) - 1)
     bit = start + slot.to(tl.int64) * WIDTH
-    tl.atomic_or(words + (bit >> 5), field << (bit & 31).to(tl.int32), mask=live)
+    tl.atomic_or(words + (bit >> 5), field << (bit & 31).to(tl.int32), mask=live, sem="relaxed")
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def set_index(
         bit = index.to(tl.int64) + unary
         if LOW > 0:
             bit = ((index >> LOW) + slot).to(tl.int64) + unary
-        tl.atomic_or(words + (bit >> 5), (live.to(tl.int32)) << (bit & 31).to(tl.int32), mask=live)
+        tl.atomic_or(words + (bit >> 5), (live.to(tl.int32)) << (bit & 31).to(tl.int32), mask=live, sem="relaxed")
         if LOW & 16:
             set_field(words, at16, slot, index, live, LOW, 16)
         if LOW & 8:
@@ -152,7 +152,7 @@ def decode_kernel(
         total = before + tl.sum(ones, 0)
         broken |= ((total != count) | (count > capacity)).to(tl.int32)
     if broken != 0:
-        tl.atomic_and(good + rank, 0)
+        tl.atomic_and(good + rank, 0, sem="relaxed")
 
 
 @triton.jit

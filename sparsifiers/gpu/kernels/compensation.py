@@ -89,9 +89,9 @@ def compensate_kernel(
         if LOOKED:
             most = tl.maximum(most, keys)
     if COUNTED:
-        tl.atomic_add(histogram + tl.arange(0, 2048), counts, mask=counts > 0)
+        tl.atomic_add(histogram + tl.arange(0, 2048), counts, mask=counts > 0, sem="relaxed")
     if LOOKED:
-        tl.atomic_max(largest, tl.max(most, 0))
+        tl.atomic_max(largest, tl.max(most, 0), sem="relaxed")
         if tl.program_id(0) == 0:
             tl.store(later, 0)
 

@@ -36,7 +36,7 @@ def count_digits_kernel(
         left = length - tile * TILE
         keys = keys_of(work + tile * TILE, places, left, TILE)
         counts += tl.histogram(keys >> SHIFT, 2048, mask=places < left)
-    tl.atomic_add(histogram + tl.arange(0, 2048), counts, mask=counts > 0)
+    tl.atomic_add(histogram + tl.arange(0, 2048), counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def count_ties_kernel(
                 keys = tl.load(work + places, mask=is_tie, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
                 counted = is_tie & ((keys >> (SHIFT + BITS)) == prefix)
                 counts += tl.histogram((keys >> SHIFT) & ((1 << BITS) - 1), 2048, mask=counted)
-    tl.atomic_add(histogram + tl.arange(0, 2048), counts, mask=counts > 0)
+    tl.atomic_add(histogram + tl.arange(0, 2048), counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["k"])

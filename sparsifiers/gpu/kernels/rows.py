@@ -74,8 +74,9 @@ def rows_kernel(
             rank = equals[:, None] + tl.cumsum(equal, 1)
             taken = live & ((keys > bound[:, None]) | ((equal != 0) & (rank <= room[:, None])))
             index = offset + at
-            tl.atomic_or(above + index // 32, tl.full([PANEL, BLOCK], 1, tl.int32) << (index % 32), mask=taken)
-            tl.atomic_add(counts + 2 * (index // TILE), tl.full([PANEL, BLOCK], 1, tl.int32), mask=taken)
+            ones = tl.full([PANEL, BLOCK], 1, tl.int32)
+            tl.atomic_or(above + index // 32, ones << (index % 32), mask=taken, sem="relaxed")
+            tl.atomic_add(counts + 2 * (index // TILE), ones, mask=taken, sem="relaxed")
             equals += tl.sum(equal, 1)
 
 
