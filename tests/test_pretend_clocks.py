@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -129,10 +130,15 @@ def test_memory_that_is_written_before_the_device_has_read_it_is_a_race(
 def test_an_event_that_never_comes_ends_the_wait(
     device: Device, offered: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks: list[object] = []
-    monkeypatch.setattr(type(offered), "has_ended", lambda self, event: looks.append(event))
-    assert not Streams.wait_on_host(offered, "an event", 0.01)
-    assert 2 <= len(looks) <= 20  # it looks less often as time goes on
+    slept: list[float] = []
+    monkeypatch.setattr(type(offered), "has_ended", lambda self, event: False)
+    monkeypatch.setattr(time, "monotonic", lambda: sum(slept))
+    monkeypatch.setattr(time, "sleep", slept.append)
+    assert not Streams.wait_on_host(offered, "an event", 1.0)
+    assert 1.0 < sum(slept) <= 1.001
+    assert slept == sorted(slept) and slept[-1] == 1e-3  # it looks less often as time goes on
+    came = next(number for number, _ in enumerate(slept) if sum(slept[:number]) > 0.01)
+    assert slept[came] <= 1.1e-4  # what comes after 10 ms is seen within a hundredth of that
 
 
 def test_the_library_is_told_what_is_captured(device: Device, offered: Streams) -> None:

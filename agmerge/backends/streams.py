@@ -14,14 +14,19 @@ from typing import Any
 import torch
 
 SHORTEST, LONGEST = 20e-6, 1e-3  # seconds that the host sleeps between two looks at an event
+SHARE = 0.01  # of the seconds waited so far: the next sleep, so that a wait ends by so much too late at most
 
 
 class Streams(ABC):
     """Streams and events of one kind of device. Callers do not look inside these objects of torch."""
 
     @abstractmethod
+    def is_current(self, device: torch.device) -> bool:
+        """Return whether ``device`` is the one that this thread uses where it names none."""
+
+    @abstractmethod
     def current(self, device: torch.device) -> Any:
-        """Return the stream that this thread queues into now."""
+        """Return the stream of ``device`` that this thread queues into now."""
 
     @abstractmethod
     def new(self, device: torch.device) -> Any:
@@ -32,8 +37,12 @@ class Streams(ABC):
         """Return a context in which this thread queues into ``stream``."""
 
     @abstractmethod
-    def record(self, stream: Any) -> Any:
-        """Return an event behind all that is queued in ``stream``."""
+    def record(self, stream: Any, *, timed: bool = False) -> Any:
+        """Return an event behind all that is queued in ``stream``. ``timed``: :meth:`seconds` can read it."""
+
+    @abstractmethod
+    def seconds(self, earlier: Any, later: Any) -> float:
+        """Wait for two timed events of one device; return the seconds between them."""
 
     @abstractmethod
     def wait(self, stream: Any, event: Any) -> None:
@@ -53,17 +62,20 @@ class Streams(ABC):
 
     def wait_on_host(self, event: Any, timeout: float) -> bool:
         """Wait until the device has got to ``event``, ``timeout`` seconds at most; return whether it has."""
-        deadline, pause = time.monotonic() + timeout, SHORTEST
+        began = time.monotonic()
         while not self.has_ended(event):
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > timeout:
                 return False
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST)
+            time.sleep(min(max(SHORTEST, SHARE * waited), LONGEST))
         return True
 
 
 class CudaStreams(Streams):
     """Streams and events of CUDA."""
+
+    def is_current(self, device: torch.device) -> bool:
+        return device.index in (None, torch.cuda.current_device())
 
     def current(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
@@ -74,10 +86,15 @@ class CudaStreams(Streams):
     def within(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def record(self, stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
+
+    def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        for event in (earlier, later):
+            event.synchronize()
+        return float(earlier.elapsed_time(later)) / 1e3
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         stream.wait_event(event)

@@ -8,7 +8,7 @@ from agmerge.metrics.chrome_trace import Trace
 from agmerge.metrics.step_times import Clock, Seconds, StepRecorder, StepTimes
 
 KEEP = 50  # steps: the medians are of no more
-ENOUGH = 10  # steps of each average that are measured where a mark is costly
+ENOUGH = 10  # steps of each average that are measured by the clock of a device
 
 
 class RunningStepTimes:
@@ -28,10 +28,10 @@ class RunningStepTimes:
     def measures_next(self, clock: Clock) -> bool:
         """Return whether the next step is measured by ``clock``.
 
-        A costly clock measures only the first steps of an average, and all steps that are traced.
+        The clock of a device measures only the first steps of an average, and all steps that are traced.
         """
         measured = len(self.steps) + (self._last is not None)
-        return not clock.is_costly or self.trace is not None or measured < ENOUGH
+        return not clock.on_device or self.trace is not None or measured < ENOUGH
 
     def observe(self, recorder: StepRecorder) -> None:
         """Add a step that has been received, if it was measured.

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 Seconds = NDArray[np.float64]  # durations, or times since an origin that the context names
@@ -21,7 +20,7 @@ Seconds = NDArray[np.float64]  # durations, or times since an origin that the co
 class Clock(ABC):
     """Clock that makes marks, and returns the time between two of them later."""
 
-    is_costly: ClassVar[bool] = False  # a mark costs so much that most steps go without
+    on_device: ClassVar[bool] = False  # marks tell when a device gets there; each costs the host some microseconds
     measures: ClassVar[bool] = True  # marks can be read
 
     @abstractmethod
@@ -43,28 +42,6 @@ class HostClock(Clock):
         return np.array(marks, dtype=np.float64) - origin
 
 
-class DeviceClock(Clock):
-    """Clock of one device, with events in its current stream: they tell when it gets there, not when the host asked.
-
-    An event that tells time takes the host some microseconds to make, and there are two for each tensor.
-    """
-
-    is_costly = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> torch.Event:
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
-    def since(self, origin: torch.Event, marks: Sequence[torch.Event]) -> Seconds:
-        for mark in marks:
-            mark.synchronize()
-        return np.array([origin.elapsed_time(mark) / 1e3 for mark in marks], dtype=np.float64)
-
-
 class StoppedClock(Clock):
     """Clock for a step that is not measured."""
 
@@ -75,14 +52,6 @@ class StoppedClock(Clock):
 
     def since(self, origin: None, marks: Sequence[None]) -> Seconds:
         raise ValueError("the step was not measured")
-
-
-def clock_for(devices: Iterable[torch.device]) -> Clock:
-    """Return the clock of the only device; with several, which have no time in common, the host's."""
-    distinct = set(devices)
-    if len(distinct) == 1 and (device := distinct.pop()).type not in ("cpu", "meta"):
-        return DeviceClock(device)
-    return HostClock()
 
 
 @dataclass(frozen=True)
@@ -96,7 +65,7 @@ class StepTimes:
     waiting: Seconds  # (m,), when the wait for it began
     received: Seconds  # (m,), when that wait ended
     written: Seconds  # (m,), when its update was written
-    arrived: Seconds  # (m,), when its exchange was first seen to have ended: by a poll, or by the wait
+    arrived: Seconds  # (m,), when its exchange was first seen to have ended: by a poll of the host, or by the wait
 
     @property
     def finish(self) -> float:
@@ -147,8 +116,12 @@ class StepRecorder:
         self._resumed.append(self.clock.mark())
 
     def arrived(self) -> None:
-        """Record that the next merge buffer's exchange was seen to have ended before the wait for it."""
-        self._arrived.append(self.clock.mark())
+        """Record that the next merge buffer's exchange was seen to have ended before the wait for it.
+
+        What the host sees says nothing of a device, which is far behind: there an exchange ends when it is received.
+        """
+        if not self.clock.on_device:
+            self._arrived.append(self.clock.mark())
 
     def mark(self, buffer: int) -> None:
         """Record the next event of a merge buffer, in the order of the fields of :class:`StepTimes`."""

@@ -95,7 +95,7 @@ def open_merge_buffers(
     )
     unsent = {name for name, residual in carried.residuals().items() if bool(residual.any())}
     plan = merging.Plan.loads(decision["plan"])
-    buffers = MergeBuffers(comm, config, members, plan, group.nodes, group.second_across, count, unsent)
+    buffers = MergeBuffers(comm, config, members, plan, group.side, group.nodes, group.second_across, count, unsent)
     buffers.budgets.restore(decision["shares"] or {})
     return buffers, decision["steps"]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from agmerge.backends import Backend, topology
 from agmerge.backends.handshake import Fact, require_agreement
 from agmerge.step.config import TWO_LEVEL, Config
+from agmerge.step.side_streams import SideStreams
 
 
 class Group:
@@ -19,6 +20,7 @@ class Group:
         self.outside = False  # of the process set: this rank exchanges nothing
         self.shard: tuple[int, int] | None = None  # of every tensor, this rank's: which of how many (two-level)
         self.nodes: topology.Nodes | None = None  # exchange="two-level"
+        self.side = SideStreams()  # kept: memory that was used in a stream is of use to that stream alone
 
     @property
     def settled(self) -> bool:

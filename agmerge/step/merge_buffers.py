@@ -20,8 +20,8 @@ from agmerge.exchanges import Exchange, ExchangeContext, Ranks
 from agmerge.exchanges.reduce_scatter import ScatterExchange
 from agmerge.exchanges.send_mode import OWN, send_mode
 from agmerge.exchanges.table import exchange_of
-from agmerge.metrics.step_times import clock_for
 from agmerge.step.budgets import Budgets
+from agmerge.step.clocks import clock_for
 from agmerge.step.config import Config
 from agmerge.step.counted_links import Count, CountedBackend, nobody_counts
 from agmerge.step.flat_buffers import FlatBuffers
@@ -39,10 +39,11 @@ BATCH_COPY_LIMIT = 1 << 14  # elements up to which a dense tensor waits for its 
 class MergeBuffers:
     """Plan, messages and exchanges over flat buffers: equal on every rank but for the numbers in them.
 
-    ``members``: the tensors that take part, each with its class; ``plan``: their order and merge buffers. ``nodes``:
-    for ``exchange="two-level"``, where each rank has a shard of every tensor; else None. ``second``: another
-    communicator of the ranks that exchange messages, see :class:`agmerge.exchanges.Ranks`. ``count`` is given the
-    bytes that leave this rank in rounds, not those of probes. ``unsent``: as in :class:`FlatBuffers`.
+    ``members``: the tensors that take part, each with its class; ``plan``: their order and merge buffers. ``side``: the
+    exchange's. ``nodes``: for ``exchange="two-level"``, where each rank has a shard of every tensor; else None.
+    ``second``: another communicator of the ranks that exchange messages, see :class:`agmerge.exchanges.Ranks`.
+    ``count`` is given the bytes that leave this rank in rounds, not those of probes. ``unsent``: as in
+    :class:`FlatBuffers`.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class MergeBuffers:
         config: Config,
         members: Sequence[ParameterInfo],
         plan: merging.Plan,
+        side: SideStreams,
         nodes: Nodes | None = None,
         second: Backend | None = None,
         count: Count = nobody_counts,
@@ -74,7 +76,8 @@ class MergeBuffers:
             and not slot.tensor_class.on_device
             if self.flat.arenas[slot.tensor_class].is_sum
         }
-        self.side = SideStreams(dict.fromkeys(tensor_class.device for tensor_class in self.flat.arenas))
+        self.side = side
+        side.serve(tensor_class.device for tensor_class in self.flat.arenas)
         self.clock = clock_for(tensor_class.device for tensor_class in self.flat.arenas)
         self.budgets = Budgets(
             config.compression.density, self.layout.slots, selects=config.compression.compressor.selects

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 import torch
 
 from agmerge.backends.streams import Streams, streams_of
+
+ELSEWHERE = (
+    "tensors are on {device}, which is not the device of this process: what names no device, this library's pinned "
+    "memory and other libraries too, then takes memory of {kind}:0 on every rank. Call torch.{kind}.set_device() first"
+)
 
 
 class SideStreams:
@@ -19,11 +25,21 @@ class SideStreams:
     are not known, all methods do nothing.
     """
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
+    def __init__(self) -> None:
+        self._kinds: dict[torch.device, Streams] = {}  # of the devices that are served
+        self._side: dict[torch.device, Any] = {}  # one of each device that ever was: allocators keep memory by stream
+        self._noted: dict[torch.device, list[Any]] = {}  # streams, since `within`
+
+    def serve(self, devices: Iterable[torch.device]) -> None:
+        """Work on ``devices`` from now on, and on no others. Warns where this thread's own device is another one."""
         known = {device: streams_of(device) for device in devices}
-        self._kinds: dict[torch.device, Streams] = {device: kind for device, kind in known.items() if kind is not None}
-        self._side = {device: kind.new(device) for device, kind in self._kinds.items()}
-        self._noted: dict[torch.device, list[Any]] = {device: [] for device in self._kinds}  # streams, since `within`
+        self._kinds = {device: kind for device, kind in known.items() if kind is not None}
+        new = {device: kind for device, kind in self._kinds.items() if device not in self._side}
+        if new and not any(kind.is_current(device) for device, kind in self._kinds.items()):
+            device = next(iter(new))
+            warnings.warn(ELSEWHERE.format(device=device, kind=device.type), stacklevel=2)
+        for device, kind in new.items():
+            self._side[device], self._noted[device] = kind.new(device), []
 
     def note(self, device: torch.device) -> None:
         """Record the stream that this thread queues into now: tensors that are ready in it will be read."""

@@ -46,6 +46,9 @@ class Event:
 class DeviceStreams(streams.Streams):
     """Offer the streams and events of the thread's pretended device."""
 
+    def is_current(self, device: torch.device) -> bool:
+        return True
+
     def current(self, device: torch.device) -> Stream:
         return current().stream
 
@@ -55,10 +58,15 @@ class DeviceStreams(streams.Streams):
     def within(self, stream: Stream) -> AbstractContextManager[Any]:
         return current().within(stream)
 
-    def record(self, stream: Stream) -> Event:
-        event = Event()
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        event = Event(enable_timing=timed)
         event.record(stream)
         return event
+
+    def seconds(self, earlier: Event, later: Event) -> float:
+        for event in (earlier, later):
+            event.synchronize()
+        return earlier.elapsed_time(later) / 1e3
 
     def wait(self, stream: Stream, event: Event) -> None:
         current().wait(stream, event.clock)

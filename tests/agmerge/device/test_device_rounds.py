@@ -127,6 +127,9 @@ class Slow(Streams):
     def __init__(self, looks: int) -> None:
         self.looks = looks
 
+    def is_current(self, device: torch.device) -> bool:
+        return True
+
     def current(self, device: torch.device) -> None: ...
 
     def new(self, device: torch.device) -> None: ...
@@ -134,7 +137,10 @@ class Slow(Streams):
     def within(self, stream: None) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def record(self, stream: None) -> None: ...
+    def record(self, stream: None, *, timed: bool = False) -> None: ...
+
+    def seconds(self, earlier: None, later: None) -> float:
+        return 0.0
 
     def wait(self, stream: None, event: None) -> None: ...
 

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from agmerge.backends.streams import CudaStreams
 from agmerge.metrics.chrome_trace import Trace
 from agmerge.metrics.running_times import ENOUGH, KEEP, RunningStepTimes
-from agmerge.metrics.step_times import DeviceClock, HostClock, Seconds, StepRecorder, StepTimes, StoppedClock
+from agmerge.metrics.step_times import HostClock, Seconds, StepRecorder, StepTimes, StoppedClock
+from agmerge.step.clocks import DeviceClock
 
 
 def times_of(ready: Sequence[float], travel: Sequence[float]) -> StepTimes:
@@ -53,7 +55,7 @@ def test_a_step_is_read_when_the_next_one_comes_and_once() -> None:
 
 
 def test_with_a_dear_clock_a_few_steps_of_each_average_are_measured_and_all_that_are_traced() -> None:
-    averages, host, device = RunningStepTimes(), HostClock(), DeviceClock(torch.device("cuda"))
+    averages, host, device = RunningStepTimes(), HostClock(), DeviceClock(torch.device("cuda"), CudaStreams())
     for _ in range(ENOUGH):
         assert averages.measures_next(device)
         averages.observe(Done(times_of([1.0], [1.0])))
