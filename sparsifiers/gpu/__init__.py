@@ -2,8 +2,8 @@
 
 Every function queues work on the current stream of its tensors' device, and none waits for it; where kernels do not
 work (no CUDA tensor, no Triton, no C compiler) it calls torch's operations, which give the same bits. Buffers are
-given: nothing of full size is allocated by a kernel. Vectors are fp32, contiguous, shorter than 2**31. B/e: bytes of device memory read
-and written an element; n: elements, k: slots, W: ranks.
+given: nothing of full size is allocated by a kernel. Vectors are fp32, contiguous, shorter than 2**31. B/e: bytes of
+device memory read and written an element; n: elements, k: slots, W: ranks.
 
 | call | what it does | launches | B/e |
 |---|---|---|---|
