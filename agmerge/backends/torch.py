@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import socket
-import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from agmerge.backends import mpi, slurm, status, timeouts, torch_store
+from agmerge.backends import mpi, slurm, status, timeouts, torch_groups, torch_store
 from agmerge.backends.base import Backend, Handle, Listen
 from agmerge.backends.diagnosis import ProbeResult, Row, built_in
-from agmerge.errors import AGMergeError, CollectiveTimeout, NoAnswer, PeerLost
+from agmerge.backends.torch_errors import translated
+from agmerge.errors import AGMergeError, NoAnswer
 
 OF_THE_WORLD = (
     "{}: torch.distributed makes groups with all of its workers, and these are some of them (process_set=). "
@@ -113,15 +111,15 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> TorchBackend
             advice = torch_store.advice(address)
 
     def connect() -> Any:
-        with _translated("init()"):
+        with translated("init()"):
             dist.init_process_group(
-                _kinds(dist),
+                torch_groups.kinds(dist),
                 store=meeting.store,
                 rank=meeting.rank,
                 world_size=meeting.size,
                 timeout=timedelta(seconds=timeout),
             )
-        return _new_group(dist, timeout)
+        return torch_groups.new_group(dist, timeout)
 
     group = timeouts.bounded(connect, meeting.left, "init()", advice)
     return TorchBackend(dist, group, *_place(env, meeting.rank, meeting.gather), owns_world=True)
@@ -144,12 +142,12 @@ def _beside(dist: Any, env: Mapping[str, str], timeout: float) -> TorchBackend:
     alone.
     """
     advice = torch_store.advice("")
-    group = timeouts.bounded(lambda: _new_group(dist, timeout), timeout, "init()", advice)
+    group = timeouts.bounded(lambda: torch_groups.new_group(dist, timeout), timeout, "init()", advice)
 
     def gather(text: bytes, name: str) -> list[bytes]:
         def call() -> list[bytes]:
             texts = [b""] * dist.get_world_size()
-            with _translated("init()"):
+            with translated("init()"):
                 # Our own group, which has Gloo: the script's may be NCCL alone, and would use GPU 0 on every rank.
                 dist.all_gather_object(texts, text, group=group)
             return texts
@@ -159,20 +157,6 @@ def _beside(dist: Any, env: Mapping[str, str], timeout: float) -> TorchBackend:
     return TorchBackend(dist, group, *_place(env, dist.get_rank(), gather))
 
 
-def _new_group(dist: Any, timeout: float, ranks: list[int] | None = None, label: str = "init()") -> Any:
-    """Collective. Return a new group of torch's. ``ranks``: of the world; None: all."""
-    kinds = _kinds(dist)
-    # NCCL's watchdog ends the process when the group's time-out has passed: not before our error has been raised.
-    longest = 2 * timeout + 60 if "nccl" in kinds else timeout
-    with _translated(label):
-        return dist.new_group(ranks, backend=kinds, timeout=timedelta(seconds=longest), group_desc=label)
-
-
-def _kinds(dist: Any) -> str:
-    """Return the libraries that groups are made of, in torch's spelling."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-
-
 def _place(env: Mapping[str, str], rank: int, gather: Callable[[bytes, str], list[bytes]]) -> tuple[int, int]:
     """Return (local rank, local size): the launcher's, else counted by host name."""
     if "LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" in env:
@@ -180,23 +164,6 @@ def _place(env: Mapping[str, str], rank: int, gather: Callable[[bytes, str], lis
     hosts = gather(socket.gethostname().encode(), "place")
     same = [r for r, host in enumerate(hosts) if host == hosts[rank]]
     return same.index(rank), len(same)
-
-
-@contextmanager
-def _translated(name: str, within: str = "") -> Iterator[None]:
-    """Turn the errors of torch.distributed into ours, also those of the calls that only hand a tensor in.
-
-    ``name``: of the collective. ``within``: how long was waited, in words.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if isinstance(error, torch.OutOfMemoryError) or "invalid usage" in text:
-            raise  # of this rank alone: no other has left
-        if "imed out" in text or "imeout" in text:
-            raise CollectiveTimeout(f"{name}: no answer from all ranks{within}", text) from error
-        raise PeerLost(f"{name}: the connection to another rank broke", text) from error
 
 
 class TorchHandle(Handle):
@@ -215,7 +182,7 @@ class TorchHandle(Handle):
         return bool(self._work.is_completed())
 
     def _wait(self, timeout: float) -> None:
-        with _translated(self._name, f" within {timeout:g} s"):
+        with translated(self._name, f" within {timeout:g} s"):
             self._work.wait(timedelta(seconds=timeout))
         self._forget()
 
@@ -223,7 +190,7 @@ class TorchHandle(Handle):
         if self._tensors and self._tensors[0].device.type == "cpu":
             self.wait(timeout)
             return
-        with _translated(self._name):
+        with translated(self._name):
             self._work.wait()  # with a time-out, the host would look every millisecond until it has ended
         self._forget()
 
@@ -231,28 +198,6 @@ class TorchHandle(Handle):
         """Release the tensors, and keep the work until its backend's threads have let go of it."""
         self._tensors = ()
         self._finished.append(self._work)
-
-
-# Groups of backends that are no longer referred to: finalizers put them here, at any moment; the next start destroys
-# them.
-_dropped: deque[Any] = deque()
-
-
-def _give_back(dist: Any) -> None:
-    """Destroy the groups that were dropped: their threads, files and connections are this process's own affair.
-
-    Not where the last reference goes: that may be in the middle of anything, ``torch.distributed`` included.
-    """
-    while _dropped:
-        try:
-            held = [_dropped.popleft()]
-        except IndexError:  # another thread was faster
-            return
-        if dist.is_initialized():
-            with suppress(ValueError, AssertionError):  # it went with the world
-                dist.destroy_process_group(held[0])
-        # The last reference waits for what is under way, and that may be for a rank that does not come.
-        threading.Thread(target=held.clear, name="agmerge gives back", daemon=True).start()
 
 
 class TorchBackend(Backend):
@@ -273,13 +218,14 @@ class TorchBackend(Backend):
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._finished: list[Any] = []  # works, up to the next start: see TorchHandle
         self._children: weakref.WeakSet[TorchBackend] = weakref.WeakSet()  # made of this one, closed with it
-        self._dropping = weakref.finalize(self, _dropped.append, group)  # when this backend is no longer referred to
+        # When nobody refers to this backend any more; not once NCCL has moved something, see `torch_groups`.
+        self._dropping = weakref.finalize(self, torch_groups.dropped.append, group)
         self._dropping.atexit = False
 
     @property
     def through_host(self) -> bool:
         # Gloo gathers no tensors of a GPU.
-        return "nccl" not in _kinds(self._dist)
+        return not torch_groups.has_nccl(self._dist)
 
     def scatters_by_all_reduce(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"  # Gloo sums all of it on every rank: measured by bytes, with 2, 3 and 4
@@ -289,10 +235,12 @@ class TorchBackend(Backend):
     ) -> Handle:
         """Start ``call``, a function of torch's, with ``given`` and ``how``. ``tensors``: to be kept alive."""
         self._finished.clear()
-        if _dropped:
-            _give_back(self._dist)
+        if torch_groups.dropped:
+            torch_groups.give_back(self._dist)
+        if tensors[0].device.type != "cpu":
+            self._dropping.detach()
         try:
-            with _translated(name):
+            with translated(name):
                 work = call(*given, **how, group=self._group, async_op=True)
         except NoAnswer as error:  # it cannot even start: an earlier one has failed
             status.annotate(error, name, self._ranks)
@@ -343,9 +291,9 @@ class TorchBackend(Backend):
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> TorchBackend | None:
         if self.size < self._dist.get_world_size():  # it counts groups, and names them by their number
             raise AGMergeError(OF_THE_WORLD.format(label))
-        _give_back(self._dist)
+        torch_groups.give_back(self._dist)
         of_world = [self._world_rank(rank) for rank in ranks]
-        group = timeouts.bounded(lambda: _new_group(self._dist, timeout, of_world, label), timeout, label)
+        group = timeouts.bounded(lambda: torch_groups.new_group(self._dist, timeout, of_world, label), timeout, label)
         if self.rank not in ranks:
             return None
         child = TorchBackend(self._dist, group, self.local_rank, self.local_size)
@@ -358,15 +306,18 @@ class TorchBackend(Backend):
         self._group = None
 
     def close(self) -> None:
-        for child in (
-            () if status.any_wait_failed() else self._children
-        ):  # to close what a rank is missing from is to wait
+        """Release the group as far as it takes no other rank; the one with NCCL only if it is the world's own."""
+        lost, has_nccl = status.any_wait_failed(), torch_groups.has_nccl(self._dist)
+        for child in () if lost and not has_nccl else self._children:  # to close what a rank is missing from is to wait
             child.close()
         self._finished.clear()
-        self._dropping.detach()
-        _give_back(self._dist)
+        is_gloo = self._dropping.detach() is not None
+        torch_groups.give_back(self._dist)
         if self._dist.is_initialized() and self._group is not None:
-            self._dist.destroy_process_group(None if self._owns_world else self._group)
+            if lost and has_nccl:
+                torch_groups.abort(self._group)
+            elif is_gloo or self._owns_world:
+                self._dist.destroy_process_group(None if self._owns_world else self._group)
         self._group = None
 
     def _world_rank(self, rank: int) -> int:

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import AcceleratorError
+from torch.distributed import DistBackendError, DistNetworkError
 
 from agmerge import CollectiveTimeout, PeerLost
 from agmerge.backends import torch as backend
+from agmerge.backends import torch_errors, torch_groups
 
 
 class Work:
@@ -36,10 +39,13 @@ def test_a_device_waits_without_a_time_out_that_would_keep_the_host(device: str,
 def test_a_watchdog_of_nccl_leaves_time_for_our_error(
     kinds: str, seconds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "_kinds", lambda dist: kinds)
+    monkeypatch.setattr(torch_groups, "kinds", lambda dist: kinds)
     found: dict[str, Any] = {}
-    backend._new_group(SimpleNamespace(new_group=lambda ranks, **given: found.update(given)), 10.0)
+    torch_groups.new_group(SimpleNamespace(new_group=lambda ranks, **given: found.update(given)), 10.0)
     assert found["timeout"] == timedelta(seconds=seconds)
+
+
+NCCL = "NCCL error in: NCCLUtils.cpp:94, {}, NCCL version 2.29.2\nLast error:\n{}"
 
 
 @pytest.mark.parametrize(
@@ -47,13 +53,18 @@ def test_a_watchdog_of_nccl_leaves_time_for_our_error(
     [
         (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
         (RuntimeError("NCCL error: invalid usage (run with NCCL_DEBUG=WARN). Duplicate GPU detected"), RuntimeError),
+        (AcceleratorError("CUDA error: an illegal memory access was encountered"), AcceleratorError),
+        (RuntimeError("CUDA error: unspecified launch failure"), RuntimeError),  # torch before 2.8
+        (DistBackendError(NCCL.format("unhandled cuda error", "Cuda failure 700 'an illegal...'")), DistBackendError),
+        (DistBackendError(NCCL.format("remote process exited", "socketProgress: Connection closed")), PeerLost),
+        (DistNetworkError("recvValue failed: Connection reset by peer"), PeerLost),
         (RuntimeError("Timed out waiting 3000ms for recv operation to complete"), CollectiveTimeout),
         (RuntimeError("Connection closed by peer [127.0.0.1]:4711"), PeerLost),
     ],
-    ids=["memory", "usage", "time-out", "connection"],
+    ids=["memory", "usage", "kernel", "kernel before", "cuda in nccl", "nccl", "network", "time-out", "connection"],
 )
 def test_only_what_others_have_done_is_told_of_them(error: RuntimeError, becomes: type[Exception]) -> None:
-    with pytest.raises(RuntimeError) as caught, backend._translated("buffer 0"):
+    with pytest.raises(RuntimeError) as caught, torch_errors.translated("buffer 0"):
         raise error
     assert type(caught.value) is becomes
 
@@ -104,7 +115,7 @@ class Group:
 def test_small_messages_of_few_ranks_leave_for_all_at_once(
     size: int, length: int, device: str, called: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "_dropped", deque())  # where this backend puts its group in the end
+    monkeypatch.setattr(torch_groups, "dropped", deque())  # where this backend puts its group in the end
     group = Group(size)
     message = torch.empty(length, dtype=torch.uint8, device=device)
     backend.TorchBackend(group, "group", 0, 1).all_gather(message.new_empty(size * length), message, "buffer 0")

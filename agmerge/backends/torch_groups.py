@@ -1,0 +1,74 @@
+"""Make groups of torch.distributed, and release them.
+
+Gloo's are released by each rank alone, at any moment. To destroy one in which NCCL has moved something takes all of its
+ranks on a machine, and waits for what is under way: a rank that did so by itself would wait for others, which wait for
+its next call. Such a group stays until the world is left, or is aborted.
+
+Source: NCCL's manual, ``ncclCommDestroy``: "an intra-node collective call, which all ranks on the same node should call
+to avoid a hang".
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from agmerge.backends.torch_errors import translated
+
+ABORTED_WITHIN = 5.0  # seconds: an abort waits for kernels that it ends, and they may wait for another abort
+
+# Groups of backends that are no longer referred to: finalizers put them here, at any moment; the next start destroys
+# them.
+dropped: deque[Any] = deque()
+
+
+def kinds(dist: Any) -> str:
+    """Return the libraries that groups are made of, in torch's spelling."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def has_nccl(dist: Any) -> bool:
+    """Return whether groups move tensors of a GPU."""
+    return "nccl" in kinds(dist)
+
+
+def new_group(dist: Any, timeout: float, ranks: list[int] | None = None, label: str = "init()") -> Any:
+    """Collective. Return a new group of torch's. ``ranks``: of the world; None: all. ``timeout``: seconds."""
+    # NCCL's watchdog ends the process when the group's time-out has passed: not before our error has been raised.
+    longest = 2 * timeout + 60 if has_nccl(dist) else timeout
+    with translated(label):
+        return dist.new_group(ranks, backend=kinds(dist), timeout=timedelta(seconds=longest), group_desc=label)
+
+
+def give_back(dist: Any) -> None:
+    """Destroy the groups that were dropped: their threads, files and connections are this process's own affair.
+
+    Not where the last reference goes: that may be in the middle of anything, ``torch.distributed`` included.
+    """
+    while dropped:
+        try:
+            held = [dropped.popleft()]
+        except IndexError:  # another thread was faster
+            return
+        if dist.is_initialized():
+            with suppress(ValueError, AssertionError):  # it went with the world
+                dist.destroy_process_group(held[0])
+        # The last reference waits for what is under way, and that may be for a rank that does not come.
+        threading.Thread(target=held.clear, name="agmerge gives back", daemon=True).start()
+
+
+def abort(group: Any) -> None:
+    """End what NCCL has under way in ``group``, without the other ranks: its kernels wait for a rank that is lost.
+
+    Returns after ``ABORTED_WITHIN`` seconds at the latest. torch's list keeps the group to the end of the process.
+    """
+    nccl = group._get_backend(torch.device("cuda"))
+    call = getattr(nccl, "abort", None) or nccl._shutdown  # torch 2.4 has the latter, which aborts there
+    thread = threading.Thread(target=call, name="agmerge aborts", daemon=True)
+    thread.start()
+    thread.join(ABORTED_WITHIN)
