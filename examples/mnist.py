@@ -152,8 +152,9 @@ def main() -> None:
     hvd.init()
     torch.manual_seed(args.seed)
     cuda = not args.no_cuda and torch.cuda.is_available()
-    device = torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")
+    device = torch.device("cpu")
     if cuda:
+        device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())  # workers may share one
         torch.cuda.set_device(device)
         torch.cuda.manual_seed(args.seed)
     if args.data_dir is None and hvd.rank() == 0:

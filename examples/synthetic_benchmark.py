@@ -214,8 +214,9 @@ def main() -> None:
     args = arguments()
     hvd.init()
     cuda = not args.no_cuda and torch.cuda.is_available()
-    device = torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")
+    device = torch.device("cpu")
     if cuda:
+        device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())  # workers may share one
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
     figures = compare(args, device) if args.each else run(args, device)

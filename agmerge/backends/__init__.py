@@ -2,7 +2,8 @@
 
 ``base``: those calls. ``registry``: the table of backends, and the choice of one. ``local``, ``torch``, ``mpi`` and
 ``horovod`` are the backends. ``timeouts``, ``status`` and ``addresses``: helpers of waiting and connecting.
-``handshake`` and ``topology``: what ranks agree on and where they run. ``torch_objects``: scripts'
+``handshake`` and ``topology``: what ranks agree on and where they run. ``shared_gpus``: who has none to
+itself. ``torch_objects``: scripts'
 objects of torch.distributed. ``diagnosis`` and ``collective_marks``: checks.
 
 Backend libraries are imported when a backend is opened, never when this package is imported. May import the ground

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from agmerge.backends import shared_gpus
 from agmerge.backends.base import Backend, Handle
 from agmerge.backends.progress import Call, Progress
 from agmerge.backends.streams import Streams, streams_of
@@ -191,7 +192,8 @@ class Line:
     def start(self, queued: Queued, device: torch.device) -> Call:
         """Hand ``queued`` to the thread, behind all earlier ones. ``device``: for the warning, which is given once."""
         if self._progress is None:
-            warnings.warn(SLOW.format(name=self.name, device=device), stacklevel=3)
+            if not shared_gpus.are_shared():  # then rank 0 has said so
+                warnings.warn(SLOW.format(name=self.name, device=device), stacklevel=3)
             self._progress = Progress(f"agmerge {self.name} staging")
         return self._progress.start(queued.begin)
 

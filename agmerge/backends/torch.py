@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from agmerge.backends import mpi, slurm, status, timeouts, torch_groups, torch_store
+from agmerge.backends import mpi, shared_gpus, slurm, status, timeouts, torch_groups, torch_store
 from agmerge.backends.base import Backend, Handle, Listen
 from agmerge.backends.diagnosis import ProbeResult, Row, built_in
 from agmerge.backends.torch_errors import translated
@@ -110,6 +110,8 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> TorchBackend
             torch_store.choose_interface(address)
             advice = torch_store.advice(address)
 
+    shared_gpus.settle(meeting.rank, meeting.gather)
+
     def connect() -> Any:
         with translated("init()"):
             dist.init_process_group(
@@ -154,6 +156,7 @@ def _beside(dist: Any, env: Mapping[str, str], timeout: float) -> TorchBackend:
 
         return timeouts.bounded(call, timeout, "init()", advice)
 
+    shared_gpus.settle(dist.get_rank(), gather)
     return TorchBackend(dist, group, *_place(env, dist.get_rank(), gather))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from agmerge.backends import shared_gpus
 from agmerge.backends.torch_errors import translated
 
 ABORTED_WITHIN = 5.0  # seconds: an abort waits for kernels that it ends, and they may wait for another abort
@@ -29,7 +30,8 @@ dropped: deque[Any] = deque()
 
 def kinds(dist: Any) -> str:
     """Return the libraries that groups are made of, in torch's spelling."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available() and not shared_gpus.are_shared()
+    return "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
 
 
 def has_nccl(dist: Any) -> bool:

@@ -60,9 +60,9 @@ def settings_of(args: Namespace, recipe: Recipe, device: torch.device) -> Settin
 
 
 def device_of(args: Namespace) -> torch.device:
-    """Return this worker's GPU, if there are any, or the CPU."""
+    """Return this worker's GPU, if there are any, or the CPU. Workers share GPUs where there are fewer of them."""
     if args.no_cuda or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", agmerge.local_rank())
+    device = torch.device("cuda", agmerge.local_rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

@@ -1,0 +1,60 @@
+"""Workers that share a GPU go through the host's memory, all of the world alike, and one line says so."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.recorded_cuda import Cuda
+
+from agmerge.backends import shared_gpus, torch_groups
+
+DIST = SimpleNamespace(is_nccl_available=lambda: True)
+
+
+@pytest.mark.parametrize(
+    "seen, says",
+    [
+        ([["a", "b"], ["a", "b"]], ""),
+        ([["a"], ["a"]], "2 workers share one GPU"),
+        ([["a"], ["b"]], ""),  # a GPU each, as srun --gpus-per-task=1 and Kubernetes give
+        ([["a", "b"]] * 5, "5 workers share 2 GPUs"),
+        ([["a", "b"], ["b", "a"], ["c"], ["c"]], "2 workers share one GPU"),
+        ([[], []], ""),
+        ([[], [], ["a"]], ""),
+        ([["a"]], ""),
+    ],
+)
+def test_gpus_are_shared_where_more_workers_see_them_than_there_are(seen: list[list[str]], says: str) -> None:
+    found = shared_gpus.why_shared(seen)
+    assert found.startswith(says) and bool(found) is bool(says)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("others, kinds", [(["cuda 0", "cuda 1"], "gloo"), (["another"], "cpu:gloo,cuda:nccl")])
+def test_a_world_with_shared_gpus_is_made_without_nccl_and_rank_0_says_why(
+    rank: int, others: Sequence[str], kinds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Cuda().install(monkeypatch)
+    properties = torch.cuda.get_device_properties
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda i: SimpleNamespace(**vars(properties(i)), uuid=f"cuda {i}")
+    )
+    monkeypatch.setattr(shared_gpus, "_shared", False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        shared_gpus.settle(rank, lambda own, name: [own, own, json.dumps(others).encode()])
+    assert torch_groups.kinds(DIST) == kinds and torch_groups.has_nccl(DIST) is ("nccl" in kinds)
+    shared = kinds == "gloo"
+    assert [str(one.message).startswith("3 workers share 2 GPUs") for one in said] == [True] * (shared and rank == 0)
+
+
+def test_a_world_without_gpus_shares_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_gpus, "_shared", True)  # of a world before
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    shared_gpus.settle(0, lambda own, name: [own, own])
+    assert not shared_gpus.are_shared()
