@@ -32,16 +32,6 @@ class Clock(ABC):
         """Return the seconds from ``origin`` to each mark, (k,). May wait for the device: not for hooks."""
 
 
-class HostClock(Clock):
-    """Clock of the host, for tensors on the host."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def since(self, origin: float, marks: Sequence[float]) -> Seconds:
-        return np.array(marks, dtype=np.float64) - origin
-
-
 class StoppedClock(Clock):
     """Clock for a step that is not measured."""
 

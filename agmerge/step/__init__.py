@@ -6,7 +6,7 @@ and ``carried_state``, which waits for the next agreement. ``flat_buffers`` (``u
 where gradients, residuals and updates lie; ``sent_values``: what exchanges send of them. ``merge_buffers``: the
 ``messages`` of a plan over them. ``round``: one attempt at a step, which is ``accumulation``, with ``batches``, and
 messages that are ``under_way``; ``two_level_round``: with a stage inside each node. ``queued_messages`` and
-``side_streams``: on devices. ``nonfinite_verdict``: the common reaction of all ranks to an infinity.
+``side_streams``, ``clocks``: on devices. ``nonfinite_verdict``: the common reaction of all ranks to an infinity.
 ``counted_links``: the bytes that leave a rank; ``gradient_norm``: with and without a quantiser's noise. ``budgets``:
 how many elements a step sends; ``importance``: the measure behind density="importance".
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,7 +10,17 @@ import numpy as np
 import torch
 
 from agmerge.backends.streams import Streams, streams_of
-from agmerge.metrics.step_times import Clock, HostClock, Seconds
+from agmerge.metrics.step_times import Clock, Seconds
+
+
+class HostClock(Clock):
+    """Clock of the host, for tensors on the host."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def since(self, origin: float, marks: Sequence[float]) -> Seconds:
+        return np.array(marks, dtype=np.float64) - origin
 
 
 class DeviceClock(Clock):

@@ -10,8 +10,8 @@ import torch
 from support.recorded_cuda import RATE, Cuda
 
 from agmerge.backends.streams import CudaStreams
-from agmerge.metrics.step_times import Clock, HostClock, StepRecorder
-from agmerge.step.clocks import DeviceClock, clock_for
+from agmerge.metrics.step_times import Clock, StepRecorder
+from agmerge.step.clocks import DeviceClock, HostClock, clock_for
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 CUDA = torch.device("cuda", 1)
