@@ -22,6 +22,11 @@ from agmerge.ops import ReduceOp
 from agmerge.tensors.layout import Segment, Slot
 from sparsifiers import Kind, Quantiser, Selection
 
+# Messages. On a device, what follows the first collective of one on another communicator starts once so many later ones
+# have left, whether or not that one has ended: NCCL must see its communicators in one order on all ranks, and each rank
+# sees ends at other moments. With two, the device has work while the host waits.
+AHEAD = 2
+
 
 @dataclass(frozen=True)
 class Ranks:

@@ -10,6 +10,7 @@ import torch
 
 from agmerge.exchanges import Noise
 from agmerge.exchanges.all_reduce import in_rank_order
+from agmerge.exchanges.base import AHEAD
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.node_shards import NodeShards
 from agmerge.metrics.totals import Totals
@@ -26,8 +27,9 @@ class TwoLevelRound(Round):
 
     A complete merge buffer is summed inside the node; when that sum has arrived, each rank accumulates its shards,
     selects from them and sends them to its peers on the other nodes. Arrivals are checked at every gradient and waited
-    for at the end, in plan order on each of the two communicators. Not overlapped: the updates of a node's shards are
-    gathered once all of them have arrived.
+    for at the end, in plan order on each of the two communicators. On devices the order is one for both: a sum is
+    waited for when ``AHEAD`` later ones are under way. Not overlapped: the updates of a node's shards are gathered once
+    all of them have arrived.
 
     A rank with another membership makes its whole node dirty: its gradients are in the node's sums. A rank that has
     found an infinity or NaN announces it to its node, and each rank of the node to the other nodes. Where finite
@@ -40,6 +42,7 @@ class TwoLevelRound(Round):
         assert self.is_complete
         assert isinstance(buffers.flat.updates, NodeShards)
         self._shards = buffers.flat.updates
+        self._on_device = any(slot.tensor_class.on_device for slot in buffers.layout.slots)
         self._summed: list[RoundHeader] = []  # by merge buffer: this rank's header in the node's sum
         self._overflowed: list[Slot] = []  # on the host, with a node sum that is not finite
 
@@ -65,8 +68,15 @@ class TwoLevelRound(Round):
             self.recorder.mark(buffer)
             self.totals.sent(self._shards.start(buffer, header), 0)
             self._summed.append(header)
+            self._pass_on_due()
+        self._pass_on_due()
+
+    def _pass_on_due(self) -> None:
+        """Pass on the sums of the node that have arrived; on devices, where so many later ones are under way."""
         sent = self._under_way.sent
-        while len(sent) < len(self._summed) and self._shards.arrived(len(sent)):
+        while len(sent) < len(self._summed) and (
+            len(self._summed) - len(sent) > AHEAD if self._on_device else self._shards.arrived(len(sent))
+        ):
             self._pass_on()
 
     def _pass_on(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from agmerge.runtime import workers
 from pretend import streams
 from pretend.device import Device
 from pretend.nccl import DeviceBackend, Turn
+from pretend.schedule import Schedule
 
 T = TypeVar("T")
 
@@ -22,12 +23,14 @@ def on_devices(
     *,
     own_thread: bool = False,
     watched: Collection[int] | None = None,
+    schedules: Sequence[Schedule] = (),
     **options: Any,
 ) -> list[T]:
     """``body(rank, device)`` on every rank of an in-memory group; ``watched``: these ranks' devices; None: all.
 
     Hooks come on autograd's device thread, which all ranks share: what waits for another rank in a hook needs
-    ``own_thread``, by which hooks come on the rank's. ``options``: of :func:`agmerge.testing.run`.
+    ``own_thread``, by which hooks come on the rank's. ``schedules``: by rank, of its
+    collectives; empty: each is seen as ended when it has. ``options``: of :func:`agmerge.testing.run`.
     """
 
     turn = Turn()
@@ -35,7 +38,7 @@ def on_devices(
     def rank_body(rank: int) -> T:
         device = Device(is_watched=watched is None or rank in watched)
         device.use()
-        workers.bind(DeviceBackend(workers.world(), device, turn))
+        workers.bind(DeviceBackend(workers.world(), device, turn, schedules[rank] if schedules else None))
         with turn.taken(), torch.autograd.set_multithreading_enabled(not own_thread):
             return body(rank, device)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from agmerge.backends import Handle
 from agmerge.errors import MessageError
 from agmerge.exchanges.all_reduce import in_rank_order
-from agmerge.exchanges.base import ExchangeContext, InFlight, Noise, SegmentBuffers
+from agmerge.exchanges.base import AHEAD, ExchangeContext, InFlight, Noise, SegmentBuffers
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.quantised.exchange import QuantisedExchange, State, refuse_damaged
 from agmerge.exchanges.quantised.layout import MessageLayout, ShardLayout
@@ -24,7 +24,8 @@ class TwoPhaseExchange(QuantisedExchange):
 
     Each owner is sent its shard of all messages, adds them up in rank order, and quantises the mean once more; that is
     gathered. The second phase has a communicator of its own, ``ranks.second``, where all ranks call in plan order. It
-    begins wherever arrivals are polled, as soon as the first one has ended.
+    begins wherever arrivals are polled, as soon as the first one has ended; on devices when ``AHEAD`` later messages
+    have left.
 
     Sources: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023
     (arXiv 2306.10209); Li et al., "THC: Accelerating Distributed Deep Learning Using Tensor Homomorphic Compression",
@@ -46,6 +47,8 @@ class TwoPhaseExchange(QuantisedExchange):
             self._add_up_all()
         pending = super().start(name, loads, offers, control)
         self._first_phase.append(pending)
+        if pending.on_device:
+            self.advance()
         return pending
 
     def _send(self, name: str, layout: MessageLayout, message: Tensor) -> tuple[Handle, Tensor]:
@@ -65,9 +68,15 @@ class TwoPhaseExchange(QuantisedExchange):
         return pending.extra.sums is not None and pending.handle.done()
 
     def advance(self) -> None:
-        """Collective. Start second phases, in plan order, of which the first one has ended."""
-        while self._first_phase and self._first_phase[0].handle.done():
+        """Collective. Start second phases, in plan order, of which the first one has ended; on devices, see ``AHEAD``.
+
+        There it does nothing but in :meth:`start`.
+        """
+        while self._first_phase and self._is_due(self._first_phase[0]):
             self._add_up(self._first_phase.popleft())
+
+    def _is_due(self, pending: InFlight) -> bool:
+        return len(self._first_phase) > AHEAD if pending.on_device else pending.handle.done()
 
     def _add_up_all(self) -> None:
         """Collective. Start all second phases, waiting for the first ones."""
