@@ -159,7 +159,7 @@ def test_an_optimizer_can_be_looked_into_before_the_first_step_and_after_it() ->
             "weight": True,
             "bias": False,
         }
-        assert list(found.residuals) == ["weight"]
+        assert found.residuals.keys() == {"weight", "bias"} and not found.residuals["bias"].any()  # it may be rounded
         saved = optimizer.state_dict()["agmerge"]["residuals"]["weight"]
         assert torch.equal(found.residuals["weight"], saved) and saved.any()
         found.residuals["weight"].zero_()  # a copy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -378,5 +377,5 @@ def test_through_the_wrapper_the_residuals_stay_where_they_are() -> None:
 
     results = testing.run(2, body)
     assert results[0][:2] == results[1][:2]
-    assert all(residual.count_nonzero() for result in results for residual in itertools.islice(result[2].values(), 1))
+    assert all(residuals["weight"].any() for *_, residuals in results)
     assert bits(results[0][2]) != bits(results[1][2])
