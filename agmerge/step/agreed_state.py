@@ -115,6 +115,10 @@ class AgreedState:
         """
         return [*self.config.facts(), *model_facts(self.members(), self.config)]
 
+    def devices(self) -> list[torch.device]:
+        """Return the devices of the tensors, without the host, in the order of the table."""
+        return [one for one in dict.fromkeys(member.device for member in self.table.active()) if one.type != "cpu"]
+
     def agree_anew(self, order: Sequence[str]) -> MergeBuffers:
         """Collective. Agree on the present tensors and plan, and move the state to the new merge buffers by name.
 

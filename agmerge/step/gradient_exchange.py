@@ -118,7 +118,8 @@ class GradientExchange:
         now, and are dropped.
         """
         agreed, shard_before = self.agreed, self.group.shard
-        self.group.connect(world, comm, second, agreed.config, agreed.facts() if facts is None else facts)
+        facts, devices = agreed.facts() if facts is None else facts, agreed.devices()
+        self.group.connect(world, comm, second, agreed.config, facts, devices)
         if comm is None:
             return True
         agreed.totals.among(comm.size)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from agmerge.backends import Backend, topology
 from agmerge.backends.handshake import Fact, require_agreement
+from agmerge.backends.warm_up import warm_up
 from agmerge.step.config import TWO_LEVEL, Config
 from agmerge.step.side_streams import SideStreams
 
@@ -20,6 +23,7 @@ class Group:
         self.outside = False  # of the process set: this rank exchanges nothing
         self.shard: tuple[int, int] | None = None  # of every tensor, this rank's: which of how many (two-level)
         self.nodes: topology.Nodes | None = None  # exchange="two-level"
+        self._devices: Sequence[torch.device] = ()  # on which communicators are used
         self.side = SideStreams()  # kept: memory that was used in a stream is of use to that stream alone
 
     @property
@@ -33,15 +37,22 @@ class Group:
         return self.comm is None or self.comm.size == 1
 
     def connect(
-        self, world: Backend, comm: Backend | None, second: Backend | None, config: Config, facts: Sequence[Fact]
+        self,
+        world: Backend,
+        comm: Backend | None,
+        second: Backend | None,
+        config: Config,
+        facts: Sequence[Fact],
+        devices: Sequence[torch.device] = (),
     ) -> None:
         """Collective. Exchange among the ranks of ``comm`` (None: not this one), and compare ``facts`` first (G1).
 
         ``comm`` is a communicator of this exchange's own among the workers of ``world``, and ``second`` another one of
-        the same ranks, for the second phases of messages. Raises :class:`agmerge.RankMismatchError` on every rank where
-        facts differ.
+        the same ranks, for the second phases of messages. ``devices``: those outside the host's memory whose tensors
+        are exchanged. Raises :class:`agmerge.RankMismatchError` on every rank where facts differ.
         """
         self.world, self.comm, self.second, self.outside = world, comm, second, comm is None
+        self._devices = devices
         if comm is None:
             return
         advice = "Give every rank the same model and the same arguments."
@@ -49,6 +60,10 @@ class Group:
         if config.merging.exchange == TWO_LEVEL:
             self.nodes = topology.form(comm, config.guards.timeout, wants_second=config.quantises)
             self.shard = self.nodes.shard
+        among_nodes = () if self.nodes is None else (self.nodes.inside, self.nodes.across, self.nodes.second)
+        for made in (comm, second, *among_nodes):
+            if made is not None:
+                warm_up(made, devices, config.guards.timeout)
 
     def connect_second(self, config: Config) -> None:
         """Collective. Make the communicator of second phases, where ``config`` needs one now and all ranks take part.
@@ -60,6 +75,7 @@ class Group:
             return
         if 2 < self.comm.size == self.world.size and self.nodes is None:
             self.second = self.comm.duplicate("agmerge optimizer, second phases", config.guards.timeout)
+            warm_up(self.second, self._devices, config.guards.timeout)
 
     def assume(self, shard: tuple[int, int] | None) -> None:
         """Use a checkpoint's ``shard`` until there is a group, which has its own."""

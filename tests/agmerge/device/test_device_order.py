@@ -14,8 +14,10 @@ from support.device_training import SHAPES, Given, gradient, wrapped
 
 import merging
 from agmerge.backends import topology
+from agmerge.backends.warm_up import NAME
 
 RANKS, STEPS = 4, 3
+BUILT = Call("", "the optimizer is there")
 EACH = merging.Plan((1,) * len(SHAPES))  # a merge buffer for each tensor
 QUANTISED = {"compression": "eden", "density": None}
 EXCHANGES = {
@@ -36,6 +38,7 @@ def started(seed: int, **options: object) -> list[list[Call]]:
     def body(rank: int, device: Device) -> None:
         model = Given(PLACE)
         optimizer = wrapped(model, **options)
+        schedules[rank].calls.append(BUILT)
         for step in range(STEPS):
             optimizer.zero_grad()
             numbers = random.Random(f"{seed} {rank} {step}").sample(range(len(SHAPES)), len(SHAPES))  # readiness order
@@ -58,3 +61,5 @@ def test_all_ranks_make_all_calls_in_one_order(
     assert len(first) > STEPS * len(SHAPES)
     for calls in others:
         assert calls == first
+    later = {call.communicator for call in first[first.index(BUILT) + 1 :]}
+    assert later <= {call.communicator for call in first if call.name.startswith(NAME)}
