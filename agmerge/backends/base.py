@@ -183,6 +183,12 @@ class Backend(ABC):
         Collectives under way may still end. Resources with a collective release are kept to the end.
         """
 
+    def abort(self) -> None:  # noqa: B027  only NCCL leaves something that waits for ever
+        """End what is under way here, without the other ranks: one of them is lost. Not collective, allowed twice.
+
+        Else the device would wait for it in front of all that the script does after the error, such as a checkpoint.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Release this communicator's resources. It cannot be used afterwards."""

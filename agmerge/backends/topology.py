@@ -42,11 +42,10 @@ class Nodes:
         """Return (place, places); None where there is nothing to share."""
         return (self.place, self.places) if self.places > 1 else None
 
-    def close(self) -> None:
-        """Release the communicators."""
-        for comm in (self.inside, self.across, self.second):
-            if comm is not None:
-                comm.close()
+    @property
+    def communicators(self) -> list[Backend]:
+        """Return those that there are, in the same order on all ranks."""
+        return [comm for comm in (self.inside, self.across, self.second) if comm is not None]
 
 
 def grouped(hosts: Sequence[str], local_ranks: Sequence[int]) -> list[list[int]]:

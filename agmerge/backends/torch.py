@@ -308,18 +308,27 @@ class TorchBackend(Backend):
         self._dropping()
         self._group = None
 
+    def abort(self) -> None:
+        if self._group is not None and torch_groups.has_nccl(self._dist) and self._dist.is_initialized():
+            torch_groups.abort(self._group)
+
     def close(self) -> None:
-        """Release the group as far as it takes no other rank; the one with NCCL only if it is the world's own."""
+        """Release the group as far as it takes no other rank; the one with NCCL only if it is the world's own.
+
+        Raises :class:`agmerge.CollectiveTimeout` if the others do not leave the world as well, where it has NCCL.
+        """
         lost, has_nccl = status.any_wait_failed(), torch_groups.has_nccl(self._dist)
         for child in () if lost and not has_nccl else self._children:  # to close what a rank is missing from is to wait
             child.close()
         self._finished.clear()
         is_gloo = self._dropping.detach() is not None
         torch_groups.give_back(self._dist)
-        if self._dist.is_initialized() and self._group is not None:
-            if lost and has_nccl:
-                torch_groups.abort(self._group)
-            elif is_gloo or self._owns_world:
+        if lost:
+            self.abort()
+        if self._dist.is_initialized() and self._group is not None and not (lost and has_nccl):
+            if self._owns_world and has_nccl:
+                timeouts.bounded(self._dist.destroy_process_group, timeouts.default(), "shutdown()")
+            elif self._owns_world or is_gloo:
                 self._dist.destroy_process_group(None if self._owns_world else self._group)
         self._group = None
 

@@ -94,5 +94,8 @@ class CountedBackend(Backend):
     def drop(self) -> None:
         self._inner.drop()
 
+    def abort(self) -> None:
+        self._inner.abort()
+
     def close(self) -> None:
         self._inner.close()

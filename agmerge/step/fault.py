@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from agmerge.errors import AGMergeError
+from agmerge.errors import AGMergeError, NoAnswer
 
 
 class Fault:
-    """The error that has ended an exchange; none at first."""
+    """The error that has ended an exchange; none at first. ``abort``: called where a rank is missing."""
 
-    def __init__(self) -> None:
+    def __init__(self, abort: Callable[[], None]) -> None:
         self._error: BaseException | None = None
+        self._abort = abort
 
     def __bool__(self) -> bool:
         return self._error is not None
@@ -20,6 +21,8 @@ class Fault:
     def record(self, error: BaseException | None) -> None:
         """Record an error, after which :meth:`check` raises; None: there is none, in another group."""
         self._error = error
+        if isinstance(error, NoAnswer):
+            self._abort()
 
     def check(self) -> None:
         """Raise :class:`agmerge.AGMergeError` if an error has ended the exchange."""
@@ -32,5 +35,5 @@ class Fault:
         try:
             yield
         except BaseException as error:
-            self._error = error
+            self.record(error)
             raise

@@ -94,7 +94,8 @@ class GradientExchange:
         on_agreement: OnAgreement = lambda buffers, times: None,
         is_current: Callable[[Backend | None], bool] = lambda world: True,
     ) -> None:
-        self.group, self.fault = Group(), Fault()
+        self.group = Group()
+        self.fault = Fault(self.group.abort)
         self.agreed = AgreedState(table, config, on_agreement, self.group)
         self._is_current = is_current
         self.norm = GradientNorm()  # of the last step, where gradients are combined before it ends

@@ -60,10 +60,8 @@ class Group:
         if config.merging.exchange == TWO_LEVEL:
             self.nodes = topology.form(comm, config.guards.timeout, wants_second=config.quantises)
             self.shard = self.nodes.shard
-        among_nodes = () if self.nodes is None else (self.nodes.inside, self.nodes.across, self.nodes.second)
-        for made in (comm, second, *among_nodes):
-            if made is not None:
-                warm_up(made, devices, config.guards.timeout)
+        for made in self._communicators():
+            warm_up(made, devices, config.guards.timeout)
 
     def connect_second(self, config: Config) -> None:
         """Collective. Make the communicator of second phases, where ``config`` needs one now and all ranks take part.
@@ -91,8 +89,17 @@ class Group:
         self.comm = self.second = self.nodes = None
         self.outside = False
 
+    def abort(self) -> None:
+        """End what is under way, without the other ranks: one of them is lost."""
+        for comm in self._communicators():
+            comm.abort()
+
     def close(self) -> None:
         """Close the communicators."""
-        for comm in (self.nodes, self.comm, self.second):
-            if comm is not None:
-                comm.close()
+        for comm in self._communicators():
+            comm.close()
+
+    def _communicators(self) -> list[Backend]:
+        """Return those that there are, in the same order on all ranks."""
+        made = [] if self.nodes is None else self.nodes.communicators
+        return [*made, *(comm for comm in (self.comm, self.second) if comm is not None)]

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from agmerge.backends import status, torch_groups
+import agmerge
+from agmerge.backends import status, timeouts, torch_groups
 from agmerge.backends.torch import TorchBackend
 
 GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
@@ -41,6 +42,8 @@ class Dist:
 
     def __init__(self) -> None:
         self.called: list[str] = []
+        self.others_come = threading.Event()  # to destroy a group, too
+        self.others_come.set()
 
     def get_rank(self, group: object) -> int:
         return 0
@@ -57,7 +60,8 @@ class Dist:
     def new_group(self, ranks: list[int], *, group_desc: str, **how: Any) -> Group:
         return Group(self, group_desc)
 
-    def destroy_process_group(self, group: Group | None) -> None:
+    def destroy_process_group(self, group: Group | None = None) -> None:
+        assert self.others_come.wait(60.0)
         self.called.append(f"destroy {'world' if group is None else group.name}")
 
     def all_reduce(self, tensor: torch.Tensor, **how: Any) -> SimpleNamespace:
@@ -132,3 +136,19 @@ def test_an_abort_that_lasts_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> No
     torch_groups.abort(Group(dist, "stuck", ends))
     assert dist.called == ["abort stuck"]
     ends.set()
+
+
+@pytest.mark.parametrize("kinds, called", [(GLOO, []), (NCCL, ["abort optimizer"])])
+def test_only_nccl_has_something_to_abort(kinds: str, called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    dist, _, comm = worlds(kinds, monkeypatch, "cpu")
+    comm.abort()
+    assert dist.called == called
+
+
+def test_a_world_that_others_do_not_leave_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(timeouts.VARIABLE, "0.05")
+    dist, world, _ = worlds(NCCL, monkeypatch, "meta")
+    dist.others_come.clear()
+    with pytest.raises(agmerge.CollectiveTimeout, match="shutdown"):
+        world.close()
+    dist.others_come.set()

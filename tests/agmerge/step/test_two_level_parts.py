@@ -76,7 +76,8 @@ def test_communicators_inside_and_across(places: int, monkeypatch: pytest.Monkey
             out = torch.zeros(comm.size)
             comm.all_gather(out, torch.tensor([float(rank)]), "who").wait(WAIT)
             seen.append(out.tolist())
-        made.close()
+        for comm in made.communicators:
+            comm.close()
         return made.place, made.places, *seen
 
     for rank, (place, size, inside, across) in enumerate(testing.run(6, body)):
