@@ -6,6 +6,7 @@
 # make check       about a minute of these and of those that train: the first case of each, and no Horovod
 # make test-all    the tests that take minutes too, and the unit tests once more for every level of arithmetic that is here
 # make bench       step times beside other libraries on slow networks (root; an hour; ARGS="--rates 200mbit --models gpt2")
+# make gpu         judge the GPUs of this machine, and write gpu.json, to mail back; without one it says what it would have done
 # make lint        ruff and mypy
 # make clean       remove .venv, build products and caches; runs/ and the user's cache of Horovod wheels stay
 
@@ -52,7 +53,7 @@ flag = $(if $(2),--$(1) $(2))
 
 # Two pips must not write into one .venv.
 .NOTPARALLEL:
-.PHONY: help train small unit check test test-all bench lint clean
+.PHONY: help train small unit check test test-all bench gpu lint clean
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
@@ -82,6 +83,9 @@ test-all: $(TEST) $(HOROVOD) $(TRITON)
 
 bench: $(TEST) $(HOROVOD)
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/step_time.py $(ARGS)
+
+gpu: $(BASE)
+	$(RUN) benchmarks/gpu_report.py $(ARGS)
 
 lint: $(TEST)
 	$(RUN) -m ruff check .

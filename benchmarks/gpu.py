@@ -45,21 +45,20 @@ WORLD: dict[int, Check] = {8: gpu_world.world}
 
 def about() -> dict[str, str]:
     """Return the machine, and what drives it."""
-    properties = torch.cuda.get_device_properties(0)
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
+    except OSError:  # some images have none
+        driver = ""
     triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else ""
     return {
         "device": f"{properties.name}, sm_{properties.major}{properties.minor}",
         "memory": f"{properties.total_memory / 2**30:.0f} GiB",
         "devices": str(torch.cuda.device_count()),
-        "driver": (driver.stdout.splitlines() or ["unknown"])[0],
+        "driver": (driver.splitlines() or ["unknown"])[0],
         "CUDA": str(torch.version.cuda),
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none",
         "torch": torch.__version__,
         "Triton": triton or "none: torch's operations stand in for kernels",
     }
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None, checks: Mapping[int, Check] | None =
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     known = about()
     tell(first, *(f"{name}: {value}" for name, value in known.items()))
-    bench, figures = Bench(torch.device("cuda")), list[Figure]()
+    bench, figures = Bench(torch.device("cuda", torch.cuda.current_device())), list[Figure]()
     for number, check in (checks or (WORLD if arguments.world else CHECKS)).items():
         if arguments.checks is None or number in arguments.checks:
             for figure in found_by(number, check, bench):

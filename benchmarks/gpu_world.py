@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from device.gpu_bench import Bench, Job, resnet, wrapped
+from device.gpu_bench import Bench, Job, child_env, free_port, place, resnet, wrapped
 from device.gpu_figures import Figure, must, of_world
 from torch import nn
 
@@ -20,6 +20,7 @@ import agmerge
 
 BLOCKS, BLOCK, WARM = 20, 5, 15  # blocks in turn, steps of one, steps before
 TIMEOUT, GRACE = 10.0, 5.0  # seconds that a wait may take, and that its error may take longer
+LONGEST, STEPS = 300.0, 20  # seconds that a child process may take, and its steps
 SIZES = (1 << 16, 1 << 20, 1 << 24)  # bytes of messages alone
 
 
@@ -32,7 +33,7 @@ def world(bench: Bench) -> Iterator[Figure]:
     yield from steps(bench)
     yield from messages(bench)
     if agmerge.rank() == 0 and torch.cuda.device_count() > 1:
-        yield lost_peer()
+        yield from lost_peer()
         yield one_gpu()
     agmerge.barrier()
 
@@ -100,44 +101,59 @@ def messages(bench: Bench) -> Iterator[Figure]:
         yield Figure(8, f"all-reduce of {size:,} bytes", took, "us")
 
 
-def launched(what: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run two ranks of :func:`child`, by a launcher of their own."""
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "GROUP_", "ROLE_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    env |= {"AGMERGE_TIMEOUT": str(TIMEOUT), "PYTHONPATH": os.pathsep.join(sys.path), **more}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    file = str(Path(__file__).resolve())
-    return subprocess.run([*command, file, what], env=env, capture_output=True, text=True, timeout=300, check=False)
+def ended(what: str, **more: str) -> list[tuple[int, str, float]]:
+    """Run two ranks of :func:`child`; return of each its exit code, what it printed, and when it ended.
+
+    By hand: torchrun would end the other rank as soon as one is lost, before that has seen anything.
+    """
+    port, running = free_port(), []
+    for rank in range(2):
+        env = child_env(AGMERGE_TIMEOUT=str(TIMEOUT), **place(rank, 2, port), **more)
+        command = [sys.executable, str(Path(__file__).resolve()), what]
+        running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    found = []
+    for process in reversed(running):  # rank 1 may be lost, and ends first
+        try:
+            said, _ = process.communicate(timeout=LONGEST)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said, _ = process.communicate()
+        found.append((process.returncode, said, time.time()))
+    return found[::-1]
 
 
-def lost_peer() -> Figure:
-    """Check that where a rank is killed the other's error names it in time, and is printed before the process ends."""
-    said = launched("killed")
-    lines = [line for line in said.stdout.splitlines() if line.startswith("FOUND ")]
-    seconds = float(lines[0].split()[1]) if lines else float("nan")
-    named = "rank 1" in (lines[0] if lines else "")
-    return Figure(8, "an error names the rank that was killed after", seconds if named else float("nan"), "s",
-                  TIMEOUT + GRACE, "" if named else said.stderr[-300:].replace("\n", " "))  # fmt: skip
+def lost_peer() -> Iterator[Figure]:
+    """Check that where a rank is killed the other's error names it in time, and that its process ends."""
+    (_, said, end), (_, lost, _) = ended("killed")
+    found = next((line for line in said.splitlines() if line.startswith("FOUND ")), "")
+    killed = next((float(line.split()[1]) for line in lost.splitlines() if line.startswith("KILLED ")), float("nan"))
+    seconds = float(found.split()[1]) if "rank 1" in found else float("nan")
+    note = "" if seconds == seconds else said[-300:].replace("\n", " ")
+    yield Figure(8, "an error names the rank that was killed after", seconds, "s", TIMEOUT + GRACE, note)
+    yield Figure(8, "the process of the other rank has ended after", end - killed, "s", TIMEOUT + 2 * GRACE)
 
 
 def one_gpu() -> Figure:
-    """Check that with two ranks on one GPU the error says so, and what to do."""
-    said = launched("crowded", CUDA_VISIBLE_DEVICES="0")
-    return must(8, "two ranks on one GPU: the error says set_device", "set_device" in said.stdout + said.stderr)
+    """Check that two ranks with one GPU train, through the host's memory, and that a line says so."""
+    found = ended("crowded", CUDA_VISIBLE_DEVICES="0")
+    said = " ".join(text for _, text, _ in found)
+    right = all(code == 0 for code, _, _ in found) and said.count("workers share one GPU") == 1
+    return must(8, "two ranks share a GPU, and one line says so", right, said[-300:].replace("\n", " "))
 
 
 def child(what: str) -> None:
     """Be one of two ranks: ``"killed"`` loses rank 1 in its fourth step, ``"crowded"`` has one GPU for both."""
     rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(0 if what == "crowded" else rank)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
     bench = Bench(torch.device("cuda", torch.cuda.current_device()))
     agmerge.init("torch")
     job = resnet(bench)
     optimizer = wrapped(job, timeout=TIMEOUT)
     start = time.perf_counter()
     try:
-        for step in range(1000):
+        for step in range(STEPS):
             if step == 3 and rank == 1 and what == "killed":
+                print(f"KILLED {time.time()}", flush=True)
                 os.kill(os.getpid(), 9)
             start = time.perf_counter()
             optimizer.zero_grad()
@@ -146,6 +162,8 @@ def child(what: str) -> None:
     except agmerge.AGMergeError as error:
         print(f"FOUND {time.perf_counter() - start:.1f} {error}".replace("\n", " "), flush=True)
         raise
+    finally:
+        optimizer.close()  # as scripts do: it must not wait for who is lost
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import agmerge
 
 FLUSH = 2  # times the size of the cache is written between two runs
 HOST = torch.device("cpu")
+SPIN, LONGEST_SPIN = 1 << 20, 1 << 26  # cycles that the device counts while the host queues what is timed
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "GROUP_", "ROLE_")  # how its variables begin
 
 
 @dataclass(frozen=True)
@@ -39,28 +42,45 @@ class Bench:
             torch.cuda.synchronize()
 
     def micros(self, call: Callable[[], object]) -> float:
-        """Measure the microseconds of the device for what ``call`` queues, with cold caches: the median."""
+        """Measure the microseconds of the device for what ``call`` queues, with cold caches: the median.
+
+        The device spins until all is queued, so the host's time is not in it, unless ``call`` waits for the device.
+        """
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size if self.is_gpu else 1 << 16
         flush = torch.empty(FLUSH * cache, dtype=torch.uint8, device=self.device)
-        took = []
+        took, cycles = list[float](), SPIN
         for run in range(self.warm + self.runs):
             flush.zero_()
-            seconds = self._timed(call)
+            seconds, is_hidden = self._timed(call, cycles)
+            cycles = cycles if is_hidden else min(2 * cycles, LONGEST_SPIN)
             if run >= self.warm:
                 took.append(1e6 * seconds)
         return statistics.median(took)
 
-    def _timed(self, call: Callable[[], object]) -> float:
+    def _timed(self, call: Callable[[], object], cycles: int) -> tuple[float, bool]:
+        """Return the seconds of ``call``, and whether all was queued before the device had counted so many cycles."""
         if not self.is_gpu:
             start = time.perf_counter()
             call()
-            return time.perf_counter() - start
+            return time.perf_counter() - start, True
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        torch.cuda._sleep(cycles)
         events[0].record()
         call()
         events[1].record()
+        is_hidden = not events[0].query()
         events[1].synchronize()
-        return events[0].elapsed_time(events[1]) / 1e3
+        return events[0].elapsed_time(events[1]) / 1e3, is_hidden
+
+    def launch_seconds(self) -> float:
+        """Measure the host's seconds for one small kernel of torch's: the median."""
+        small, took = torch.zeros(64, device=self.device), []
+        for _ in range(self.warm + self.runs):
+            self.synchronize()
+            start = time.perf_counter()
+            small.add_(1.0)
+            took.append(time.perf_counter() - start)
+        return statistics.median(took[self.warm :])
 
     def launches(self, call: Callable[[], object]) -> int:
         """Count the kernels that ``call`` queues; 0 on the CPU."""
@@ -139,13 +159,28 @@ def alone() -> None:
     """Collective. Join a world of one rank, by NCCL on a GPU; nothing happens where there is a world already."""
     if agmerge.is_initialized():
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in own.items():
+    for name, value in place(0, 1, free_port()).items():
         os.environ.setdefault(name, value)
     agmerge.init("torch")
+
+
+def free_port() -> int:
+    """Return the number of a port that nobody serves now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def place(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return a launcher's variables for one rank of a world on this machine, which meets at ``port``."""
+    own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in own.items()}}
+
+
+def child_env(**more: str) -> dict[str, str]:
+    """Return the environment of a child process that belongs to no world, not to this one's: its port is served."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+    return {**env, "PYTHONPATH": os.pathsep.join(sys.path), **more}
 
 
 def wrapped(job: Job, lr: float = 1e-3, **options: object) -> agmerge.DistributedOptimizer:

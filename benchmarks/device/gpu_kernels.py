@@ -103,7 +103,8 @@ def compressors(bench: Bench) -> Iterator[Figure]:
             yield Figure(3, f"{name}, {n:,}", bench.micros(call) / one, "U")
         for name in sparsifiers.names():
             select = selection(name, vector, k)
-            yield from of_compressor(n, name, bench.micros(select), bench.launches(select), one)
+            judged = in_kernels(name, vector)
+            yield from of_compressor(n, name, bench.micros(select), bench.launches(select), one, judged=judged)
 
 
 def peers(vector: Tensor, k: int) -> Calls:
@@ -115,6 +116,13 @@ def peers(vector: Tensor, k: int) -> Calls:
     }
 
 
+def in_kernels(name: str, vector: Tensor) -> bool:
+    """Return whether kernels of the library make the compressor's selections of ``vector``."""
+    from sparsifiers import gpu
+
+    return sparsifiers.get(name, 0.01).has_kernels and gpu.has_kernels(vector)
+
+
 def selection(name: str, vector: Tensor, k: int) -> Callable[[], sparsifiers.Selection]:
     """Do the next step of the compressor ``name``, as often as it is called; what kernels keep is kept, as in training.
 
@@ -124,8 +132,7 @@ def selection(name: str, vector: Tensor, k: int) -> Callable[[], sparsifiers.Sel
 
     steps, chosen = itertools.count(), sparsifiers.get(name, 0.01)
     shapes = [(vector.numel() // 1000, 1000)]
-    in_kernels = chosen.has_kernels and gpu.has_kernels(vector)
-    scratch = gpu.Scratch(vector.numel(), vector.device) if in_kernels else None
+    scratch = gpu.Scratch(vector.numel(), vector.device) if in_kernels(name, vector) else None
 
     def select() -> sparsifiers.Selection:
         made = chosen.select(vector, k=k, key="all", step=next(steps), shapes=shapes, scratch=scratch)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from agmerge.backends import Backend, Handle
+from device.gpu_bench import Bench
 
 CLOCK = 1.0e9  # cycles a second of a spinning kernel, before the first measurement
 
@@ -43,13 +44,13 @@ class Link(Backend):
     ``sent``: of each message, the event at which it was ready and its seconds; none on the CPU.
     """
 
-    def __init__(self, inner: Backend, bandwidth: float, device: torch.device) -> None:
-        self._inner, self._bandwidth, self._device = inner, bandwidth, device
+    def __init__(self, inner: Backend, bandwidth: float, bench: Bench) -> None:
+        self._inner, self._bandwidth, self._device = inner, bandwidth, bench.device
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self.local_rank, self.local_size = inner.local_rank, inner.local_size
         self.sent: list[tuple[Any, float]] = []
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._cycles = cycles_a_second(device)
+        self._stream = torch.cuda.Stream(bench.device) if bench.is_gpu else None
+        self._cycles = cycles_a_second() if bench.is_gpu else CLOCK
 
     def _on_the_way(self, handle: Handle, name: str, tensor: Tensor) -> Handle:
         seconds = tensor.numel() * tensor.element_size() / self._bandwidth
@@ -95,10 +96,8 @@ class Link(Backend):
         return
 
 
-def cycles_a_second(device: torch.device) -> float:
-    """Return how fast a spinning kernel counts, measured; the CPU has none."""
-    if device.type != "cuda":
-        return CLOCK
+def cycles_a_second() -> float:
+    """Return how fast a spinning kernel counts, measured."""
     torch.cuda._sleep(int(CLOCK / 100))
     torch.cuda.synchronize()
     start = time.perf_counter()

@@ -1,0 +1,40 @@
+"""The file that a stranger with GPUs mails back, and what is said where there are none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import gpu_report
+import pytest
+import torch
+
+
+def test_without_a_gpu_the_report_says_what_it_would_have_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_report.main(["--out", str(tmp_path / "gpu.json")]) == 0
+    out = capsys.readouterr().out
+    assert "There is no GPU here" in out and "gpu.py --world" in out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("gpus, names", [(1, ["one"]), (4, ["one", "world"])])
+def test_the_report_runs_what_the_machine_has_gpus_for(gpus: int, names: list[str]) -> None:
+    todo = gpu_report.commands(gpus)
+    assert list(todo) == names and all(Path(gpu_report.JUDGE).name in " ".join(one) for one in todo.values())
+    assert gpus == 1 or f"--nproc_per_node={gpus}" in todo["world"]
+
+
+def test_the_report_keeps_figures_and_lines_and_fails_with_one_of_them(tmp_path: Path) -> None:
+    good = "import json, sys; print('ok 1'); open(sys.argv[2], 'w').write(json.dumps({'figures': [1], 'about': {}}))"
+    todo = {
+        "one": [sys.executable, "-c", good],
+        "world": [sys.executable, "-c", "print('broken'); raise SystemExit(3)"],
+    }
+    out = tmp_path / "gpu.json"
+    assert gpu_report.report({"one": todo["one"]}, out) == 0 and gpu_report.report(todo, out) == 1
+    found = json.loads(out.read_text())
+    assert found["one"] == {"figures": [1], "about": {}, "lines": ["ok 1"], "exit_code": 0}
+    assert found["world"] == {"lines": ["broken"], "exit_code": 3}
