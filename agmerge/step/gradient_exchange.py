@@ -124,7 +124,6 @@ class GradientExchange:
         if comm is None:
             return True
         agreed.totals.among(comm.size)
-        self.group.side.serve(member.local.device for member in agreed.table.active())
         carried = agreed.carried
         if carried.origin is not None and carried.tensors and self.group.shard != shard_before:
             agreed.restore(replace(carried, tensors={}, origin=None), agreed.steps)

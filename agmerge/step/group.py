@@ -55,6 +55,7 @@ class Group:
         self._devices = devices
         if comm is None:
             return
+        self.side.serve(devices)
         advice = "Give every rank the same model and the same arguments."
         require_agreement(comm, facts, what="DistributedOptimizer", advice=advice, timeout=config.guards.timeout)
         if config.merging.exchange == TWO_LEVEL:
