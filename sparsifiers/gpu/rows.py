@@ -27,8 +27,8 @@ def mark_rows(
 
     k, turn: see `sparsifiers.rows.deal`. section: see `mark`. Ties are not used: `gather` is called with ties=False.
     Two launches, one of which clears the marks, a third for a section, and one copy of 12 bytes a tensor; reads a row
-    five times, and the device once or, where a panel of eight rows does not stay in its cache, five times: 4 to 20
-    bytes an element.
+    five times (with Triton before 3.8 eight times), and the device once or, where a panel of eight rows does not stay
+    in its cache, each time: 4 to 20 bytes an element, or to 32.
     """
     scratch.clear()
     if section is not None:

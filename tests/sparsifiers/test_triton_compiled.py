@@ -1,19 +1,15 @@
-"""Every kernel, compiled for GPUs that are not here: registers, spills, how wide loads are, where numbers round."""
+"""Every kernel, compiled for GPUs that are not here: registers, spills, ballots, fences, how numbers round."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+import compiled_kernels
 import pytest
 
-HERE = Path(__file__).resolve().parent
-MOST_REGISTERS = 128  # of a thread, where a program has 256 of them
 MOST_SHARED = 16384  # bytes of a program
 KERNELS = {
     "add",
@@ -32,52 +28,63 @@ KERNELS = {
     "settle",
     "whole",
 }
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None,
-        reason="triton is not installed: make test-all installs it",
-    ),
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.timeout(600)
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed: make test-all installs it"
+)
 
 
-def compiled(folder: Path, target: int, *options: str) -> list[dict[str, Any]]:
-    """What `triton_compiling.py` prints, which runs in a process that has not been told to interpret."""
-    root = HERE.parents[1]
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder)}
-    environment.pop("TRITON_INTERPRET", None)
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(HERE / "triton_compiling.py"), str(target), *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=590, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def check(rows: list[dict[str, Any]], target: int) -> None:
+def check(rows: list[dict[str, Any]], arch: str) -> None:
     """Print the table, and look at it."""
-    print(f"\nsm_{target}  registers  shared  form")
+    print(f"\n{arch}  registers  shared  popc  form")
     for row in rows:
-        print(f"{row['kernel']:>12} {row['registers']:4} {row['shared']:6}  {row['form']}")
+        print(f"{row['kernel']:>12} {row['registers']:4} {row['shared']:6} {row['popc']:4}  {row['form']}")
     assert {row["kernel"] for row in rows} == KERNELS
-    assert [row for row in rows if row["spilled"] or row["stack"]] == []
-    assert [row for row in rows if row["registers"] > MOST_REGISTERS or row["shared"] > MOST_SHARED] == []
+    assert [(row, over) for row in rows if (over := compiled_kernels.excesses(row))] == []
+    assert [row for row in rows if row["shared"] > MOST_SHARED] == []
     # A product and a sum round twice, and subnormal numbers stay: the bits of the host.
     assert [row for row in rows if row["fused"] or row["flushing"]] == []
 
 
+@needs_triton
 @pytest.mark.slow
-def test_kernels_compile_without_spills(tmp_path: Path) -> None:
-    check(compiled(tmp_path, 90, "once"), 90)
+def test_kernels_compile_without_spills() -> None:
+    check(compiled_kernels.compiled("sm_90", "once"), "sm_90")
 
 
+@needs_triton
 @pytest.mark.long
-@pytest.mark.parametrize("target", [80, 90, 100])
-def test_every_form_compiles_without_spills(tmp_path: Path, target: int) -> None:
-    rows = compiled(tmp_path, target)
-    check(rows, target)
+@pytest.mark.parametrize("arch", compiled_kernels.ARCHITECTURES)
+def test_every_form_compiles_without_spills(arch: str) -> None:
+    rows = compiled_kernels.compiled(arch)
+    check(rows, arch)
     for row in rows:
         if row["kernel"] in ("compensate", "count_digits", "mark") and row["form"] != "one":
             # Of what a program takes whole; of a tensor's end each element is loaded by itself.
             assert bool(row["wide"]) is ("unaligned" not in row["form"]), row
         if row["kernel"] == "gather":  # to the nearest, which the interpreter does not do
             assert bool(row["to_bf16"]) is row["form"].startswith("bfloat16"), row
+
+
+@pytest.mark.long
+def test_both_tritons_keep_the_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        folders = [compiled_kernels.folder_of(one) for one in (compiled_kernels.pinned(), compiled_kernels.NEWEST)]
+    except subprocess.CalledProcessError:
+        pytest.skip("pip has no way to both versions of Triton")
+    assert compiled_kernels.main(["--arch", "sm_90", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {row["kernel"] for row in rows} == KERNELS and len(rows) == len(folders) * len(KERNELS)
+    assert all(tuple(row) == compiled_kernels.FIELDS for row in rows)
+
+
+def test_a_kernel_that_exceeds_a_limit_is_named() -> None:
+    row = dict.fromkeys(compiled_kernels.LIMITS, 0)
+    assert compiled_kernels.excesses(row) == []
+    assert compiled_kernels.excesses({**row, "popc": 65, "spills": 4}) == ["spills", "popc"]
+
+
+def test_what_is_compiled_is_what_the_pinned_torch_brings() -> None:
+    """Of its CUDA build's metadata: `Requires-Dist: triton==3.7.1`."""
+    requirements = (compiled_kernels.ROOT / "requirements.txt").read_text(encoding="utf-8")
+    assert ("torch==2.13.0" in requirements) and compiled_kernels.pinned() == "3.7.1"

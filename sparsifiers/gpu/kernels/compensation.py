@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsifiers.gpu.kernels.histogram import REGISTERS, add_to, count, no_counts
 from sparsifiers.gpu.kernels.launching import launch, persistent
 from sparsifiers.gpu.largest_key import LargestKey
 from sparsifiers.gpu.scratch import Scratch
@@ -55,15 +56,15 @@ def add_part(
 def compensate_kernel(
     tasks: tl.tensor, addresses: tl.tensor, places: tl.tensor, residual: tl.tensor, work: tl.tensor,
     before: tl.tensor, after: tl.tensor, histogram: tl.tensor, largest: tl.tensor, later: tl.tensor,
-    factor: tl.tensor, count: tl.tensor, share: tl.tensor,
+    factor: tl.tensor, task_count: tl.tensor, share: tl.tensor,
     GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, RESIDUAL: tl.constexpr, MOMENTUM: tl.constexpr,
     COUNTED: tl.constexpr, LOOKED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Take the tasks `share * program` and so on, and add up one histogram of all of them."""
-    counts = tl.zeros([2048], tl.int32)
+    counts = no_counts()
     most = tl.zeros([BLOCK], tl.int32)
     first = tl.program_id(0) * share
-    for task in range(first, tl.minimum(first + share, count)):
+    for task in range(first, tl.minimum(first + share, task_count)):
         tensor = tl.load(tasks + 2 * task)
         start = tl.load(tasks + 2 * task + 1)
         offset = tl.load(places + 2 * tensor) + start
@@ -85,11 +86,11 @@ def compensate_kernel(
                 address != 0, left, RESIDUAL, MOMENTUM, False, BLOCK,
             )  # fmt: skip
         if COUNTED:
-            counts += tl.histogram(keys >> 20, 2048, mask=tl.arange(0, BLOCK) < left)
+            counts = count(counts, keys >> 20, tl.arange(0, BLOCK) < left)
         if LOOKED:
             most = tl.maximum(most, keys)
     if COUNTED:
-        tl.atomic_add(histogram + tl.arange(0, 2048), counts, mask=counts > 0, sem="relaxed")
+        add_to(histogram, counts)
     if LOOKED:
         tl.atomic_max(largest, tl.max(most, 0), sem="relaxed")
         if tl.program_id(0) == 0:
@@ -119,5 +120,5 @@ def run(
         table.tasks if largest is None else largest.now, table.tasks if largest is None else largest.later,
         0.0 if momenta is None else momenta.factor, tasks, -(-tasks // max(programs, 1)),
         GRADIENT=DTYPES[dtype], ALIGNED=aligned, RESIDUAL=residual is not None, MOMENTUM=form,
-        COUNTED=scratch is not None, LOOKED=largest is not None, BLOCK=BLOCK,
+        COUNTED=scratch is not None, LOOKED=largest is not None, BLOCK=BLOCK, maxnreg=REGISTERS,
     )  # fmt: skip

@@ -7,10 +7,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsifiers.gpu.digits import DIGITS
+from sparsifiers.gpu.kernels.histogram import REGISTERS, add_to, count, no_counts
 from sparsifiers.gpu.kernels.launching import launch, persistent
 from sparsifiers.gpu.scratch import TILE, Scratch
 
-PART = 2048  # elements of a tile at once where a bitmap says which are looked at
+PART = 2048  # elements of a tile at once: eight a thread
+MARKED = 1024  # where a bitmap says which are looked at, which takes registers
+FEW = 256  # of a tile: so few are counted one by one, and all of them may have one bin
 
 
 @triton.jit
@@ -26,38 +29,44 @@ def keys_of(work: tl.tensor, places: tl.tensor, left: tl.tensor, TILE: tl.conste
 @triton.jit
 def count_digits_kernel(
     work: tl.tensor, histogram: tl.tensor, length: tl.tensor, tiles: tl.tensor, share: tl.tensor,
-    SHIFT: tl.constexpr, TILE: tl.constexpr,
+    SHIFT: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
 ) -> None:  # fmt: skip
     """Count the first digits in the tiles `share * program` and so on, and add up one histogram of all of them."""
-    counts = tl.zeros([2048], tl.int32)
-    places = tl.arange(0, TILE)
+    counts = no_counts()
+    places = tl.arange(0, PART)
     first = tl.program_id(0) * share
     for tile in range(first, tl.minimum(first + share, tiles)):
-        left = length - tile * TILE
-        keys = keys_of(work + tile * TILE, places, left, TILE)
-        counts += tl.histogram(keys >> SHIFT, 2048, mask=places < left)
-    tl.atomic_add(histogram + tl.arange(0, 2048), counts, mask=counts > 0, sem="relaxed")
+        for part in range(0, TILE, PART):
+            left = length - tile * TILE - part
+            keys = keys_of(work + tile * TILE + part, places, left, PART)
+            counts = count(counts, keys >> SHIFT, places < left)
+    add_to(histogram, counts)
 
 
 @triton.jit
 def count_ties_kernel(
     work: tl.tensor, ties: tl.tensor, tie_counts: tl.tensor, edge: tl.tensor, histogram: tl.tensor, tiles: tl.tensor,
     share: tl.tensor,
-    SHIFT: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
+    SHIFT: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, FEW: tl.constexpr,
 ) -> None:  # fmt: skip
     """Count a later digit of marked elements in the tiles `share * program` and so on."""
-    counts = tl.zeros([2048], tl.int32)
+    counts = no_counts()
     prefix = tl.load(edge)
     first = tl.program_id(0) * share
     for tile in range(first, tl.minimum(first + share, tiles)):
-        if tl.load(tie_counts + 2 * tile + 1) > 0:
+        marked = tl.load(tie_counts + 2 * tile + 1)
+        if marked > 0:
             for part in range(0, TILE, PART):
                 places = tile * TILE + part + tl.arange(0, PART)
                 is_tie = ((tl.load(ties + places // 32) >> (places % 32)) & 1) != 0
                 keys = tl.load(work + places, mask=is_tie, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
                 counted = is_tie & ((keys >> (SHIFT + BITS)) == prefix)
-                counts += tl.histogram((keys >> SHIFT) & ((1 << BITS) - 1), 2048, mask=counted)
-    tl.atomic_add(histogram + tl.arange(0, 2048), counts, mask=counts > 0, sem="relaxed")
+                digits = (keys >> SHIFT) & ((1 << BITS) - 1)
+                if marked > FEW:
+                    counts = count(counts, digits, counted)
+                else:  # digits of a mantissa lie in all windows
+                    tl.atomic_add(histogram + digits, tl.full([PART], 1, tl.int32), mask=counted, sem="relaxed")
+    add_to(histogram, counts)
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -81,7 +90,7 @@ def run_count(work: Tensor, scratch: Scratch) -> None:
     launch(
         count_digits_kernel, programs, work,
         work, scratch.histogram, len(work), scratch.tiles, -(-scratch.tiles // programs),
-        SHIFT=DIGITS[0].shift, TILE=TILE,
+        SHIFT=DIGITS[0].shift, TILE=TILE, PART=PART, maxnreg=REGISTERS,
     )  # fmt: skip
 
 
@@ -92,7 +101,7 @@ def run_ties(work: Tensor, level: int, scratch: Scratch) -> None:
         count_ties_kernel, programs, work,
         work, scratch.ties, scratch.counts, scratch.edge, scratch.histogram, scratch.tiles,
         -(-scratch.tiles // programs),
-        SHIFT=DIGITS[level].shift, BITS=DIGITS[level].bits, TILE=TILE, PART=PART,
+        SHIFT=DIGITS[level].shift, BITS=DIGITS[level].bits, TILE=TILE, PART=MARKED, FEW=FEW,
     )  # fmt: skip
 
 

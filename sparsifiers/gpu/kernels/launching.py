@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WARPS = 8  # 256 threads: the number that the limit of 128 registers is said for
+WARPS = 8  # 256 threads: the number that the limit of registers is said for
 RESIDENT = 8  # programs of that many threads that a processor of a GPU holds at once
 ON_HOST = 3  # programs in place of a whole device's, in Triton's interpreter: few, so that each takes several tasks
 
@@ -20,7 +20,7 @@ OPTIONS: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
 def launch(kernel: Any, programs: int | tuple[int, int], tensor: Tensor, *arguments: Any, **constants: Any) -> None:
     """Queue `kernel` for so many programs on the current stream of the device of `tensor`; nothing waits.
 
-    `arguments` and `constants` are those of the kernel. Does nothing for no programs.
+    `arguments` and `constants` are those of the kernel, or options of the compiler. Does nothing for no programs.
     """
     grid = programs if isinstance(programs, tuple) else (programs, 1)
     if not all(grid):

@@ -6,11 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsifiers.gpu.digits import KEY_BITS
+from sparsifiers.gpu.kernels.histogram import BALLOTS
 from sparsifiers.gpu.kernels.launching import launch
 from sparsifiers.gpu.row_table import PANEL, RowTable
 from sparsifiers.gpu.scratch import TILE, Scratch
 
 BLOCK = 256  # places of each row at once: with eight rows, as many elements as `compensate` takes
+BITS = 5 if BALLOTS else 8  # of a digit: of eight rows 256 bins or 2048, and a row is read eight times or five
 
 
 @triton.jit
@@ -28,7 +31,7 @@ def panel_of(
 @triton.jit
 def rows_kernel(
     work: tl.tensor, panels: tl.tensor, places: tl.tensor, shares: tl.tensor, above: tl.tensor, counts: tl.tensor,
-    PANEL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    PANEL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Set the bits of the selected elements of one panel."""
     panel = tl.program_id(0)
@@ -43,27 +46,27 @@ def rows_kernel(
     quota = tl.load(shares + 3 * tensor) + (turned < tl.load(shares + 3 * tensor + 1)).to(tl.int32)
     room = tl.where(row < rows, quota, 0)
     if tl.sum(room, 0) > 0:
-        # The quota-th largest key of each row, in digits of 7, 8, 8 and 8 bits: 256 bins a row, 2048 a program.
+        # The quota-th largest key of each row, digit by digit.
         bound = tl.zeros([PANEL], tl.int32)
-        bins = tl.arange(0, 256)[None, :]
-        for level in tl.static_range(4):
-            histogram = tl.zeros([PANEL * 256], tl.int32)
+        bins = tl.arange(0, 1 << BITS)[None, :]
+        for level in range(LEVELS):
+            shift = BITS * (LEVELS - 1 - level)
+            histogram = tl.zeros([PANEL << BITS], tl.int32)
             for first in range(0, length, BLOCK):
                 place = first + tl.arange(0, BLOCK)
                 keys, at, live = panel_of(work + offset, row, place, rows, length, row_step, place_step)
-                if level > 0:
-                    live = live & ((keys >> (32 - 8 * level)) == bound[:, None])
-                digits = tl.arange(0, PANEL)[:, None] * 256 + ((keys >> (24 - 8 * level)) & 255)
+                live = live & (((keys >> shift) >> BITS) == bound[:, None])
+                digits = (tl.arange(0, PANEL)[:, None] << BITS) + ((keys >> shift) & ((1 << BITS) - 1))
                 histogram += tl.histogram(
-                    tl.reshape(digits, [PANEL * BLOCK]), PANEL * 256, mask=tl.reshape(live, [PANEL * BLOCK])
+                    tl.reshape(digits, [PANEL * BLOCK]), PANEL << BITS, mask=tl.reshape(live, [PANEL * BLOCK])
                 )
-            table = tl.reshape(histogram, [PANEL, 256])
+            table = tl.reshape(histogram, [PANEL, 1 << BITS])
             from_top = tl.cumsum(table, 1, reverse=True)
             digit = tl.sum((from_top >= room[:, None]).to(tl.int32), 1) - 1
             # A row without a quota reaches the last digit: its bound is the largest key, and nothing is above that.
-            digit = tl.minimum(digit, 127 if level == 0 else 255)
+            digit = tl.minimum(digit, 0x7FFFFFFF >> shift)
             room -= tl.sum(tl.where(bins > digit[:, None], table, 0), 1)
-            bound = (bound << 8) | digit
+            bound = (bound << BITS) | digit
 
         # Of the elements on the bound the first `room` are taken.
         equals = tl.zeros([PANEL], tl.int32)
@@ -85,5 +88,5 @@ def run(work: Tensor, rows: RowTable, shares: Tensor, scratch: Scratch) -> None:
     launch(
         rows_kernel, len(rows.panels), work,
         work, rows.panels, rows.places, shares, scratch.above, scratch.counts,
-        PANEL=PANEL, BLOCK=BLOCK, TILE=TILE,
+        PANEL=PANEL, BLOCK=BLOCK, TILE=TILE, BITS=BITS, LEVELS=-(-KEY_BITS // BITS),
     )  # fmt: skip
