@@ -81,7 +81,7 @@ def save(reducer: AnyReducer) -> dict[str, Any]:
     """
     exchange = reducer.exchange
     rank, size = exchange.agreed.carried.origin or _rank_and_size(exchange) or (0, 1)
-    plan, compressor = exchange.agreed.current.plan, exchange.agreed.config.compression.compressor
+    current, compressor = exchange.agreed.current, exchange.agreed.config.compression.compressor
     return {
         "version": VERSION,
         "rank": rank,
@@ -90,13 +90,13 @@ def save(reducer: AnyReducer) -> dict[str, Any]:
         "dtensors": _dtensors(reducer),
         "steps": exchange.agreed.steps,
         "merging": exchange.agreed.config.plans_from,
-        "plan": plan.dumps() if plan else None,
+        "plan": current.plan.dumps() if current.plan else None,
         "partial": dense_cutoff.to_checkpoint(exchange.agreed.config.compression.partial),
-        "shares": exchange.agreed.current.budgets,
+        "shares": current.budgets,
         "compressor": (repr(compressor), compressor.state_dict()),
         "window": _window(reducer),
         "updates": reducer.replica.saved(),
-        **{plural: _copies(exchange, kind) for kind, plural in KINDS.items()},
+        **{plural: _copies(current, kind) for kind, plural in KINDS.items()},
     }
 
 
@@ -356,11 +356,9 @@ def _reopen_step(reducer: AnyReducer, window: Mapping[str, Any]) -> None:
                 reducer.passes.resume(parameter, fired)
 
 
-def _copies(exchange: GradientExchange, kind: str) -> dict[str, Any]:
+def _copies(state: CarriedState, kind: str) -> dict[str, Any]:
     """Return copies of the tensors of one kind, by name."""
-    return {
-        name: tensor.clone() for (its_kind, name), tensor in exchange.agreed.current.tensors.items() if its_kind == kind
-    }
+    return {name: tensor.clone() for (its_kind, name), tensor in state.tensors.items() if its_kind == kind}
 
 
 def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -179,7 +179,7 @@ class Noted:
 
 
 class Adding:
-    """Stand for what a script mixes into a memory: it computes by itself."""
+    """A mixin of a script's, which computes work by itself."""
 
     def _compensate(
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int
@@ -190,11 +190,11 @@ class Adding:
 
 
 class Mixed(Adding, Residual):  # type: ignore[misc]
-    """Stand for a script's."""
+    """A memory of a script's, made with the mixin."""
 
 
 class Written(Residual):
-    """Stand for a script's, which leaves the sum to the class that it is of."""
+    """A memory of a script's, whose sum is its base class's."""
 
     def _compensate(  # type: ignore[override]
         self, work: Tensor, residual: Tensor | None, gradient: Tensor | None, momentum: Momentum | None, size: int

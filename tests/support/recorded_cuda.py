@@ -20,12 +20,12 @@ class Stream:
         self.cuda, self.device_index, self.priority, self.end = cuda, index, priority, 0.0
 
     def wait_event(self, event: Event) -> None:
-        """Let what comes later wait for ``event``."""
+        """Queue a wait for ``event`` in front of later work."""
         self.cuda.log.append("wait_event")
         self.end = max(self.end, event.at)
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Advance the host's time to the end of what is waited for."""
         self.cuda.now = max(self.cuda.now, self.end)
 
 
@@ -36,7 +36,7 @@ class Event:
         self.cuda, self.is_timed, self.index, self.at = cuda, enable_timing, -1, 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        """Stand behind what is queued now; without a stream in the current device's, as torch has it."""
+        """Record the event in ``stream``; without one, as torch does, in the current device's current stream."""
         stream = stream or self.cuda.current_stream()
         self.index, self.at = stream.device_index, max(stream.end, self.cuda.now)
         self.cuda.log.append(f"record on {self.index}")
@@ -46,7 +46,7 @@ class Event:
         return self.at <= self.cuda.now
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Advance the host's time to the end of what is waited for."""
         self.cuda.now = max(self.cuda.now, self.at)
 
     def elapsed_time(self, later: Event) -> float:
@@ -118,7 +118,7 @@ class Cuda:
         self.modes.append(mode)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Stand in the place of ``torch.cuda``'s functions while a test runs."""
+        """Replace ``torch.cuda``'s functions while a test runs."""
         own: dict[str, Any] = {
             "is_available": lambda: True,
             "device_count": lambda: self.count,

@@ -35,7 +35,7 @@ class Group:
 
 
 class Dist:
-    """Stand for ``torch.distributed`` on one of two ranks, and note what ends which groups."""
+    """A double of ``torch.distributed`` on one of two ranks, with a log of which calls end which groups."""
 
     ReduceOp = SimpleNamespace(SUM="sum")
     all_gather_into_tensor = reduce_scatter_tensor = None

@@ -1,4 +1,4 @@
-"""Let workers that compile nothing do without torch's compiler, whose import takes a third of the time of their start.
+"""Start workers without torch's compiler, which they do not use: its import takes a third of their start.
 
 Python imports this file at its start where the folder is on its path: see `environment` in launching.py. The first step
 of any optimizer of torch imports `torch._dynamo`, for functions that do nothing outside of compiled code. Here a module
