@@ -33,11 +33,6 @@ from agmerge.step.gradient_exchange import Due
 from agmerge.step.updates import planner_for
 from agmerge.tensors.parameters import ParameterTable
 
-ELASTIC = (
-    "sync='updates' under horovod.torch.elastic is not built yet: newcomers would have to get the shared parameters. "
-    "Use sync='gradients', or restart from a checkpoint of agmerge.gather_state()"
-)
-
 
 class UpdateReducer:
     """Reducer with local steps of the optimizer, which exchanges the deltas when they are due."""
@@ -71,10 +66,8 @@ class UpdateReducer:
     def connect(self) -> None:
         """Collective. Connect to the present workers, if this has not happened.
 
-        Raises ``ValueError`` in an elastic job, and for an optimizer that steps shards among several workers.
+        Raises ``ValueError`` for an optimizer that steps shards among several workers.
         """
-        if workers.elastic():
-            raise ValueError(ELASTIC)
         if self.participation.outdated:
             self.leave()
         if not self.exchange.group.settled:

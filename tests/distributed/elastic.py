@@ -2,6 +2,7 @@
 
 The worker on the host named in ``AGMERGE_TEST_VICTIM`` kills itself in its fifth step. Four steps later rank 0 lets the
 launcher find one more host. Every worker that reaches the end writes what it saw of one parameter, step by step.
+``AGMERGE_TEST_SYNC``: "gradients" or "updates".
 """
 
 from __future__ import annotations
@@ -38,15 +39,29 @@ def main(folder: Path) -> None:
     model = seeded(mlp)
     watched = dict(model.named_parameters())[NAME]
     inner = sgd(model, lr=0.05, momentum=0.9, weight_decay=0.01)
+    sync = os.environ["AGMERGE_TEST_SYNC"]
     optimizer = agmerge.DistributedOptimizer(
-        inner, model.named_parameters(), compression="topk", exchange="sparse", merging="threshold", check_every=1
+        inner,
+        model.named_parameters(),
+        compression="topk",
+        exchange="sparse",
+        merging="threshold",
+        check_every=1,
+        sync=sync,
     )
+
+    def shared() -> Any:
+        return model if sync == "gradients" else list(optimizer._reducer.replica.shared.base.values())
+
+    def unsent() -> torch.Tensor | None:
+        return optimizer._reducer.replica.unsent().get(NAME)
+
     seen: list[dict[str, Any]] = []
 
     @hvd.elastic.run
     def train(state: Any) -> None:
         while state.left:
-            kept = optimizer.state_dict()["agmerge"]
+            kept, waiting = optimizer.state_dict()["agmerge"], unsent()
             optimizer.zero_grad()
             loss_of(model, hvd.rank(), state.step).backward()
             gradient = total(watched.grad)
@@ -57,11 +72,11 @@ def main(folder: Path) -> None:
                 {
                     "step": state.step,
                     "size": hvd.size(),
-                    "kept": [total(kept["residuals"].get(NAME)), kept["size"]],
+                    "kept": [total(waiting), kept["size"]],
                     "gradient": gradient,
                     "update": total(watched.grad),
-                    "left": total(optimizer.state_dict()["agmerge"]["residuals"][NAME]),
-                    "digest": digest(model),
+                    "left": total(unsent()),
+                    "digest": digest(shared()),
                 }
             )
             state.step += 1

@@ -15,9 +15,6 @@ from torch import nn
 import agmerge
 import merging
 import sparsifiers
-from agmerge import testing
-from agmerge.engine.update_reducer import ELASTIC
-from agmerge.runtime import workers
 from agmerge.step.updates import Updates
 
 MODEL = seeded(mlp)
@@ -153,18 +150,6 @@ def test_calls_about_combined_gradients_are_refused_and_training_goes_on(call: s
         return seen
 
     agreed(on_ranks(2, MODEL, body))
-
-
-def test_elastic_jobs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(rank: int, model: nn.Module) -> None:
-        optimizer = wrap(model, sync="updates")
-        train(model, optimizer, rank, range(2))
-        monkeypatch.setattr(workers, "elastic", lambda: True)
-        with pytest.raises(ValueError, match="horovod.torch.elastic is not built yet") as raised:
-            train(model, optimizer, rank, range(2, 3))
-        assert str(raised.value) == ELASTIC
-
-    testing.run(1, lambda rank: body(rank, copy.deepcopy(MODEL)))
 
 
 def test_local_optimizers_have_no_sync_argument() -> None:
