@@ -11,7 +11,9 @@ import hashlib
 import io
 import random
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
@@ -100,6 +102,18 @@ def on_ranks(n: int, model: nn.Module, body: Callable[[int, Any], T], **options:
     """``body(rank, its own copy of model)`` on every rank of an in-memory group."""
     copies = [copy.deepcopy(model) for _ in range(n)]
     return testing.run(n, lambda rank: body(rank, copies[rank]), **options)
+
+
+@contextmanager
+def strict_warnings() -> Iterator[None]:
+    """Make warnings errors, but for what a compressor that is named costs.
+
+    Enter it around :func:`on_ranks`, never on a rank: filters are of the process, and threads would leave each other's.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "compression=.* in our runs")
+        yield
 
 
 def random_plan(seed: int, tensors: int) -> merging.Plan:

@@ -19,6 +19,7 @@ from support import (
     residuals,
     seeded,
     sgd,
+    strict_warnings,
     through_a_file,
     train,
     wrap,
@@ -65,16 +66,14 @@ def waiting(
 def loaded(whole: Any, size: int, **options: Any) -> list[dict[str, Any]]:
     def body(rank: int, model: nn.Module) -> dict[str, Any]:
         optimizer = wrap(model, plain(model), **options)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            warnings.filterwarnings("ignore", "compression=.* in our runs")  # another rank has named it
-            optimizer.load_state_dict(copy.deepcopy(whole))
+        optimizer.load_state_dict(copy.deepcopy(whole))
         section: dict[str, Any] = optimizer.state_dict()["agmerge"]
         train(model, optimizer, rank, range(5, 8))
         assert optimizer.state_dict()["agmerge"]["steps"] == 8
         return section | {"digest": digest(model)}
 
-    sections = on_ranks(size, MODEL, body)
+    with strict_warnings():
+        sections = on_ranks(size, MODEL, body)
     agreed([section.pop("digest") for section in sections])
     return sections
 

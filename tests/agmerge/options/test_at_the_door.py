@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -226,8 +225,7 @@ def test_a_damaged_state_of_the_optimizer_changes_nothing(change: Callable[[Any]
         before = {name: kept.clone() for name, kept in residuals(optimizer).items()}
         state = copy.deepcopy(optimizer.state_dict())
         change(state)
-        with pytest.raises(ValueError, match=words), warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with pytest.raises(ValueError, match=words):
             optimizer.load_state_dict(state)
         assert all(torch.equal(kept, residuals(optimizer)[name]) for name, kept in before.items())
         train(model, optimizer, rank, range(2, 3))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import agreed, digest, mlp, on_ranks, seeded, train, wrap
+from support import agreed, digest, mlp, on_ranks, seeded, strict_warnings, train, wrap
 from torch import nn
 
 import agmerge
@@ -41,9 +41,7 @@ def line(slope: float) -> Curve:
 def trained(rank: int, model: nn.Module, steps: int = FIRST, **options: Any) -> agmerge.DistributedOptimizer:
     options = {"compression": "topk", "density": 0.1, "merging": "agmerge", "exchange": "auto", **options}
     optimizer = wrap(model, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        train(model, optimizer, rank, range(steps))
+    train(model, optimizer, rank, range(steps))
     return optimizer
 
 
@@ -63,12 +61,11 @@ def test_going_dense_for_good_is_in_the_figures_with_its_reason(trial: bool, mon
 
     def body(rank: int, model: nn.Module) -> tuple[bool, str]:
         optimizer = wrap(model, compression="topk", density=0.1, merging="agmerge", exchange="auto")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            train(model, optimizer, rank, range(FIRST + 30))
+        train(model, optimizer, rank, range(FIRST + 30))
         return all(optimizer.plan.dense), optimizer.stats()["exchange_why"]
 
-    is_dense, why = on_ranks(2, MODEL, body)[0]
+    with strict_warnings():
+        is_dense, why = on_ranks(2, MODEL, body)[0]
     assert is_dense and why.startswith("exchange='auto' was given: ")
     assert ("ms a step with dense" in why) is trial and ("dense is predicted to end" in why) is not trial
     _, alone = on_ranks(1, MODEL, body)[0]
@@ -137,9 +134,7 @@ def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, mon
             plan = optimizer.plan
             assert plan is not None
             seen.append(all(plan.dense))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                train(model, optimizer, rank, range(step, step + 1))
+            train(model, optimizer, rank, range(step, step + 1))
         return seen
 
     seen = agreed(on_ranks(2, MODEL, body))

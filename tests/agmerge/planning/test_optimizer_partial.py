@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from functools import partial as partial_of
 from typing import Any
@@ -253,9 +252,7 @@ def test_every_exchange_has_it(exchange: str, monkeypatch: pytest.MonkeyPatch) -
 
     def body(rank: int, model: nn.Module) -> tuple[list[str], Any]:
         optimizer = wrapped(model, merging="agmerge", exchange=exchange)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # auto says where it compresses nothing
-            seen = train(model, optimizer, rank, range(2 * FIRST + 15))
+        seen = train(model, optimizer, rank, range(2 * FIRST + 15))
         return seen, cut(optimizer)
 
     seen, found = agreed(on_ranks(4, MODEL, body))
