@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -122,6 +123,14 @@ def test_from_dense_to_sparse_and_back_residuals_are_sent_in_the_end() -> None:
         assert before > 0 and after == 0
 
 
+@pytest.fixture
+def all_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan is given up before its last turn, however long its steps take on this machine."""
+    monkeypatch.setattr(plan_trial, "HOPELESS", math.inf)
+    monkeypatch.setattr(plan_trial, "SURE", math.inf)
+
+
+@pytest.mark.usefixtures("all_turns")
 @pytest.mark.parametrize("slower", [0, 1])
 def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurer, "measure_costs", costing(1e-9, 1e-7))
@@ -142,6 +151,7 @@ def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, mon
     assert seen == turns * plan_trial.ROUNDS + [slower == 0]
 
 
+@pytest.mark.usefixtures("all_turns")
 def test_a_dense_plan_that_only_looks_faster_is_given_up_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predicted to end a little sooner than what compresses everything, which is tried all the same."""
     monkeypatch.setattr(measurer, "measure_costs", costing(2e-8, 1e-9))
