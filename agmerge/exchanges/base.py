@@ -8,6 +8,7 @@ decide together (a global threshold, an agreed mask, low-rank factors). So every
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -97,11 +98,16 @@ class InFlight:
     message: torch.Tensor  # what this rank has sent, 1-D
     received: torch.Tensor  # what arrives, 1-D; may be `message`
     extra: Any = None  # state of the exchange that made it: each has a type of its own
-    # `bytes` by codec, see Format.by_codec; empty where they are dense elements
+    # `bytes` by codec, see Format.by_codec; empty: all of them are dense elements
     codecs: Mapping[str, int] = field(default_factory=dict)
     overflows: Sequence[str] = ()  # names of finite tensors of which the sent factors are not finite
     # Input of `Exchange.read`, on the device of the message: complete once `finish` has been called.
     said: list[torch.Tensor] = field(default_factory=list)
+
+    def count(self, by_codec: Mapping[str, int]) -> None:
+        """Count bytes that were handed to one more collective, by codec."""
+        self.bytes += sum(by_codec.values())
+        self.codecs = Counter(self.codecs) + Counter(by_codec)
 
     @property
     def on_device(self) -> bool:

@@ -100,7 +100,8 @@ class MaskedExchange(MultiRoundExchange):
             message[-_NUMBER:].view(torch.int32).copy_(number_of([mask for mask in known if mask is not None], device))
         handle = self.comm.all_gather(received, message, name)
         state = _State(header=header, votes=votes, known=known)
-        return self.schedule(InFlight(name, loads, control, handle, size, 0, message, received, state))
+        codecs = {"votes": votes.size, "header": size - votes.size}
+        return self.schedule(InFlight(name, loads, control, handle, size, 0, message, received, state, codecs=codecs))
 
     def _start_agreed(
         self,
@@ -161,7 +162,7 @@ class MaskedExchange(MultiRoundExchange):
             return
         # `wait` waits for sums one by one, so that an update is written while those behind it travel.
         self._send(f"{pending.name}/values", pending.loads, state, torch.empty(0, device=messages.device))
-        pending.bytes += sum(part.bytes for part in state.sums)
+        pending.count({"plain": sum(part.bytes for part in state.sums)})
 
     def _add_up(self, pending: InFlight, state: _State) -> Phases[None]:
         """Collective. Add up the values at the masks in the codec, all of one dtype together; commit them."""

@@ -14,7 +14,7 @@ from agmerge.backends import Handle
 from agmerge.exchanges.all_reduce import in_rank_order
 from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight
 from agmerge.exchanges.message.format import RoundHeader
-from agmerge.exchanges.message.pairs import IndexValuePairs, PairFormat, read, unread, write
+from agmerge.exchanges.message.pairs import IndexValuePairs, PairFormat, by_codec, read, unread, write
 from agmerge.exchanges.oktopk.regions import shares
 
 T = TypeVar("T")
@@ -100,14 +100,14 @@ class MultiRoundExchange(Exchange):
         """Collective. Gather ``numbers`` (int32), as many from each rank; return them by rank."""
         own = torch.tensor(numbers, dtype=torch.int32, device=pending.message.device)
         rows = own.new_empty(self.comm.size * len(numbers))
-        pending.bytes += own.nbytes
+        pending.count({"header": own.nbytes})
         yield self.comm.all_gather(rows, own, f"{pending.name}/{what}")
         by_rank: list[list[int]] = rows.view(self.comm.size, -1).tolist()
         return by_rank
 
     def all_reduce(self, pending: InFlight, what: str, numbers: torch.Tensor) -> Phases[torch.Tensor]:
         """Collective. Add ``numbers`` (1-D) up over all ranks, in place, and return them."""
-        pending.bytes += numbers.nbytes
+        pending.count({"header": numbers.nbytes})
         yield self.comm.all_reduce(numbers, f"{pending.name}/{what}")
         return numbers
 
@@ -132,7 +132,7 @@ class MultiRoundExchange(Exchange):
         message = self._bytes(pending, what, sum(sizes))
         received = self._bytes(pending, f"{what} received", sum(out_sizes))
         seen = _read_of(own, leaving, write(leaving, own.split(table[rank]), message, sound=True))
-        pending.bytes += message.numel()
+        pending.count(by_codec(leaving, message.numel()))
         yield self.comm.all_to_all(received, message, out_sizes, sizes, f"{pending.name}/{what}")
         pieces, good = read(arriving, torch.split(received, out_sizes))
         return pieces, seen, 0 if all(good) else 1 + good.index(False)
@@ -158,7 +158,7 @@ class MultiRoundExchange(Exchange):
         received = self._bytes(pending, f"{what} received", self.comm.size * longest)
         mine = [forms[self.comm.rank]]
         seen = _read_of(own, mine, write(mine, [own], message, sound))
-        pending.bytes += message.numel()
+        pending.count(by_codec(mine, message.numel()))
         yield self.comm.all_gather(received, message, f"{pending.name}/{what}")
         parcels, good = read(forms, torch.split(received, [longest] * self.comm.size))
         return parcels, seen, 0 if all(good) else 1 + good.index(False)

@@ -209,7 +209,7 @@ class LowRankExchange(MultiRoundExchange):
             # While it travels: the message is summed in place, not the factor.
             self.store.subtract_sent(matrix.segment, None, matrix.product())
             matrix.factor = view.view_as(matrix.factor)
-        pending.bytes += total.bytes
+        pending.count({"plain": total.bytes})
         pending.elements += sum(view.numel() for view in views)
         yield total.handle
         all_reduce.wait(self.comm, total, self.timeout)

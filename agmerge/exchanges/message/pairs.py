@@ -6,6 +6,7 @@ for so many of that range, and count from its start. The writer of values keeps 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,6 +76,15 @@ class PairFormat:
         start = aligned(self.indices.stop, grain)
         self.values = slice(start, start + self.value.size(count))
         self.size = aligned(self.values.stop, grain) if count else 0
+
+
+def by_codec(forms: Sequence[PairFormat], size: int) -> dict[str, int]:
+    """Return the bytes of a message of ``size`` bytes by "index codec/value codec"; checksums and gaps are "header"."""
+    found: Counter[str] = Counter()
+    for form in forms:
+        if form.count:
+            found[f"{form.codec.name}/{form.value.name}"] += form.codec.size + form.value.size(form.count)
+    return {**found, "header": size - found.total()}
 
 
 def write(

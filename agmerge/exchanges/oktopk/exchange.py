@@ -99,7 +99,10 @@ class OkTopkExchange(MultiRoundExchange):
         handle = self.comm.all_gather(received, message, name)
         state = _State(layout=layout, starts=starts, offer=offer)
         return self.schedule(
-            InFlight(name, loads, control, handle, message.numel(), elements, message, received, state)
+            InFlight(
+                name, loads, control, handle, message.numel(), elements, message, received, state,
+                codecs={"header": message.numel()},
+            )
         )
 
     def phases(self, pending: InFlight) -> Phases[None]:

@@ -109,6 +109,27 @@ def test_replicas_stay_equal(wire: str, compression: str, exchange: str, monkeyp
     assert len(set(agreed(on_ranks(4, SMALL, body)))) == 6
 
 
+@pytest.mark.parametrize("wire", ["int8", "auto"])
+@pytest.mark.parametrize("exchange", ["oktopk", "masked"])
+def test_bytes_of_several_rounds_are_told_by_codec(exchange: str, wire: str) -> None:
+    def body(rank: int, model: nn.Module) -> Any:
+        optimizer = wrap(model, wire=wire, exchange=exchange, compression="topk", density=0.05)
+        train(model, optimizer, rank, range(3))
+        return optimizer.stats()
+
+    for stats in on_ranks(3, SMALL, body):
+        found = stats["wire"]
+        assert sum(found.values()) == stats["bytes_sent"] and found["header"] > 0
+        values = {name.split("/")[1]: size for name, size in found.items() if "/" in name and "whole/" not in name}
+        if exchange == "masked":
+            assert found["votes"] > 0
+        if exchange == "oktopk" or wire == "int8":
+            (codec,) = values
+            assert codec == ("int8" if wire == "int8" else "fp32") and values[codec] > 0
+        else:
+            assert not values and found["plain"] > found["votes"]  # sums at the mask
+
+
 @pytest.mark.parametrize("wire", FEW)
 def test_momentum_before_selection_goes_with_them(wire: str) -> None:
     """compression="dgc" by default: the momentum of what is sent is cleared."""
