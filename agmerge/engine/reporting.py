@@ -55,7 +55,7 @@ class ReportingMixin:
 
         ``steps``: of the optimizer; ``exchanges`` are as many, unless ``every=`` leaves steps out.
         ``bytes_sent``: handed to collectives for gradients, with headers and padding; ``wire``: the same bytes
-        by codecs of indices and values, ``header``, ``votes`` (of ``masked``), and ``plain``. ``bytes_dense``: those of a
+        by codecs of indices and values, ``header``, ``votes`` (of ``masked``), ``plain``. ``bytes_dense``: those of a
         dense float32 all-reduce. ``link_bytes``: of ``bytes_sent``, those that have left this rank by the
         collective's algorithm, so that exchanges compare for any number of workers: 2 (W-1)/W of the bytes of an
         all-reduce (a ring), W - 1 copies of gathered ones, of shards those of other ranks; within nodes and
