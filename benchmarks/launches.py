@@ -30,6 +30,7 @@ from pretend.training import on_devices
 
 import agmerge
 import merging
+import sparsifiers
 
 WIDTH = 64  # of every layer: its matrix is selected from, and its two vectors are sent whole
 WARM = 2  # steps that are not counted, at least: ranks agree, compare replicas and allocate
@@ -82,7 +83,8 @@ def count(arguments: argparse.Namespace) -> tuple[Books, int]:
         return device.books
 
     # What waits for other ranks in a hook cannot do so on autograd's device thread, which all ranks share here.
-    own_thread = arguments.exchange in ("oktopk", "masked", "two-level")
+    waits = arguments.exchange in ("oktopk", "masked", "two-level")
+    own_thread = waits or arguments.compression in sparsifiers.quantisers()
     with nullcontext() if arguments.torch else fused.installed():
         books = on_devices(arguments.workers, body, own_thread=own_thread, watched={0})[0]
     return books, sum(weight.numel() for weight in model.parameters())

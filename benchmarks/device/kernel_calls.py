@@ -7,7 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from sparsifiers import gpu
+from sparsifiers.gpu import rotation
 from sparsifiers.gpu.kernels import add as add_kernel
+from sparsifiers.quantising.blocks import blocks_in
+from sparsifiers.quantising.draws import Draws
+from sparsifiers.quantising.eden import Eden
 
 CPU, N, K, W = torch.device("cpu"), 1 << 16, 656, 8
 
@@ -57,6 +61,21 @@ def calls() -> Iterator[str]:
     for wire in (torch.float32, torch.bfloat16):
         yield f"whole, {str(wire).removeprefix('torch.')}"
         gpu.add_whole(torch.zeros(N), torch.zeros(W, N, dtype=wire), 0.125)
+    for dtype in (torch.float32, torch.bfloat16):
+        for bits in rotation.BITS:
+            for size in (64, 128, 256):
+                yield f"{str(dtype).removeprefix('torch.')}, {bits} bits, blocks of {size}"
+                quantised(bits, size, dtype, N - 3, senders=W)
+
+
+def quantised(bits: int, size: int, dtype: torch.dtype, length: int, senders: int) -> None:
+    """Quantise, read the sum of some messages, and quantise that."""
+    blocks, record = blocks_in(length, size), Eden(bits).record_bytes(size)
+    messages, draws = list(torch.zeros(senders, blocks * record, dtype=torch.uint8)), [Draws(7 * N)] * senders
+    squares, again = torch.zeros(1, dtype=torch.float64), torch.zeros(blocks * record, dtype=torch.uint8)
+    rotation.encode(torch.zeros(length, dtype=dtype), size, draws[0], messages[0], squares, bits)
+    rotation.decode_sum(messages, draws, size, 0.125, torch.zeros(length, dtype=dtype), bits)
+    rotation.encode_sum(messages, draws, size, 0.125, Draws(3 * N), again, bits, (bits, record))
 
 
 def calls_of_one() -> Iterator[str]:
@@ -74,3 +93,4 @@ def calls_of_one() -> Iterator[str]:
         gpu.encode_indices(slots.indices, slots.count, section)
         gpu.decode_indices(words, count, layout, torch.zeros(1, 1, dtype=torch.int32), count, tiles)
     gpu.add_ranks(work, torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1), torch.zeros(1, dtype=torch.int32), 0.5)
+    quantised(2, 64, torch.float32, 1, senders=1)

@@ -26,13 +26,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from device.kernel_calls import calls, calls_of_one
-from sparsifiers.gpu import add, codec, compact, compensation, edge, rows, whole
+from sparsifiers.gpu import add, codec, compact, compensation, edge, rotation, rows, whole
 from sparsifiers.gpu.kernels import add as add_kernel
 from sparsifiers.gpu.kernels import codec as codec_kernel
 from sparsifiers.gpu.kernels import compact as compact_kernel
 from sparsifiers.gpu.kernels import compensation as compensation_kernel
 from sparsifiers.gpu.kernels import edge as edge_kernel
 from sparsifiers.gpu.kernels import launching
+from sparsifiers.gpu.kernels import rotation as rotation_kernel
 from sparsifiers.gpu.kernels import rows as rows_kernel
 from sparsifiers.gpu.kernels import whole as whole_kernel
 
@@ -42,6 +43,9 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int16: "*i16",
+    torch.uint8: "*u8",
+    torch.float64: "*fp64",
 }
 
 
@@ -123,9 +127,12 @@ def main(target: int, once: bool) -> None:
             seen.add(key)
             print(json.dumps({**compiled(kernel, arguments, constants, target), "form": form}), flush=True)
 
-    for module in (add, codec, compact, compensation, edge, rows, whole):
+    for module in (add, codec, compact, compensation, edge, rotation, rows, whole):
         module.runs_triton = lambda tensor: True
-    kernels = (add_kernel, codec_kernel, compact_kernel, compensation_kernel, edge_kernel, rows_kernel, whole_kernel)
+    kernels = (
+        add_kernel, codec_kernel, compact_kernel, compensation_kernel, edge_kernel, rotation_kernel, rows_kernel,
+        whole_kernel,
+    )  # fmt: skip
     for module in kernels:
         module.launch = instead
     triton.knobs.nvidia.dump_ptxas_log = True

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from sparsifiers import kernel_quantising
 from sparsifiers.compressor import Compressor, Kind
+from sparsifiers.gpu import rotation
 from sparsifiers.quantising.blocks import blocks_in
 from sparsifiers.quantising.draws import Draws
 
@@ -78,8 +79,14 @@ class Quantiser(Compressor):
         squares: float64[1]: the sum of all squares is added to it, right to 2**-20 of it, so it is for nothing that has
         to be equal on all ranks; not finite if one of the values is not.
         """
-        if kernel_quantising.encode(values, size, draws, out, squares, *self._compiled(size)):
+        number, record = self._compiled(size)
+        if kernel_quantising.encode(values, size, draws, out, squares, number, record):
             return
+        if not rotation.encode(values, size, draws, out, squares, number):
+            self._encode_in_torch(values, size, draws, out, squares)
+
+    def _encode_in_torch(self, values: Tensor, size: int, draws: Draws, out: Tensor, squares: Tensor | None) -> None:
+        """Do the work of :meth:`encode` by torch's operations."""
         rows = out.view(-1, self.record_bytes(size))
         for start, stop in _parts(rows):
             part = _blocks_of(values[start * size : stop * size], size)
@@ -95,8 +102,16 @@ class Quantiser(Compressor):
         messages, draws: of each sender, as `encode` had them.
         out: 1-D, contiguous, as long as the values, of float32, bfloat16 or float16.
         """
-        if kernel_quantising.decode_sum(messages, draws, size, scale, out, *self._compiled(size)):
+        number, record = self._compiled(size)
+        if kernel_quantising.decode_sum(messages, draws, size, scale, out, number, record):
             return
+        if not rotation.decode_sum(messages, draws, size, scale, out, number):
+            self._decode_sum_in_torch(messages, draws, size, scale, out)
+
+    def _decode_sum_in_torch(
+        self, messages: Sequence[Tensor], draws: Sequence[Draws], size: int, scale: float, out: Tensor
+    ) -> None:
+        """Do the work of :meth:`decode_sum` by torch's operations."""
         rows = [message.view(-1, self.record_bytes(size)) for message in messages]
         for start, stop in _parts(rows[0]):
             total = self._sum(rows, draws, size, scale, slice(start, stop))
@@ -121,6 +136,20 @@ class Quantiser(Compressor):
         by = self._compiled(size), second._compiled(size)
         if kernel_quantising.encode_sum(messages, draws, size, scale, own, out, *by):
             return
+        if not rotation.encode_sum(messages, draws, size, scale, own, out, by[0][0], by[1]):
+            self._encode_sum_in_torch(messages, draws, size, scale, second, own, out)
+
+    def _encode_sum_in_torch(
+        self,
+        messages: Sequence[Tensor],
+        draws: Sequence[Draws],
+        size: int,
+        scale: float,
+        second: Quantiser,
+        own: Draws,
+        out: Tensor,
+    ) -> None:
+        """Do the work of :meth:`encode_sum` by torch's operations."""
         rows = [message.view(-1, self.record_bytes(size)) for message in messages]
         written = out.view(-1, second.record_bytes(size))
         for start, stop in _parts(rows[0]):

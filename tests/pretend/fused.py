@@ -15,6 +15,7 @@ from unittest.mock import patch
 from pretend.kernels import one_launch
 from pretend.registration import NAME
 from sparsifiers.gpu import choice
+from sparsifiers.quantising.eden import Eden
 
 
 class Fused(NamedTuple):
@@ -51,6 +52,13 @@ TABLE = (
     Fused("add", "reference", 1, lambda a: 4 * elements(a, "update") + 8 * elements(a, "values")),
 )
 
+# Of `eden`: what its kernels do, by the method that does it in torch's operations.
+QUANTISING: tuple[tuple[str, int, Callable[[dict[str, Any]], float]], ...] = (
+    ("_encode_in_torch", 1, lambda a: 4 * elements(a, "values") + elements(a, "out")),
+    ("_decode_sum_in_torch", 2, lambda a: 4 * elements(a, "out") + sum(one.numel() for one in a["messages"])),
+    ("_encode_sum_in_torch", 2, lambda a: elements(a, "out") + sum(one.numel() for one in a["messages"])),
+)
+
 
 @contextmanager
 def installed() -> Iterator[None]:
@@ -61,6 +69,9 @@ def installed() -> Iterator[None]:
             module = importlib.import_module(f"sparsifiers.gpu.{fused.module}")
             size = sized(getattr(module, fused.reference), fused.bytes)
             stack.enter_context(one_launch(module, fused.reference, size, fused.launches))
+        for name, launches, bytes_of in QUANTISING:
+            size = sized(getattr(Eden, name), bytes_of)
+            stack.enter_context(one_launch(Eden, name, size, launches))
         yield
 
 

@@ -1,0 +1,99 @@
+"""`eden` by kernels in Triton's interpreter: the bytes and the values of torch's operations, and of compiled loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.triton_inputs import assert_same, bits, both, vector
+from torch import Tensor
+
+from sparsifiers import kernel_quantising
+from sparsifiers.quantising.draws import Draws, key_of
+from sparsifiers.quantising.eden import Eden
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # of numpy, in the interpreter
+KINDS = ["normal", "cauchy", "few", "zeros", "subnormal", "specials"]
+
+
+def values_of(kind: str, n: int, seed: int = 0) -> Tensor:
+    """Hard inputs; with a spike here and there, so that some blocks are rotated twice."""
+    values = vector(kind, n, seed)
+    if kind == "normal":
+        values[:: n // 3 + 1] *= 50
+        values[: n // 2] *= 1e-30
+    return values
+
+
+@pytest.fixture(autouse=True)
+def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiled loop on the host: what is compared are kernels and torch's operations."""
+    for name in ("encode", "decode_sum", "encode_sum"):
+        monkeypatch.setattr(kernel_quantising, name, lambda *_: False)
+
+
+@pytest.mark.thin(1)
+@pytest.mark.parametrize("n, size", [(1, 64), (3000, 64), (257, 128), (5000, 256)])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_records_have_the_same_bytes(kind: str, count: int, n: int, size: int) -> None:
+    quantiser, values = Eden(count), values_of(kind, n)
+    draws, blocks = Draws(key_of(1, n), 5), -(-n // size)
+    found = []
+
+    def call() -> tuple[Tensor, ...]:
+        out = torch.full((blocks * quantiser.record_bytes(size),), 7, dtype=torch.uint8)
+        squares = torch.ones(1, dtype=torch.float64)
+        quantiser.encode(values, size, draws, out, squares)
+        found.append(squares)
+        read = torch.zeros(n)
+        quantiser.decode_sum([out], [draws], size, 0.5, read)
+        return (out, read) if values.isfinite().all() else (read,)  # codes of a block with NaN have no meaning
+
+    assert_same(call)
+    torch.testing.assert_close(found[0], found[1], rtol=2e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count, second", [(2, 2), (4, 1), (1, 3)])
+def test_sums_have_the_same_bits_and_so_have_they_in_bits_again(count: int, second: int, dtype: torch.dtype) -> None:
+    n, size, senders, first, then = 3333, 256, 3, Eden(count), Eden(second)
+    draws = [Draws(key_of(2, sender), 2) for sender in range(senders)]
+
+    def call() -> tuple[Tensor, ...]:
+        messages = []
+        for sender in range(senders):
+            given = values_of("normal", n, sender)
+            message = torch.zeros(-(-n // size) * first.record_bytes(size), dtype=torch.uint8)
+            first.encode(given if dtype != torch.float16 else given.half(), size, draws[sender], message)
+            messages.append(message)
+        out = torch.full((n,), 9.0).to(dtype)
+        first.decode_sum(messages, draws, size, 1 / 3, out)
+        again = torch.zeros(-(-n // size) * then.record_bytes(size), dtype=torch.uint8)
+        first.encode_sum(messages, draws, size, 1 / 3, then, Draws(key_of(3), 2), again)
+        return out, again
+
+    assert_same(call)
+
+
+def test_nothing_outside_is_written_and_one_launch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparsifiers.gpu.kernels import rotation as kernel
+
+    launched: list[str] = []
+    launch = kernel.launch
+    monkeypatch.setattr(
+        kernel, "launch", lambda one, *args, **given: launched.append(one.__name__) or launch(one, *args, **given)
+    )
+    quantiser, n, size = Eden(2), 300, 128
+    whole = torch.full((3 * quantiser.record_bytes(size) + 20,), 7, dtype=torch.uint8)
+
+    def call() -> tuple[Tensor, ...]:
+        out = whole[10:-10]
+        quantiser.encode(torch.randn(n, generator=torch.Generator().manual_seed(0)), size, Draws(4), out)
+        read = torch.full((n + 4,), 9.0)
+        quantiser.decode_sum([out], [Draws(4)], size, 1.0, read[2:-2])
+        return whole.clone(), read
+
+    (message, read), _ = both(call)
+    assert message[:10].tolist() == message[-10:].tolist() == [7] * 10
+    assert bits(read[:2]) == bits(read[-2:]) == bits(torch.full((2,), 9.0))
+    assert launched == ["eden_encode_kernel", "eden_decode_kernel"]
