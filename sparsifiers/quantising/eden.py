@@ -2,41 +2,21 @@
 
 Vargaftik et al., "EDEN: Communication-Efficient and Robust Distributed Mean Estimation for Federated Learning", ICML
 2022, any number of bits; with one bit it is the same authors' "DRIVE: One-bit Distributed Mean Estimation", NeurIPS
-2021. The levels are those of Lloyd (1982) and Max (1960) for a normal distribution, rounded to integers.
+2021.
 """
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from sparsifiers.quantising.base import Quantiser
 from sparsifiers.quantising.draws import Draws
+from sparsifiers.quantising.levels import LEAST, LEVELS, MOST, SPIKE, thresholds
 from sparsifiers.quantising.rotation import folded, hadamard
 from sparsifiers.quantising.scales import SCALE, as_bits
 
-# By bits: the levels of magnitudes, in units of a block's root mean square; and the same as integers, of which a sum
-# over 256 signs fits into 16 bits. Decoding is then exact up to its one multiplication by the scale.
-EXACT = {
-    1: (0.7979,),
-    2: (0.4528, 1.5104),
-    3: (0.2451, 0.7560, 1.3439, 2.1520),
-    4: (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326),
-}
-LEVELS = {1: (30,), 2: (30, 100), 3: (12, 36, 64, 103), 4: (6, 18, 30, 43, 58, 74, 95, 126)}
-# A rotation does not hide one coordinate of more than this share of a block's energy: it would arrive with a gain of
-# 1.02 and more. Such a block is rotated twice.
-SPIKE = {1: 1 / 16, 2: 1 / 8, 3: 1 / 8, 4: 1 / 8}
-LEAST = 2.0**-118  # a smaller scale is 0, so that no value read is subnormal: some machines make that zero
-MOST = 2.0**104  # a larger one is this, so that no sum over up to 2**8 senders is infinite
 NOISE = {1: 0.571, 2: 0.133, 3: 0.036, 4: 0.0096}  # see `Quantiser.noise`
-
-
-def thresholds(bits: int) -> tuple[float, ...]:
-    """Return where one level ends and the next begins, in units of a block's root mean square."""
-    return tuple((low + high) / 2 for low, high in pairwise(EXACT[bits]))
 
 
 class Eden(Quantiser):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsifiers.gpu.kernels.launching import launch
 from sparsifiers.gpu.sending import send
-from sparsifiers.quantising import eden
+from sparsifiers.quantising import levels
 from sparsifiers.quantising.draws import FACTORS, GOLDEN, MASK, SHIFTS, STREAM, WORDS, Draws
 from sparsifiers.quantising.scales import NAN, SCALE
 
@@ -24,10 +24,10 @@ STREAMS = 2  # of random signs: one for each rotation of a block
 _GOLDEN, _WORDS, _NAN, _SCALE = (tl.constexpr(one) for one in (GOLDEN, WORDS, NAN, SCALE))
 _FIRST, _SECOND = (tl.constexpr(one) for one in FACTORS)
 _A, _B, _C = (tl.constexpr(one) for one in SHIFTS)
-_LEAST, _MOST = tl.constexpr(eden.LEAST), tl.constexpr(eden.MOST)
+_LEAST, _MOST = tl.constexpr(levels.LEAST), tl.constexpr(levels.MOST)
 # By bits: levels, and the ends of all but the last; as constants, of which unused ones are 0.
-_LEVELS = {bits: (*levels, *[0] * (8 - len(levels))) for bits, levels in eden.LEVELS.items()}
-_ENDS = {bits: (*eden.thresholds(bits), *[0.0] * (8 - len(levels))) for bits, levels in eden.LEVELS.items()}
+_LEVELS = {bits: (*some, *[0] * (8 - len(some))) for bits, some in levels.LEVELS.items()}
+_ENDS = {bits: (*levels.thresholds(bits), *[0.0] * (8 - len(some))) for bits, some in levels.LEVELS.items()}
 
 
 @triton.jit
@@ -297,7 +297,7 @@ def encode_sum(
 
 def _levels(bits: int) -> dict[str, object]:
     """Return the constants of a quantiser that writes."""
-    return {"BITS": bits, "LEVELS": _LEVELS[bits], "ENDS": _ENDS[bits], "SPIKE": eden.SPIKE[bits]}
+    return {"BITS": bits, "LEVELS": _LEVELS[bits], "ENDS": _ENDS[bits], "SPIKE": levels.SPIKE[bits]}
 
 
 def _senders(messages: Sequence[Tensor], draws: Sequence[Draws]) -> tuple[Tensor, int]:
