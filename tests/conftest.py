@@ -4,10 +4,10 @@
 Tests outside of ``distributed`` are marked ``training`` where they make an optimizer of workers, and ``unit`` where
 they neither do nor start a process (see support/kind_of_test.py): ``make unit`` runs these alone, within a minute.
 
-``make test`` leaves out what is marked ``long``, and of a grid of parameters that is marked ``thin`` all but a cover of
-pairs, or with ``thin(1)`` of values (see support/grid_cover.py). ``--once`` runs the first case of every test that
-starts no processes. Drawn examples are the same in every run; ``--hypothesis-profile=long`` draws more, and others each
-time.
+``make test`` leaves out what is marked ``long``, and of each grid of parameters all but a cover of pairs of values, of
+one that is marked ``thin(1)`` of values (see support/grid_cover.py); a grid marked ``whole`` is run whole. ``--once``
+runs the first case of every test that starts no processes. Drawn examples are the same in every run;
+``--hypothesis-profile=long`` draws more, and others each time.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _names_device(path: Path) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks that are set here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what trains, and what a cover of a thin grid leaves out; with ``--once``, keep one case of each test."""
+    """Mark what trains, and what a cover of a grid leaves out; with ``--once``, keep one case of each test."""
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
         kind = kind_of(item.path, item.nodeid.split("::")[1].partition("[")[0])
@@ -101,9 +101,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for grid in grids.values():
         thin = grid[0].get_closest_marker("thin")
-        if thin is not None and hasattr(grid[0], "callspec"):
+        if hasattr(grid[0], "callspec") and grid[0].get_closest_marker("whole") is None:
             names = [item.callspec._idlist for item in grid]  # type: ignore[attr-defined]  # one name an axis
-            enough = cover(names, *thin.args)
+            enough = cover(names, *(thin.args if thin else ()))
             for place in set(range(len(grid))) - set(enough):
                 grid[place].add_marker(pytest.mark.long)
     if config.getoption("--once"):

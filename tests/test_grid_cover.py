@@ -1,4 +1,4 @@
-"""A cover of a grid holds what it promises, is small, and is what ``make test`` runs of a grid that is marked thin."""
+"""A cover of a grid holds what it promises, is small, and is what ``make test`` runs of a grid."""
 
 from __future__ import annotations
 
@@ -40,12 +40,15 @@ def test_every_value_is_in_a_cover_of_values() -> None:
 
 SOURCE = """
 import pytest
-@pytest.mark.thin
 @pytest.mark.parametrize(("a", "b"), [(0, 0), (1, 1), (2, 2)])
 @pytest.mark.parametrize("c", "xyz")
-def test_thin(a, b, c): pass
+def test_grid(a, b, c): pass
+@pytest.mark.whole
+@pytest.mark.parametrize("d", [3, 4])
 @pytest.mark.parametrize("c", "xyz")
-def test_whole(c): pass
+def test_whole(c, d): pass
+@pytest.mark.parametrize("c", "xyz")
+def test_axis(c): pass
 @pytest.mark.long
 def test_long(): pass
 def test_process():
@@ -56,13 +59,13 @@ def test_process():
 
 @pytest.mark.parametrize(
     ("options", "passed"),
-    [([], 9 + 3 + 1 + 1), (["-m", "not long"], 3 + 3 + 1), (["--once"], 2), (["-k", "x-2-2"], 1)],
+    [([], 9 + 6 + 3 + 1 + 1), (["-m", "not long"], 3 + 6 + 3 + 1), (["--once"], 3), (["-k", "x-2-2"], 1)],
 )
 def test_how_much_is_run(options: list[str], passed: int, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(SOURCE)
     source = (HERE / "conftest.py").read_text().partition("from __future__ import annotations")[2]
     (tmp_path / "conftest.py").write_text(f"import sys; sys.path.append({str(HERE)!r})\n{source}")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    long\n    thin\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    long\n    thin\n    whole\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(tmp_path / "pytest.ini")]
     bare = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run([*command, *options, str(tmp_path)], env=bare, capture_output=True, text=True, timeout=100)

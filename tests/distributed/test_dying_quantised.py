@@ -36,7 +36,9 @@ def test_both_survivors_name_the_rank_that_was_killed(phase: str) -> None:
         assert "(in step 1, after " in error[0] and re.search(r": buffer 0(/sum)?: ", error[0]), error[0]
 
 
-@pytest.mark.parametrize("launcher", ["mpirun, mpi4py", pytest.param("mpirun", marks=pytest.mark.long), HOROVODRUN])
+@pytest.mark.parametrize(
+    "launcher", ["mpirun, mpi4py", *(pytest.param(one, marks=pytest.mark.long) for one in ("mpirun", HOROVODRUN))]
+)
 def test_a_rank_that_does_not_go_on_ends_the_job_in_time(launcher: str) -> None:
     need(launcher)
     ended = launch(launcher, 3, SCRIPT, "sleep", "second", timeout=PATIENCE)

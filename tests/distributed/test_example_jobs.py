@@ -21,7 +21,7 @@ Found = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 @pytest.fixture(
     scope="module",
     params=[
-        "torchrun",
+        pytest.param("torchrun", marks=pytest.mark.long),
         pytest.param("horovodrun, Gloo", marks=pytest.mark.long),
         pytest.param("mpirun", marks=pytest.mark.long),
     ],

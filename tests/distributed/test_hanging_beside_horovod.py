@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from launching import HERE, launch, missing, results
 
+pytestmark = pytest.mark.long  # most of it is what Horovod does, which no change of ours moves
 SCRIPT = HERE / "hanging_beside_horovod.py"
 TIMEOUT = 5.0  # of the optimizers in the script
 SHORT = 2.0  # of the one that is known to need it

@@ -102,6 +102,7 @@ def test_a_rank_that_was_stopped_itself_says_so(outcome: dict[str, Any]) -> None
     assert "Nobody is missing" not in error
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_too_few_open_files_are_said_to_be_the_reason() -> None:
     port = reserved_port()

@@ -53,6 +53,7 @@ def survives(folder: Path, steps: int, timeout: float) -> None:
             assert max(held[what] for held in later) <= quarter[what], (what, one["held"])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @SILENT
 def test_a_thousand_steps_of_everything(tmp_path: Path) -> None:

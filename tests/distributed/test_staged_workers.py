@@ -11,7 +11,12 @@ pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.mark.parametrize(
-    "launcher", ["torchrun", "mpirun, mpi4py", "mpirun", pytest.param("horovodrun, Gloo", marks=pytest.mark.long)]
+    "launcher",
+    [
+        "torchrun",
+        "mpirun, mpi4py",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("mpirun", "horovodrun, Gloo")),
+    ],
 )
 def test_tensors_of_a_device_give_the_bits_of_the_hosts(launcher: str, tmp_path: Path) -> None:
     why = missing(launcher)

@@ -72,7 +72,6 @@ def test_a_floor_leaves_out_what_does_not_exceed_it(keys: list[int], k: int, flo
 
 
 @pytest.mark.slow
-@pytest.mark.thin
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_value_is_read_on_the_host(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:

@@ -41,7 +41,6 @@ def request(vector: Tensor, k: int, key: str = "", step: int = 0) -> Request:
     return Request(k, key, step, ((vector.numel(),),))
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_largest_and_enough_of_them(

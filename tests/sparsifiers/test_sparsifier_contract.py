@@ -23,7 +23,6 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("n", [1, 2, 31, 1000, 70_001])
 def test_selection(name: str, distribution: str, n: int, draw: Draw) -> None:
     vector = draw(distribution, n)

@@ -62,7 +62,6 @@ def test_the_device_path_equals_brute_force_on_a_long_vector(
     assert np.array_equal(on_device(vector, 656), np.sort(ranked(vector)[:656]))
 
 
-@pytest.mark.thin
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_equals_brute_force_on_a_million(distribution: str, dtype: torch.dtype, draw: Draw, ranked: Ranked) -> None:

@@ -22,7 +22,6 @@ def guess(vector: Tensor, k: int) -> tuple[int, np.ndarray]:
     return sampled_floor(bits, mask, k), bits & mask
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("name", CONTINUOUS)
 @pytest.mark.parametrize(("k", "most"), [(1, 12_000), (100, 3000), (1000, 4500), (10_000, 20_000), (300_000, 390_000)])
 def test_a_little_more_than_k_keys_exceed_it(name: str, k: int, most: int, draw: Callable[..., Tensor]) -> None:

@@ -29,7 +29,6 @@ def messages(n: int, counts: list[int], capacity: int, kind: str, dtype: torch.d
     return indices[:, :capacity], values[:, :capacity], heads[:, 1]
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("kind", ["normal", "cauchy", "specials", "zeros", "subnormal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_sum_of_ranks(kind: str, dtype: torch.dtype) -> None:

@@ -62,7 +62,6 @@ def host_section(codec: IndexCodec, indices: Tensor) -> Tensor:
     return section.view(torch.int32)
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("length, capacity, low", CASES)
 @pytest.mark.parametrize("count", PLACES)
 def test_bytes_are_the_hosts(length: int, capacity: int, low: int | None, count: int) -> None:

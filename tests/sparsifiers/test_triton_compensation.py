@@ -30,7 +30,6 @@ def gradients(kind: str, dtype: torch.dtype = torch.float32) -> list[Tensor | No
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # of numpy, in the interpreter
-@pytest.mark.thin
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_sum_the_histogram_and_the_largest_key(kind: str, dtype: torch.dtype) -> None:

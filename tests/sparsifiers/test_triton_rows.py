@@ -25,7 +25,6 @@ def chosen(original: Tensor, k: int, turn: int, shapes: tuple[tuple[int, ...], .
     return slots.indices, slots.values, slots.count, work
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k, turn", [(1, 3), (150, 0), (150, 7), (1500, 1), (N, 2)])
 def test_rows_are_those_of_the_sparsifier(kind: str, k: int, turn: int) -> None:

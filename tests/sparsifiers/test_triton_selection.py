@@ -23,7 +23,6 @@ def budgets(n: int) -> list[int]:
     return sorted({1, max(1, n // 100), max(1, n // 3), n})
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", SIZES)
 def test_exact_selection_is_topk(kind: str, n: int) -> None:
@@ -44,7 +43,6 @@ def test_exact_selection_is_topk(kind: str, n: int) -> None:
         assert not histogram.any()  # for the next selection
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", SIZES)
 def test_one_digit_takes_k_and_all_that_are_clearly_larger(kind: str, n: int) -> None:

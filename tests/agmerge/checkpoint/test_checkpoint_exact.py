@@ -64,7 +64,6 @@ def go(model: nn.Module, optimizer: Any, rank: int, passes: range, every: int) -
     return seen
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("inner", ["sgd", "adamw"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_restart_changes_no_bit(cell: str, inner: str) -> None:

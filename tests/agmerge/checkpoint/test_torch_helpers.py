@@ -48,7 +48,6 @@ def load(model: nn.Module, optimizer: agmerge.DistributedOptimizer, path: Path) 
     set_optimizer_state_dict(model, optimizer.optimizer, state["optimizer"])
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("when", ["after step()", "after zero_grad()"])
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("compression", COMPRESSIONS)

@@ -16,7 +16,6 @@ import agmerge
 # -- the same ranks -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("way", ["own parameters", "shared", "gathered"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_restart_changes_no_bit(cell: str, way: str) -> None:
@@ -143,7 +142,6 @@ def test_rank_0s_file_alone_gives_all_ranks_what_they_had_in_common(cell: str) -
     assert sum("dropped" in text for text in texts) == 2
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (3, 1), (2, 3)], ids=str)
 @pytest.mark.parametrize("cell", ["apply", "hold", "apply, every 4", "hold, every 4", "outer", "overlap", "int4"])
 def test_another_number_of_ranks_loses_nothing(cell: str, sizes: tuple[int, int]) -> None:

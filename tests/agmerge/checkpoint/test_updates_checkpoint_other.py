@@ -84,7 +84,6 @@ def test_a_plain_optimizers_checkpoint_makes_the_parameters_the_shared_ones() ->
     assert sum("the checkpoint has no residuals" in text for text in texts) == 2
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("ways", [("hold", "apply"), ("apply", "hold"), ("hold", "none"), ("apply", "fp16")], ids=str)
 @pytest.mark.parametrize("every", [1, 4])
 def test_what_was_carried_in_one_way_is_carried_in_the_other(ways: tuple[str, str], every: int) -> None:

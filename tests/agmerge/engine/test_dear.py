@@ -48,7 +48,6 @@ def state_digest(optimizer: agmerge.DistributedOptimizer) -> str:
 # -- the same bits ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("kind", INNER)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_parameters_are_those_of_the_ordinary_wrapper(size: int, kind: str) -> None:

@@ -119,7 +119,6 @@ def test_a_parameter_of_another_model_is_not_admitted() -> None:
     on_ranks(2, MODEL, body)
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("how", ["checkpoint", "pickle", "deepcopy"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_run_goes_on_to_the_bit(size: int, how: str) -> None:

@@ -59,7 +59,6 @@ class Totals:
         optimizer.step()
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_replicas_are_equal_and_nothing_is_lost(way: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:

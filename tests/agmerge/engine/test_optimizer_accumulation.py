@@ -50,7 +50,6 @@ def test_passes_are_summed_and_not_averaged(size: int) -> None:
         torch.testing.assert_close(gradient, torch.full_like(gradient, 3 * mean))
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("size", [1, 3])
 def test_no_sync_and_counted_passes_give_the_same_bits(size: int, compression: str) -> None:

@@ -283,7 +283,6 @@ HONEST: dict[str, Inner] = {
 }
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", HONEST)
 def test_an_optimizer_that_steps_everything_on_each_rank_is_not_refused(name: str, dtype: torch.dtype) -> None:

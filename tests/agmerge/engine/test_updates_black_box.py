@@ -54,7 +54,6 @@ def of_state(optimizer: torch.optim.Optimizer) -> str:
     return bits + str([(place, key) for place, key, _ in tensors])
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("options", [{}, {"carry": "hold", "every": 2}], ids=["apply", "hold, every 2"])
 @pytest.mark.parametrize("name", makers())
 def test_an_optimizer_does_what_it_does_alone(name: str, options: dict[str, Any]) -> None:

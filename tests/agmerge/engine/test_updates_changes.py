@@ -57,7 +57,6 @@ def named(model: nn.Module) -> dict[str, Tensor]:
 # -- the compressor -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("first", ["topk", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"carry": "hold"}, {"every": 3}, {"every": 3, "carry": "hold"}], ids=str)

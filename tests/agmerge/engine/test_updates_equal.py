@@ -135,7 +135,6 @@ def test_adamw_with_the_same_batch_everywhere_is_adamw(options: dict[str, Any], 
 # -- local steps ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("every", [1, 2, 5])
 @pytest.mark.parametrize("options", LOSSLESS, ids=described)
 @pytest.mark.parametrize("carry", CARRIES)

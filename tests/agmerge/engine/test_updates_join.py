@@ -54,7 +54,6 @@ def where(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
         }
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("stops", STOPS, ids=str)
 @pytest.mark.parametrize("cell", CELLS)
 def test_all_end_at_the_same_parameters_and_nothing_is_lost(cell: str, stops: tuple[int, ...]) -> None:
@@ -94,7 +93,6 @@ def test_all_end_at_the_same_parameters_and_nothing_is_lost(cell: str, stops: tu
             torch.testing.assert_close(models[0][name].double(), start.detach() + mean, rtol=0, atol=2e-6, msg=name)
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in ("outer", "two-level")])
 def test_consolidating_moves_the_mean_nowhere(cell: str) -> None:
     def body(rank: int, model: nn.Module) -> Any:

@@ -51,7 +51,6 @@ def backward_of_awkward(model: AwkwardModel, rank: int, step: int) -> None:
     model.loss(awkward_batch(rank, step), rank, step).backward()
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("half", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=described)
 def test_awkward_models_lose_nothing(options: dict[str, Any], half: torch.dtype) -> None:
@@ -240,7 +239,6 @@ def test_what_was_frozen_is_shared_saved_consolidated_and_goes_on(carry: str) ->
 CHANGES = [("topk", "randomk"), ("topk", "none"), ("none", "topk"), ("fp16", "topk"), ("topk", "fp16")]
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("carry", ["apply", "hold"])
 @pytest.mark.parametrize("first, second", CHANGES, ids=lambda name: name)

@@ -56,7 +56,6 @@ def assert_nothing_lost(seen: list[list[Step]], step: int, tensor: str, toleranc
 @both
 @pytest.mark.parametrize("rank", [1, 2, 4])
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.thin
 def test_update_and_residuals_are_what_there_was(name: str, rank: int, size: int) -> None:
     seen = steps_of(size, drawn, 12, compression=name, rank=rank)
     for tensor in SHAPES:
@@ -268,7 +267,6 @@ def test_some_lead_with_the_left_side_so_that_steps_are_about_as_long() -> None:
 @both
 @pytest.mark.parametrize("options", [{}, {"wire": "bf16"}, {"memory": "none"}, {"dense_sum": "ordered"}], ids=str)
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.thin
 def test_updates_and_bases_are_the_same_bits_on_all_ranks(name: str, options: dict[str, str], size: int) -> None:
     seen = steps_of(size, single, 6, compression=name, rank=4, **options)
     for step in range(6):

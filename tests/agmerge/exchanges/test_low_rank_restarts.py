@@ -52,7 +52,6 @@ def common_bits(step: Step) -> list[str]:
 @both
 @pytest.mark.parametrize("at", [0, 1, 2, 3], ids="after step {}".format)
 @pytest.mark.parametrize("options", [{}, {"memory": "none"}, {"wire": "bf16"}], ids=str)
-@pytest.mark.thin
 def test_a_training_goes_on_from_any_phase_to_the_bit(name: str, at: int, options: dict[str, str]) -> None:
     """Through a file, into new models and optimizers."""
 

@@ -59,7 +59,6 @@ def bits(step: Step) -> list[str]:
 @both
 @pytest.mark.parametrize("at", [0, 1, 2, 3], ids="step {}".format)
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-@pytest.mark.thin
 def test_a_skipped_step_changes_no_bit_of_what_is_kept(name: str, at: int, value: float) -> None:
     """In each phase; one rank has an element that is not finite. Later steps are as if it had not been."""
 

@@ -19,7 +19,6 @@ MODEL, SMALL = seeded(AwkwardModel, 7), seeded(mlp, 3)
 wrapped = functools.partial(wrapped_awkward, exchange="masked")
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", ["topk", "randomk", "adtopk", "sidco-e"])
 @pytest.mark.parametrize("size, sparsify", [(1, "behind"), (2, "ahead"), (3, "behind"), (5, "ahead")])
 def test_replicas_are_equal_to_the_bit_after_every_step(size: int, sparsify: str, compression: str) -> None:
@@ -32,7 +31,6 @@ def test_replicas_are_equal_to_the_bit_after_every_step(size: int, sparsify: str
     assert len(set(seen)) == 12
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", ["topk", "randomk"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_what_is_sent_and_what_is_kept_is_what_was_there(
@@ -72,7 +70,6 @@ def test_what_is_sent_and_what_is_kept_is_what_was_there(
     assert min(on_ranks(size, MODEL, body)) > 20_000
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", ["topk", "randomk"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_density_1_is_the_dense_exchange_to_the_bit(size: int, compression: str) -> None:

@@ -49,7 +49,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_is_sent_and_what_is_kept_is_what_was_there(size: int, case: str, monkeypatch: pytest.MonkeyPatch) -> None:

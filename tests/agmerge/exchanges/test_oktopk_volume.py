@@ -12,7 +12,6 @@ from agmerge.exchanges import SparseExchange
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("case", list(volume.CASES))
 @pytest.mark.parametrize("workers", [2, 5, 8])
 def test_volume_is_within_the_bound(case: str, workers: int) -> None:

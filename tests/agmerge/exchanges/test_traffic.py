@@ -57,7 +57,6 @@ FACTOR: dict[str, Callable[[int], float]] = {
 }
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("wire", ["auto", "int8", "int4"])
 @pytest.mark.parametrize("exchange", MAKE)
 @pytest.mark.parametrize("size", [2, 4, 7])

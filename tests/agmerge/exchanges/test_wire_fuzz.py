@@ -136,7 +136,6 @@ def looked_at(rows: torch.Tensor, layout: Format) -> torch.Tensor:
     return torch.cat([words[:, :place], words[:, place + 1 :]], dim=1)
 
 
-@pytest.mark.thin
 @each_kind
 @each_wire
 @each_damage

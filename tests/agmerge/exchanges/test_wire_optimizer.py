@@ -27,7 +27,6 @@ def run(size: int, **options: Any) -> tuple[list[str], dict[str, Any]]:
     return agreed(on_ranks(size, MODEL, body)), figures[0]
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("sparsify", ["ahead", "behind"])
 @pytest.mark.parametrize("wire", ["auto", *VALUES])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

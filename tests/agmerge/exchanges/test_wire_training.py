@@ -40,7 +40,6 @@ def test_what_receivers_did_not_get_is_kept(
     check_that_the_rest_is_kept(wire, compression, sparsify, 0.05, monkeypatch)
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", sparsifiers.names())
 @pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16", "int8", "int4"])
 def test_what_receivers_did_not_get_is_kept_at_density_1(

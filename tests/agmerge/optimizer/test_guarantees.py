@@ -66,7 +66,6 @@ def by_communicator(calls: Calls) -> tuple[Calls, Calls]:
     return [call for call in calls if call not in second], second
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("compression", ["none", "topk", "eden", "powersgd", "acpsgd"])
 def test_g2_ranks_make_the_same_calls_in_any_order_of_readiness(seed: int, compression: str) -> None:

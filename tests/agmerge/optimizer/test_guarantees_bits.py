@@ -18,7 +18,6 @@ MODEL = seeded(mlp)
 PLANS = ["single", "layerwise", "threshold", random_plan(1, 6), random_plan(2, 6)]
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_g12_density_one_is_none_to_the_bit_with_any_plan(size: int, dtype: torch.dtype) -> None:
@@ -30,7 +29,6 @@ def test_g12_density_one_is_none_to_the_bit_with_any_plan(size: int, dtype: torc
             assert trained(size, model, 6, inner, merging=plan, **options) == none, (plan, options)
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_g12_density_one_of_sixteen_bits_is_none_with_ordered_sums(size: int, dtype: torch.dtype) -> None:
@@ -47,7 +45,6 @@ def test_g12_an_ordered_sum_does_not_depend_on_the_plan(compression: str) -> Non
     assert all(run == runs[0] for run in runs) and len(set(runs[0])) == 6
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", ["none", "topk", "eden", "fp16", "powersgd", "acpsgd"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_g13_the_same_run_has_the_same_bits_at_any_speed(size: int, compression: str) -> None:

@@ -56,7 +56,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("compression", LOW_RANK)
@@ -64,7 +63,6 @@ def test_whatever_the_options_nothing_is_lost(compression: str, way: str, size: 
     run(size, MODEL, range(8), compression=compression, **WAYS[way])
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("exchange", ["sparse", "oktopk", "masked", "auto"])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrids_lose_nothing(name: str, exchange: str) -> None:
@@ -76,7 +74,6 @@ def test_hybrids_lose_nothing(name: str, exchange: str) -> None:
 # -- who takes part ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("compression", LOW_RANK)
 def test_an_awkward_model_loses_nothing(compression: str, size: int) -> None:

@@ -34,7 +34,6 @@ def largest(tensor: Tensor) -> float:
     return max(tensor.abs().flatten().tolist(), default=0.0)
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", ["topk", "none", "eden", "fp16", "bf16", "powersgd", "acpsgd"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_replicas_are_equal_to_the_bit_after_every_step(size: int, compression: str) -> None:
@@ -45,7 +44,6 @@ def test_replicas_are_equal_to_the_bit_after_every_step(size: int, compression: 
     assert len(set(seen)) == STEPS  # and it moved in every one
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("half", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_none_equals_one_process_with_all_the_data(size: int, half: torch.dtype) -> None:
@@ -71,7 +69,6 @@ def test_none_equals_one_process_with_all_the_data(size: int, half: torch.dtype)
             assert (found - expected).double().norm() <= tolerance * expected.double().norm(), name
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", LOSSY)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_is_sent_and_what_is_kept_is_what_was_there(
@@ -98,7 +95,6 @@ def test_what_is_sent_and_what_is_kept_is_what_was_there(
     assert min(on_ranks(size, MODEL, body)) > 50_000
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", LOSSY)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_updates_add_up_to_gradients_less_residuals(size: int, compression: str) -> None:

@@ -47,7 +47,6 @@ def run(model: Blocks, rank: int, backend: str | None, part: str, wrap_first: bo
     return seen
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", ["none", "topk", "eden"])
 @pytest.mark.parametrize("part", ["model", "blocks"])
 @pytest.mark.parametrize("wrap_first", [True, False], ids=["wrapped first", "compiled first"])
@@ -99,7 +98,6 @@ def compiled_step(model: Blocks, rank: int, what: str, options: dict[str, Any]) 
 OPTIONS: list[dict[str, Any]] = [{"compression": "none"}, {"compression": "topk"}, {"compression": "eden"}]
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("options", [*OPTIONS, {"compression": "topk", "sync": "updates"}], ids=str)
 @pytest.mark.parametrize("what", ["optimizer.step", "whole step"])
 def test_a_compiled_step_trains_to_the_same_bits(what: str, options: dict[str, Any]) -> None:

@@ -39,7 +39,6 @@ def train_images(
     return seen
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3])

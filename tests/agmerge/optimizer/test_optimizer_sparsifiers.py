@@ -50,7 +50,6 @@ def books(compression: str, size: int, dtype: torch.dtype, steps: int) -> float:
     return worst
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", sparsifiers.names())
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_what_was_sent_and_what_is_kept_are_all_gradients(compression: str, size: int) -> None:
@@ -64,7 +63,6 @@ def test_what_rounds_on_the_wire_stays(compression: str, dtype: torch.dtype) -> 
     assert books(compression, 2, dtype, 10) < 10 * torch.finfo(dtype).eps
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", sparsifiers.names())
 @pytest.mark.parametrize("size", [2, 4])
 def test_density_one_is_the_dense_exchange(compression: str, size: int) -> None:

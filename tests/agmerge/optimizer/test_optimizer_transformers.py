@@ -26,7 +26,6 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", ["topk", "none", "eden"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("build", [gpt2, bert])

@@ -27,7 +27,6 @@ COMPRESSIONS = [*WHOLE, "powersgd", "acpsgd", "eden"]
 PARTS = seeded(Parts)
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize(
@@ -49,7 +48,6 @@ def test_unused_parameters_never_divide_replicas(use: tuple[str, str], compressi
     assert len(set(agreed(on_ranks(2, PARTS, body)))) == 20
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", WHOLE)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_density_one_equals_a_dense_reference_with_rank_dependent_layers(size: int, compression: str) -> None:

@@ -132,7 +132,6 @@ def test_state_dict_hooks_run_once() -> None:
     assert on_ranks(1, MODEL, body) == [["save", "saved", "load", "loaded"]]
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", ["none", "topk", "bf16"])
 @pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
 @pytest.mark.parametrize("steps", [0, 3])

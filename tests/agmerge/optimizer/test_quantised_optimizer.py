@@ -172,7 +172,6 @@ ROADS: dict[str, tuple[Callable[[int, Net, Any], Iterable[Step]], dict[str, Any]
 }
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("road", ROADS)
 def test_on_every_road_updates_are_those_made_by_hand(road: str, size: int) -> None:

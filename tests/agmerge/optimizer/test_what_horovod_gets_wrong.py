@@ -27,7 +27,6 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("parameters_first", [True, False], ids=["Horovod's order", "the other order"])
 @pytest.mark.parametrize("wrapped_when", ["before", "after"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -64,7 +63,6 @@ def test_resuming_on_rank_0_moves_no_parameter(name: str, wrapped_when: str, par
     assert counted <= {3}  # neither lost nor begun at 1
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("merging_", ["single", "layerwise", merging.Plan((3, 3))])
 @pytest.mark.parametrize("on", ["no rank", "rank 0", "rank 1"])
 def test_a_merge_buffer_is_sent_also_if_a_member_has_no_gradient(on: str, merging_: Any) -> None:

@@ -36,7 +36,6 @@ def test_a_sum_is_the_average_times_the_number_of_ranks(size: int, compression: 
     assert len(set(average)) == 5
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("factor", [2.0, 4.0, 0.5])
 @pytest.mark.parametrize("compression", ["none", "topk", "bf16"])
 @pytest.mark.parametrize("size", [1, 3])

@@ -149,7 +149,6 @@ def test_sizes_double_up_to_the_whole_of_the_largest_class(drawn: list[tuple[int
 # -- what ranks find --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_find_and_call_the_same_though_their_clocks_differ(
@@ -251,7 +250,6 @@ def spread(step_seconds: float, case: str, **options: Any) -> list[tuple[Measure
     return on_ranks(2, TALL, body)
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("case", ["residual", "stateful", "dense", "ordered"])
 @pytest.mark.parametrize("exchange", ["auto", "sparse"])
 def test_probes_are_spread_over_steps_and_bounded_in_seconds(
@@ -314,7 +312,6 @@ def test_a_probe_writes_nothing_that_anyone_can_see(case: str) -> None:
     on_ranks(2, MODEL, body)
 
 
-@pytest.mark.thin
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("sparsify", ["behind", "ahead"])
 @pytest.mark.parametrize("case", CASES)

@@ -69,7 +69,6 @@ def exchanges(size: int, **options: Any) -> list[str]:
     return found
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("fastest", ["masked", "oktopk", "auto"])
 @pytest.mark.parametrize("size", [3, 4])
 def test_the_one_with_the_shortest_steps_is_taken(size: int, fastest: str, link: Link, trial: Link) -> None:

@@ -60,7 +60,6 @@ def trained(number: int, model: nn.Module, steps: int = FIRST, **options: Any) -
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("name", PLANNERS)
 @pytest.mark.parametrize("compression", [*LOW_RANK, "hybrid"])
 def test_every_planner_plans_it_and_nothing_is_lost(compression: str, name: str) -> None:
@@ -161,7 +160,6 @@ def test_reports_and_traces_have_it(compression: str, tmp_path: Path) -> None:
     assert len(events["traceEvents"] if isinstance(events, dict) else events) > 10
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("exchange", ["sparse", "auto"])
 @pytest.mark.parametrize("compression", [*LOW_RANK, "hybrid"])
 def test_who_looks_changes_no_bit(compression: str, exchange: str) -> None:

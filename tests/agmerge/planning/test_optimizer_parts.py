@@ -72,7 +72,6 @@ def inner(model: nn.Module, compression: str) -> torch.optim.Optimizer:
 # -- what always holds ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("plan", [Plan((6,), parts=(2,)), Plan((6,), parts=(4,)), LAYERWISE], ids=["2", "4", "ahead"])
 @pytest.mark.parametrize("compression", sparsifiers.names())
 def test_nothing_is_lost_and_replicas_agree(compression: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,6 @@ class Probes:
         monkeypatch.setattr(measurer, "measure_costs", probe)
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_replicas_calls_and_residuals_hold_across_changes_of_plan(
@@ -128,7 +127,6 @@ def test_a_model_with_everything_that_is_awkward_keeps_its_residuals_too(monkeyp
     assert len(plans[0].names or ()) < len(plans[-1].names or ())
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("sparsify", ["auto", "ahead", "behind"])
 @pytest.mark.parametrize("name", TIMED)
 def test_the_first_plan_is_what_the_saved_measurements_give(name: str, sparsify: str, tmp_path: Path) -> None:
@@ -282,7 +280,6 @@ def test_a_planner_of_the_scripts_own_is_given_as_an_object() -> None:
     assert len(set(seen)) == FIRST + 3
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize(
     "planner",
     [Broken(error=ValueError("no way")), Broken(error=TypeError("no way")), Broken(error=KeyError("no way")), Short()],

@@ -81,7 +81,6 @@ def finite(optimizer: agmerge.DistributedOptimizer) -> bool:
 # -- nothing of the step is kept --------------------------------------------------------------------------------------
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("compression", COMPRESSORS)
 @pytest.mark.parametrize("policy", [RAISE, SKIP])
 def test_a_bad_step_is_as_if_it_had_never_been(policy: str, compression: str) -> None:
@@ -112,7 +111,6 @@ def test_a_bad_step_is_as_if_it_had_never_been(policy: str, compression: str) ->
     agreed(on_ranks(2, MODEL, body))
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("policy", [RAISE, SKIP])
 def test_with_every_exchange_on_four_ranks(policy: str, exchange: str) -> None:

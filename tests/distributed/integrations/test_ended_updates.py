@@ -21,7 +21,7 @@ def launched(folder: Path, road: str, end: str) -> tuple[list[dict[str, Any]], i
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], ended.output.count(WARNED)
 
 
-@pytest.mark.parametrize("road", ["ddp", "accelerate", "wrapper"])
+@pytest.mark.parametrize("road", ["ddp", pytest.param("accelerate", marks=pytest.mark.long), "wrapper"])
 def test_close_or_the_end_of_training_makes_parameters_equal(road: str, tmp_path: Path) -> None:
     (one, other), warnings = launched(tmp_path, road, "close")
     assert one["last"] == other["last"] and warnings == 0
@@ -34,7 +34,11 @@ def test_close_or_the_end_of_training_makes_parameters_equal(road: str, tmp_path
     assert one["own"] == one["own behind evaluation"] and one["trained"] != one["evaluated"]
 
 
-@pytest.mark.parametrize("road, end, says", [("ddp", "silent", 1), ("wrapper", "silent", 1), ("ddp", "error", 1)])
+@pytest.mark.parametrize("road, end, says", [
+        ("ddp", "silent", 1),
+        pytest.param("wrapper", "silent", 1, marks=pytest.mark.long),
+        pytest.param("ddp", "error", 1, marks=pytest.mark.long),
+    ])
 def test_else_one_warning_says_so(road: str, end: str, says: int, tmp_path: Path) -> None:
     (one, other), warnings = launched(tmp_path, road, end)
     assert one["last"] != other["last"] and warnings == says

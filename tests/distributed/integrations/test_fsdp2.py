@@ -152,7 +152,8 @@ def test_another_number_of_replicas_goes_on_with_all_that_was_not_sent(tmp_path:
         assert one == pytest.approx(saved[rank % 2], abs=1e-6)
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(("--local-steps", "4"), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("options", [(), ("--local-steps", "4")])
 def test_the_example_learns(options: tuple[str, ...]) -> None:
     ended = torchrun(WORKERS, ROOT / "examples" / "fsdp2_digits.py", "--epochs", "2", *options, timeout=170)
     assert ended.code == 0, ended.output[-3000:]
