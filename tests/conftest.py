@@ -24,7 +24,7 @@ from run_tests import ONE_CORE
 from support.grid_cover import cover
 from support.kind_of_test import TESTS, kind_of
 
-settings.register_profile("short", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("short", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("once", deadline=None, derandomize=True, max_examples=10)
 settings.register_profile("long", deadline=None, max_examples=300)
 settings.load_profile("short")
@@ -106,6 +106,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             enough = cover(names, *(thin.args if thin else ()))
             for place in set(range(len(grid))) - set(enough):
                 grid[place].add_marker(pytest.mark.long)
+    # Files with few tests that take long, of which none should be left alone at the end (run_tests.py).
+    items.sort(key=lambda item: item.path.parent != TESTS)
     if config.getoption("--once"):
         short = [[item for item in grid if item.get_closest_marker("long") is None] for grid in grids.values()]
         kept = {id(grid[0]) for grid in short if grid}

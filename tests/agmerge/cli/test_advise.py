@@ -139,7 +139,9 @@ def test_a_script_that_is_too_short_is_told_so(tmp_path: Path) -> None:
     assert "ran with ['--lr', '1']" in ended.stdout and "give it more to do" in ended.stderr
 
 
-@pytest.mark.parametrize("imported", ["import agmerge as a", "from agmerge import optimizer as a"])
+@pytest.mark.parametrize(
+    "imported", ["import agmerge as a", pytest.param("from agmerge import optimizer as a", marks=pytest.mark.long)]
+)
 def test_an_unchanged_script_ends_well_and_runs_its_finally(tmp_path: Path, imported: str) -> None:
     (tmp_path / "train.py").write_text(
         f"import torch, agmerge\n{imported}\n"
