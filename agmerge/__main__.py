@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
         "$XDG_CACHE_HOME/agmerge/wheels (~/.cache if it is not set).",
     )
     build.add_argument("--force", action="store_true", help="build anew, also where the cache has a wheel")
+    build.add_argument("--nccl", action="store_true", help="with NCCL, or not at all: what is missing is named")
     plan = commands.add_parser("plan", help="compare all planners on what a training run has measured")
     plan.add_argument("measurements", help="what optimizer.measurements.save() wrote")
     plan.add_argument("--picture", metavar="FILE.svg", help="draw all timelines")
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return advise.main(chosen.script, chosen.arguments)
     from agmerge.cli import build_horovod
 
-    return build_horovod.main(force=chosen.force)
+    return build_horovod.main(force=chosen.force, nccl_wanted=chosen.nccl)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ isolation. The wheel is kept in the user's cache under a key of everything that 
 
 Nothing is left in the environment but Horovod and what it needs to run: its Python packages, and Open MPI from
 PyPI where no MPI compiler was found. Where there is none either, Horovod is built with Gloo alone. Where torch has CUDA
-and nvcc is here, tensors on GPUs go through the NCCL that came with torch; else they go through the host's memory. The
-variables of Horovod's own build pass through: ``HOROVOD_GPU_OPERATIONS=`` (without NCCL), ``HOROVOD_NCCL_HOME``,
-``HOROVOD_WITHOUT_MPI=1``.
+and nvcc is here, tensors on GPUs go through the NCCL that came with torch; else they go through the host's memory.
+``--nccl`` makes that an error which names what is missing. The variables of Horovod's own build pass through:
+``HOROVOD_GPU_OPERATIONS=`` (without NCCL), ``HOROVOD_NCCL_HOME``, ``HOROVOD_WITHOUT_MPI=1``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from agmerge.backends.horovod_mpi import cores
-from agmerge.cli import nccl
+from agmerge.cli import cuda_toolkit, nccl
 from agmerge.cli.wheels import keep, refusal
 from agmerge.errors import AGMergeError
 
@@ -133,9 +133,11 @@ class BuildError(AGMergeError):
     """Error of a build of Horovod; its text says why it failed."""
 
 
-def main(*, force: bool) -> int:
+def main(*, force: bool, nccl_wanted: bool = False) -> int:
     """Install Horovod and return the exit code; why that failed is written to standard error."""
     try:
+        if nccl_wanted:
+            check_nccl()
         build(force)
     except AGMergeError as error:
         sys.stderr.write(f"{error}\n")
@@ -189,6 +191,16 @@ def check_tools() -> None:
         raise BuildError("no Python.h; install the headers of this Python (Debian, Ubuntu: apt install python3-dev)")
 
 
+def check_nccl() -> None:
+    """Raise :class:`BuildError` where Horovod cannot be built with NCCL, with a line for all that is missing."""
+    import torch
+
+    toolkit = cuda_toolkit.home(os.environ)
+    lacking = cuda_toolkit.lacking(os.environ, torch.version.cuda, toolkit, nccl.installed())
+    if lacking:
+        raise BuildError("Horovod was not built: with NCCL it takes more than is here.\n* " + "\n* ".join(lacking))
+
+
 def compile_in(folder: Path, mpi: str | None) -> Path:
     """Return a wheel of Horovod, built in ``folder``. ``mpi``: the compiler of the MPI to build with; None: without."""
     tools = folder / "tools"
@@ -196,6 +208,7 @@ def compile_in(folder: Path, mpi: str | None) -> Path:
     env = environment(os.environ, tools, mpi)
     if with_nccl():
         env.update(nccl.settings(os.environ, nccl.installed(), folder))
+        env.update(cuda_toolkit.settings(cuda_toolkit.home(os.environ), env["PATH"]))
     root, made = fetch_source(folder, env), folder / "made"
     pip("wheel", "--no-cache-dir", "--no-deps", "--no-build-isolation", "--wheel-dir", str(made), str(root), env=env)
     (wheel,) = made.glob("horovod-*.whl")
@@ -244,10 +257,8 @@ def with_nccl() -> bool:
 def has_cuda() -> bool:
     """Return whether torch is built for CUDA, and nvcc and the headers of CUDA's runtime are here."""
     import torch
-    from torch.utils.cpp_extension import CUDA_HOME
 
-    headers = ("include/cuda_runtime.h", "targets/*/include/cuda_runtime.h")
-    return bool(torch.version.cuda and CUDA_HOME and any(any(Path(CUDA_HOME).glob(header)) for header in headers))
+    return torch.version.cuda is not None and cuda_toolkit.home(os.environ) is not None
 
 
 def patch(file: Path, changes: Iterable[tuple[str, str, int]]) -> None:
@@ -282,7 +293,7 @@ def facts(mpi: str | None) -> dict[str, object]:
         "patches": repr(PATCHES),
         "python": [sysconfig.get_config_var("SOABI"), platform.machine(), platform.libc_ver()],
         "torch": [torch.__version__, torch.version.cuda, torch.compiled_with_cxx11_abi()],
-        "cuda": torch.version.cuda and [shutil.which("nvcc"), os.path.realpath("/usr/local/cuda")],
+        "cuda": torch.version.cuda and _toolkit(),
         "nccl": own and own.version,
         "mpi": mpi and [first_line(["mpirun", "--version"]), "here" if inside else mpi],
         "compiler": first_line([os.environ.get("CXX", "c++"), "--version"]),
@@ -290,6 +301,14 @@ def facts(mpi: str | None) -> dict[str, object]:
             name: value for name, value in os.environ.items() if name in flags or name.startswith("HOROVOD_")
         },
     }
+
+
+def _toolkit() -> list[str]:
+    """Return which CUDA a build would use: its folder, and what its compiler says of itself."""
+    toolkit = cuda_toolkit.home(os.environ)
+    if toolkit is None:
+        return []
+    return [os.path.realpath(toolkit), *_lines([str(toolkit / "bin" / "nvcc"), "--version"], 60.0)]
 
 
 def path() -> str:
@@ -321,12 +340,17 @@ def run(command: list[str], failure: str, env: Mapping[str, str] | None = None) 
 
 def first_line(command: list[str], timeout: float = 60.0) -> str:
     """Return the first line that ``command`` prints; empty if it cannot be run. ``timeout``: seconds."""
+    return next(iter(_lines(command, timeout)), "")
+
+
+def _lines(command: list[str], timeout: float) -> list[str]:
+    """Return the lines that ``command`` prints; none if it cannot be run. ``timeout``: seconds."""
     try:
         program = shutil.which(command[0], path=path()) or command[0]
         ended = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=timeout, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return next(iter(ended.stdout.splitlines()), "")
+        return []
+    return ended.stdout.splitlines()
 
 
 def say(text: str) -> None:

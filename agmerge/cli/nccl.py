@@ -24,6 +24,9 @@ class Nccl:
     version: str  # of the header, such as "2.27.3"
 
 
+ELSEWHERE = Nccl(Path(), Path(), "")  # one that Horovod's build looks for by itself
+
+
 def installed() -> Nccl | None:
     """Return the NCCL of this environment's wheels; None where there is none, or no whole one."""
     try:
