@@ -1,7 +1,13 @@
-"""Check 8 of ``benchmarks/gpu.py``: several GPUs beside DDP, and what is said where a rank is missing."""
+"""Check 8 of ``benchmarks/gpu.py``: several GPUs beside DDP, and what is said where a rank is missing.
+
+    python benchmarks/gpu_world.py --backend horovod [--workers 4] [--cpu]
+
+trains the mission's five sparsifiers by name through Horovod's NCCL, beside torch's and DDP (``device/transports.py``).
+"""
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 import statistics
@@ -12,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from device import transports
 from device.gpu_bench import Bench, Job, child_env, free_port, place, resnet, wrapped
 from device.gpu_figures import Figure, must, of_world
 from torch import nn
@@ -86,9 +93,8 @@ def steps(bench: Bench) -> Iterator[Figure]:
     own = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
     first = agmerge.broadcast(own, 0)
     yield must(8, "replicas are equal to the bit", torch.equal(own, first))
-    yield Figure(
-        8, "Horovod dense", float("nan"), note="not run: it has a launcher of its own (benchmarks/step_time.py)"
-    )
+    launcher = "not run: it has a launcher of its own (python benchmarks/gpu_world.py --backend horovod)"
+    yield Figure(8, "Horovod", float("nan"), note=launcher)
 
 
 def messages(bench: Bench) -> Iterator[Figure]:
@@ -166,5 +172,25 @@ def child(what: str) -> None:
         optimizer.close()  # as scripts do: it must not wait for who is lost
 
 
+def main() -> int:
+    """Read the command line: a comparison of transports, or a rank of one of the failures."""
+    parser = argparse.ArgumentParser(description="Horovod's NCCL beside torch's, or one rank of a check of failures")
+    parser.add_argument("what", nargs="?", choices=("killed", "crowded"), help=argparse.SUPPRESS)
+    parser.add_argument("--backend", choices=("horovod",), help="which is compared with torch.distributed")
+    parser.add_argument("--workers", type=int, help="default: as many as there are GPUs, at least two")
+    parser.add_argument("--cpu", action="store_true", help="over Gloo, few parameters: tries the comparison itself")
+    arguments = parser.parse_args()
+    if arguments.what:
+        child(arguments.what)
+        return 0
+    if arguments.backend is None:
+        parser.error("what is to be compared? --backend horovod")
+    count = torch.cuda.device_count()
+    if not (count or arguments.cpu):
+        print("no GPU is here: --cpu tries the comparison itself, over Gloo")
+        return 2
+    return transports.main(arguments.workers or max(2, count), not arguments.cpu)
+
+
 if __name__ == "__main__":
-    child(sys.argv[1])
+    sys.exit(main())
