@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent
 PACKAGES = ("agmerge", "sparsifiers", "merging")
 
 
-def version() -> str:
-    """``agmerge.__version__``, read as text: importing it would need torch while building."""
+def constant(name: str) -> str:
+    """Return a text of ``agmerge/version.py``, read as text: importing it would need torch while building."""
     text = (ROOT / "agmerge" / "version.py").read_text(encoding="utf-8")
-    found = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
+    found = re.search(rf'^{name} = "([^"]+)"', text, re.MULTILINE)
     if found is None:
-        raise RuntimeError('agmerge/version.py has no line of the form: __version__ = "1.2.3"')
+        raise RuntimeError(f'agmerge/version.py has no line of the form: {name} = "..."')
     return found.group(1)
 
 
 def description() -> str:
-    """The README, which may be missing from a partial checkout."""
+    """Return the README with absolute links, for a package index; empty where a partial checkout has none."""
     readme = ROOT / "README.md"
-    return readme.read_text(encoding="utf-8") if readme.exists() else ""
+    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+    source, tag = constant("SOURCE"), f"v{constant('__version__')}"
+    place = r"(?![a-z]+:|#|/)"  # a relative path: without a scheme, and no part of the page itself
+    text = re.sub(rf"(!\[[^]]*\]\(){place}", rf"\g<1>{source}/raw/{tag}/", text)
+    text = re.sub(rf"((?<!!)\[[^]]*\]\(){place}", rf"\g<1>{source}/blob/{tag}/", text)
+    return re.sub(rf'((?:src|srcset)="){place}', rf"\g<1>{source}/raw/{tag}/", text)
+
+
+class Wheel(bdist_wheel):  # type: ignore[misc]  # setuptools has no types where mypy runs
+    """The wheel of one platform for every Python, or a pure one where the compiled loops could not be built."""
+
+    def run(self) -> None:
+        """Build the library first: the name of the wheel says whether it is there."""
+        self.run_command("build")
+        if not any(Path(path).exists() for path in self.get_finalized_command("build_ext").get_outputs()):
+            self.distribution.ext_modules = None
+            self.root_is_pure, self.py_limited_api = True, ""
+        super().run()
 
 
 EXAMPLES = ["tensorboardX>=2.6", "tqdm>=4.60", "scikit-learn>=1.3", "pillow>=10", "transformers>=4.57"]
@@ -49,28 +69,46 @@ HOROVOD = ["cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4"]
 # Plain C behind ctypes: it needs neither torch nor numpy nor Python's headers. Optional: without a compiler the
 # package works, only slower. pip shows the warning with -v alone; `python -m agmerge doctor` says it at any time.
 # Some compilers contract a product and a sum where they can: not here. A root that sets errno needs a library, and a
-# comparison that might trap needs a branch.
-FLAGS = "-O3 -std=c11 -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden"
+# comparison that might trap needs a branch. Python's own flags ask for debugging symbols, ten times the rest.
+FLAGS = "-g0 -O3 -std=c11 -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden"
+STRIP = {"linux": ["-Wl,-s"], "darwin": ["-Wl,-x"]}
+# One library for every Python from 3.10 on. A Python without the GIL has no such interface yet.
+ANY_PYTHON = not sysconfig.get_config_var("Py_GIL_DISABLED")
 KERNEL = Extension(
     "sparsifiers._kernel",
     [f"sparsifiers/native/{path.name}" for path in sorted((ROOT / "sparsifiers" / "native").glob("*.c"))],
     depends=[f"sparsifiers/native/{path.name}" for path in sorted((ROOT / "sparsifiers" / "native").glob("*.h"))],
     extra_compile_args=[] if sys.platform == "win32" else FLAGS.split(),
-    optional=True,
+    extra_link_args=STRIP.get(sys.platform, []),
+    define_macros=[("Py_LIMITED_API", "0x030A0000")] if ANY_PYTHON else [],
+    py_limited_api=ANY_PYTHON,
+    optional=os.environ.get("AGMERGE_REQUIRE_KERNEL") != "1",  # 1: a release, which has the loops or is not built
 )
 
 setup(
     name="agmerge",
-    version=version(),
+    version=constant("__version__"),
     description="Data-parallel PyTorch training that stays fast on slow or busy networks",
     long_description=description(),
     long_description_content_type="text/markdown",
+    author="agmerge developers",
+    url=constant("SITE"),
+    project_urls={
+        "Documentation": constant("SITE"),
+        "Source": constant("SOURCE"),
+        "Changelog": f"{constant('SOURCE')}/blob/v{constant('__version__')}/CHANGELOG.md",
+        "Issues": f"{constant('SOURCE')}/issues",
+    },
+    keywords="distributed training, data parallel, gradient compression, sparsification, quantisation, Horovod, DDP",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     # Both ends were run, by tests/versions.py: Python 3.10, torch 2.4.0, numpy 1.26.4; Python 3.13, torch 2.15.0.
     python_requires=">=3.10",
     packages=find_packages(include=[pattern for name in PACKAGES for pattern in (name, f"{name}.*")]),
     ext_modules=[KERNEL],
+    cmdclass={"bdist_wheel": Wheel},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if ANY_PYTHON else {},
+    entry_points={"console_scripts": ["agmerge=agmerge.__main__:main"]},
     package_data={name: ["py.typed"] for name in PACKAGES},
     install_requires=["torch>=2.4", "numpy>=1.26.4"],
     extras_require={
@@ -83,8 +121,11 @@ setup(
     },
     zip_safe=False,
     classifiers=[
+        "Development Status :: 4 - Beta",
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C",
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",

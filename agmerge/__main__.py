@@ -12,7 +12,7 @@ def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(
         prog="python -m agmerge", description="What works here, how to get the rest, and what planners would do."
     )
-    commands = whole.add_subparsers(dest="command", required=True, metavar="command")
+    commands = whole.add_subparsers(dest="command", metavar="command")
     doctor = commands.add_parser("doctor", help="show what works here, and the command that fixes what does not")
     doctor.add_argument("--patience", type=float, default=12.0, metavar="SECONDS", help="for each probe (default: 12)")
     doctor.add_argument(
@@ -21,6 +21,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="A,B,...",
         help="ask these hosts over ssh whether they can work together, instead",
     )
+    doctor.add_argument("--json", action="store_true", help="print the table as JSON, for a report or a script")
     build = commands.add_parser(
         "build-horovod",
         help="build Horovod for the torch installed here, and install it",
@@ -47,7 +48,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. ``arguments``: None: those of the process."""
-    chosen = parser().parse_args(arguments)
+    whole = parser()
+    chosen = whole.parse_args(arguments)
+    if chosen.command is None:
+        whole.print_help()
+        return 0
+    if chosen.command == "doctor" and chosen.hosts and chosen.json:
+        whole.error("doctor --json is the table of this machine: leave out --hosts, or run it on each host")
     if chosen.command == "doctor" and chosen.hosts:
         from agmerge.cli import doctor_hosts
 
@@ -55,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.command == "doctor":
         from agmerge.cli import doctor
 
-        return doctor.main(chosen.patience)
+        return doctor.main(chosen.patience, chosen.json)
     if chosen.command == "plan":
         from agmerge.cli import plan as plan_command
 

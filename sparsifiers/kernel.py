@@ -73,7 +73,7 @@ _ARGUMENTS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32, "f
 
 def load(folder: Path) -> ctypes.CDLL | None:
     """Return the library that was built into `folder`; None if there is none, or none of this version."""
-    for suffix in EXTENSION_SUFFIXES:
+    for suffix in sorted(EXTENSION_SUFFIXES, key=len):  # one for all Pythons before one, left by an earlier version
         path = folder / f"_kernel{suffix}"
         if not path.exists():
             continue

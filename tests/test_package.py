@@ -1,4 +1,4 @@
-"""The wheel holds every module and needs no Horovod and no MPI; `make test-all` puts it where there is nothing else."""
+"""The sdist builds; its wheel holds every module and needs neither Horovod nor MPI; `make test-all` tries it alone."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
+from email import message_from_bytes
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+
+from agmerge.version import SOURCE, __version__
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("agmerge", "sparsifiers", "merging")
@@ -57,19 +61,25 @@ def call(command: list[str], cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, made of a copy: a build leaves things behind, which a later one would pack."""
+    source = tmp_path_factory.mktemp("sdist") / "source"
+    unwanted = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info", ".*_cache", ".venv", ".git", "runs", "build")
+    shutil.copytree(ROOT, source, ignore=unwanted)
+    call([sys.executable, "setup.py", "--quiet", "sdist"], source)
+    (path,) = (source / "dist").glob("*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this checkout."""
-    return build(tmp_path_factory.mktemp("wheel"))
+    return build(sdist, tmp_path_factory.mktemp("wheel"))
 
 
-def build(folder: Path) -> Path:
-    """A wheel in `folder`, built from a copy: a build leaves things behind, which a later one would pack."""
-    source = folder / "source"
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    call([*PIP, "wheel", *FROM_HERE, "--wheel-dir", str(folder), str(source)], folder)
+def build(sdist: Path, folder: Path) -> Path:
+    """A wheel in `folder`, built from the source distribution."""
+    call([*PIP, "wheel", *FROM_HERE, "--wheel-dir", str(folder), str(sdist)], folder)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -91,17 +101,61 @@ def compiled(wheel: Path) -> list[str]:
     return [name for name in ZipFile(wheel).namelist() if name.startswith("sparsifiers/_kernel.")]
 
 
-@pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="there is no C compiler")
-def test_the_wheel_holds_the_compiled_loops(wheel: Path) -> None:
-    assert len(compiled(wheel)) == 1
-    assert "py3-none-any" not in wheel.name
+COMPILER = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="there is no C compiler")
 
 
-def test_without_a_compiler_the_wheel_is_built_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@COMPILER
+def test_one_wheel_holds_the_compiled_loops_for_every_python(wheel: Path) -> None:
+    assert "-cp310-abi3-" in wheel.name
+    (name,) = compiled(wheel)
+    assert ".abi3." in name or sys.platform == "win32"
+    assert b".debug_info" not in ZipFile(wheel).read(name)
+    assert wheel.stat().st_size < 1.25e6
+
+
+def test_without_a_compiler_the_wheel_is_pure(sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    wheel = build(tmp_path)
+    wheel = build(sdist, tmp_path)
     assert compiled(wheel) == []
+    assert wheel.name.endswith("-py3-none-any.whl")
     assert modules() <= set(ZipFile(wheel).namelist())
+    monkeypatch.setenv("AGMERGE_REQUIRE_KERNEL", "1")  # as for a release
+    with pytest.raises(AssertionError, match="no-such-compiler"):
+        build(sdist, tmp_path)
+
+
+def test_the_source_distribution_can_test_itself(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ("tests", "docs", "examples", "benchmarks", "sparsifiers/native")
+    kinds = (".py", ".c", ".h", ".md", ".svg", ".json", ".yaml")
+    wanted = {
+        str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in kinds
+    }
+    wanted |= {path.name for path in ROOT.glob("requirements*.txt")} | {"Makefile", "LICENSE", "README.md", ".ci/run"}
+    assert len(wanted) > 200 and wanted - held == set()
+    assert [name for name in held if name.endswith((".so", ".pyc"))] == []
+
+
+def test_the_metadata_leads_somewhere(wheel: Path) -> None:
+    archive = ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = message_from_bytes(archive.read(name))
+    assert metadata["Author"] == "agmerge developers" and metadata["License-Expression"] == "Apache-2.0"
+    links = [link.partition(", ")[0] for link in metadata.get_all("Project-URL", [])]
+    assert set(links) >= {"Documentation", "Source", "Changelog", "Issues"} and metadata["Keywords"]
+    assert any(line.startswith("Operating System") for line in metadata.get_all("Classifier", []))
+    page = str(metadata.get_payload())
+    assert f"]({SOURCE}/blob/v{__version__}/docs/" in page and f"{SOURCE}/raw/v{__version__}/docs/pictures/" in page
+    targets = re.findall(r"\]\(([^)]+)\)", page) + re.findall(r'(?:src|srcset)="([^"]+)"', page)
+    assert targets and [target for target in targets if not target.startswith(("https://", "#"))] == []
+
+
+def test_the_command_is_on_the_path(wheel: Path, tmp_path: Path) -> None:
+    call([*PIP, "install", "--no-deps", "--target", str(tmp_path), str(wheel)], tmp_path)
+    program = "import sys; sys.path.insert(0, sys.argv.pop(1)); from importlib.metadata import entry_points\n"
+    program += "sys.exit(*(each.load()() for each in entry_points(group='console_scripts', name='agmerge')))"
+    assert "doctor" in call([sys.executable, "-I", "-c", program, str(tmp_path)], tmp_path)
 
 
 def works(wheel: Path, python: list[str], place: Path, before: str = "") -> None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+import agmerge
 from agmerge import siblings
 from agmerge.backends.diagnosis import ProbeResult, Row
 from agmerge.backends.registry import BACKENDS, detect
@@ -222,11 +224,22 @@ def table(rows: Sequence[Row], advice: str = "To have the others:") -> str:
     return "\n".join(lines)
 
 
-def main(patience: float = TIMEOUT) -> int:
-    """Print the table and return 0 if at least torch works, else 1. ``patience``: seconds for each probe."""
+def as_json(rows: Sequence[Row], initialised: str) -> str:
+    """Return the table as JSON: versions, the fields of every row, and ``initialised``, the sentence of `detected`."""
+    about = {"agmerge": agmerge.__version__, "python": platform.python_version(), "platform": platform.platform()}
+    return json.dumps({**about, "rows": [asdict(row) for row in rows], "init": initialised}, indent=1)
+
+
+def main(patience: float = TIMEOUT, json_wanted: bool = False) -> int:
+    """Print the table and return 0 if at least torch works, else 1.
+
+    ``patience``: seconds for each probe. ``json_wanted``: print JSON.
+    """
     rows = examine(
         lambda program: probe(program, patience), lambda program: version_of(program, patience), kernel.names()
     )
     rows.append(packages_row())
-    sys.stdout.write(f"{table(rows)}\n\n{detected(os.environ)}\n")
+    initialised = detected(os.environ)
+    text = as_json(rows, initialised) if json_wanted else f"{table(rows)}\n\n{initialised}"
+    sys.stdout.write(f"{text}\n")
     return 0 if all(row.works for row in rows if row.name == REQUIRED) else 1

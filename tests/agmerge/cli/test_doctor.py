@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -184,6 +185,15 @@ def test_the_exit_code_is_about_torch_alone(
     assert "agmerge.init() takes the backend 'local' in this environment" in capsys.readouterr().out
 
 
+def test_the_table_is_json_on_demand(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda *given: [Row("backend", "torch", False, "x", "y")])
+    monkeypatch.setenv("AGMERGE_BACKEND", "local")
+    assert main(["doctor", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["rows"][0] == {"kind": "backend", "name": "torch", "works": False, "detail": "x", "fix": "y"}
+    assert told["agmerge"] and told["python"] and "'local'" in told["init"]
+
+
 def test_the_error_of_the_detection_is_shown() -> None:
     text = doctor.detected({"WORLD_SIZE": "2"})
     assert text.startswith("agmerge.init() fails in this environment: WORLD_SIZE=2, but ")
@@ -252,9 +262,14 @@ def test_the_usage_names_both_commands() -> None:
     assert "build-horovod" in ended.stdout
 
 
-@pytest.mark.parametrize("arguments", [[], ["docter"], ["doctor", "--force"]])
+@pytest.mark.parametrize("arguments", [["docter"], ["doctor", "--force"], ["doctor", "--json", "--hosts", "a"]])
 def test_anything_else_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
     assert "usage: python -m agmerge" in capsys.readouterr().err
+
+
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "build-horovod" in capsys.readouterr().out
