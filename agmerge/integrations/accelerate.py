@@ -13,14 +13,18 @@ import copy
 import functools
 import os
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedType
 
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
 from agmerge.integrations import ddp, files
+from agmerge.options.typed import DDPOptions
 from agmerge.step.updates import UPDATES
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 _OWN_ENGINES = {
     DistributedType.DEEPSPEED: "DeepSpeed averages gradients in its own engine",
@@ -30,7 +34,7 @@ _OWN_ENGINES = {
 }
 
 
-def compress(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> ddp.Compressed | None:
+def compress(accelerator: Accelerator, model: torch.nn.Module, **options: Unpack[DDPOptions]) -> ddp.Compressed | None:
     """Collective. Make ``model`` exchange its gradients, or updates, compressed, from the next step on.
 
     ``model``: as ``accelerator.prepare()`` has returned it, with its optimizer. ``options``: of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -30,9 +30,13 @@ from agmerge.integrations.shared_model import show_shared
 from agmerge.options import notices
 from agmerge.options.arguments import Options
 from agmerge.options.prepare import prepare, with_momentum_of
+from agmerge.options.typed import DDPOptions
 from agmerge.step.config import Config
 from agmerge.step.updates import UPDATES
 from agmerge.tensors.parameters import ParameterTable, optimizers_of
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
 def compress(
@@ -40,7 +44,7 @@ def compress(
     *,
     optimizer: OneOrSeveral | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    **options: Any,
+    **options: Unpack[DDPOptions],
 ) -> Compressed:
     """Collective. Exchange the gradients of a DistributedDataParallel compressed, in place of averaging them.
 

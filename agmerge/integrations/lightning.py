@@ -28,7 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
 from agmerge.integrations import ddp, files
 from agmerge.options.arguments import Options
+from agmerge.options.typed import StrategyOptions
 from agmerge.step.updates import UPDATES
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -49,17 +53,18 @@ class CompressedDDPStrategy(DDPStrategy):
     optimizers, which only manual optimisation has, each steps once in a step then.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[StrategyOptions]) -> None:
+        given: dict[str, Any] = {**options}
         for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
-            if options.get(name) is not None:
+            if given.get(name) is not None:
                 raise ValueError(f"{name}=: DDP takes one hook, and this strategy's is it. Leave it out")
         for name in ("optimizer", "scaler"):
-            if name in options:
+            if name in given:
                 raise ValueError(f"{name}= is the Trainer's own: leave it out")
         # A timeout= of Lightning's is a timedelta, of the process group; one of ours is in seconds.
-        theirs = {"timeout"} if isinstance(options.get("timeout"), timedelta) else set()
-        own = {name: options.pop(name) for name in (_OPTIONS - theirs) & options.keys()}
-        super().__init__(**options)
+        theirs = {"timeout"} if isinstance(given.get("timeout"), timedelta) else set()
+        own = {name: given.pop(name) for name in (_OPTIONS - theirs) & given.keys()}
+        super().__init__(**given)
         self.compressed: ddp.Compressed | None = None  # of the last fit(); None before there was one
         self._fitting = False  # and the model is in DDP
         self._options = own

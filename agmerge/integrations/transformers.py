@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, trainer_utils
@@ -26,12 +26,16 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from agmerge.engine.optimizer_group import inner_of
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
 from agmerge.integrations import ddp, files
+from agmerge.options.typed import DDPOptions
 from agmerge.step.updates import UPDATES
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 _last_checkpoint: Callable[..., str | None] = trainer_utils.get_last_checkpoint  # which has no annotations
 
 
-def compress(trainer: Trainer, **options: Any) -> Compression:
+def compress(trainer: Trainer, **options: Unpack[DDPOptions]) -> Compression:
     """Make ``trainer`` exchange its gradients, or updates, compressed, in every ``train()`` from now on.
 
     ``options``: of :func:`agmerge.integrations.ddp.compress`, ``scaler`` and ``optimizer`` excepted: they are the
@@ -46,7 +50,7 @@ def compress(trainer: Trainer, **options: Any) -> Compression:
         if name in options:
             raise ValueError(f"{name}= is the Trainer's own: leave it out")
     _refuse(trainer)
-    compression = Compression(trainer, options)
+    compression = Compression(trainer, {**options})
     trainer.add_callback(compression)
     for name in ("evaluate", "predict", "save_model"):
         _wrap(trainer, name, compression.shared)

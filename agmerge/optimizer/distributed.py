@@ -28,6 +28,7 @@ from agmerge.options import keywords, notices
 from agmerge.options.arguments import Options
 from agmerge.options.prepare import prepare
 from agmerge.options.resolve import check_passes, resolve
+from agmerge.options.typed import Carry, DenseSum, ExchangeName, Nonfinite, Sparsify, Sync, Unused, Wire
 from agmerge.runtime import workers
 from agmerge.tensors.parameters import optimizers_of
 
@@ -151,18 +152,18 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         memory: Any = None,
         dense: Any = None,
         merging: Any = "agmerge",
-        sparsify: str = "auto",
-        exchange: str = "auto",
-        wire: str = "auto",
-        dense_sum: str = "native",
+        sparsify: Sparsify = "auto",
+        exchange: ExchangeName = "auto",
+        wire: Wire = "auto",
+        dense_sum: DenseSum = "native",
         scaler: Any = None,
-        nonfinite: str | None = None,
+        nonfinite: Nonfinite | None = None,
         timeout: float | None = None,
         check_every: int = 100,
-        unused: str = "none",
+        unused: Unused = "none",
         model: torch.nn.Module | None = None,
-        sync: str = "gradients",
-        carry: str | None = "apply",
+        sync: Sync = "gradients",
+        carry: Carry | None = "apply",
         every: int = 1,
         fragments: int = 1,
         overlap: int = 0,

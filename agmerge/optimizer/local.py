@@ -7,7 +7,7 @@ Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,8 +26,12 @@ from agmerge.options import keywords
 from agmerge.options.arguments import Options
 from agmerge.options.defaults import EVERY, of_local_steps
 from agmerge.options.prepare import prepare
+from agmerge.options.typed import LocalOptions, Wire
 from agmerge.runtime import workers
 from agmerge.tensors.parameters import ParameterTable
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
 class LocalOptimizer(DistributedOptimizer):
@@ -46,8 +50,8 @@ class LocalOptimizer(DistributedOptimizer):
         *,
         compression: Any = "auto",
         density: Any = None,
-        wire: str | None = None,
-        **options: Any,
+        wire: Wire | None = None,
+        **options: Unpack[LocalOptions],
     ) -> None:
         settings = of_local_steps(every, compression, density, wire, options)
         super().__init__(optimizer, named_parameters, **settings)
