@@ -15,12 +15,12 @@ ROOT = Path(__file__).parent
 PACKAGES = ("agmerge", "sparsifiers", "merging")
 
 
-def constant(name: str) -> str:
-    """Return a text of ``agmerge/version.py``, read as text: importing it would need torch while building."""
-    text = (ROOT / "agmerge" / "version.py").read_text(encoding="utf-8")
+def constant(name: str, file: str = "agmerge/errors/catalogue.py") -> str:
+    """Return a text that a file of the library assigns, read as text: importing it would need torch while building."""
+    text = (ROOT / file).read_text(encoding="utf-8")
     found = re.search(rf'^{name} = "([^"]+)"', text, re.MULTILINE)
     if found is None:
-        raise RuntimeError(f'agmerge/version.py has no line of the form: {name} = "..."')
+        raise RuntimeError(f'{file} has no line of the form: {name} = "..."')
     return found.group(1)
 
 
@@ -28,7 +28,7 @@ def description() -> str:
     """Return the README with absolute links, for a package index; empty where a partial checkout has none."""
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-    source, tag = constant("SOURCE"), f"v{constant('__version__')}"
+    source, tag = constant("SOURCE"), f"v{VERSION}"
     place = r"(?![a-z]+:|#|/)"  # a relative path: without a scheme, and no part of the page itself
     text = re.sub(rf"(!\[[^]]*\]\(){place}", rf"\g<1>{source}/raw/{tag}/", text)
     text = re.sub(rf"((?<!!)\[[^]]*\]\(){place}", rf"\g<1>{source}/blob/{tag}/", text)
@@ -46,6 +46,8 @@ class Wheel(bdist_wheel):  # type: ignore[misc]  # setuptools has no types where
             self.root_is_pure, self.py_limited_api = True, ""
         super().run()
 
+
+VERSION = constant("__version__", "agmerge/version.py")
 
 EXAMPLES = ["tensorboardX>=2.6", "tqdm>=4.60", "scikit-learn>=1.3", "pillow>=10", "transformers>=4.57"]
 TEST = [
@@ -87,7 +89,7 @@ KERNEL = Extension(
 
 setup(
     name="agmerge",
-    version=constant("__version__"),
+    version=VERSION,
     description="Data-parallel PyTorch training that stays fast on slow or busy networks",
     long_description=description(),
     long_description_content_type="text/markdown",
@@ -96,7 +98,7 @@ setup(
     project_urls={
         "Documentation": constant("SITE"),
         "Source": constant("SOURCE"),
-        "Changelog": f"{constant('SOURCE')}/blob/v{constant('__version__')}/CHANGELOG.md",
+        "Changelog": f"{constant('SOURCE')}/blob/v{VERSION}/CHANGELOG.md",
         "Issues": f"{constant('SOURCE')}/issues",
     },
     keywords="distributed training, data parallel, gradient compression, sparsification, quantisation, Horovod, DDP",

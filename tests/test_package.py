@@ -15,7 +15,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from agmerge.version import SOURCE, __version__
+from agmerge.errors.catalogue import SOURCE
+from agmerge.version import __version__
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("agmerge", "sparsifiers", "merging")

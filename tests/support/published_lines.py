@@ -220,7 +220,5 @@ def acpsgd(opt: str) -> list[str]:
     lines = []
     for model, rank, batch, threshold in ACP:
         length = "--sentence-len 64 " if model.startswith("bert") else ""
-        lines.append(
-            f"--model {model} {length}--batch-size {batch} --rank {rank} --threshold {threshold} --opt {opt}"
-        )
+        lines.append(f"--model {model} {length}--batch-size {batch} --rank {rank} --threshold {threshold} --opt {opt}")
     return lines

@@ -145,7 +145,7 @@ def test_a_call_that_has_no_deadline_of_its_own_is_given_one() -> None:
     with pytest.raises(ZeroDivisionError):
         timeouts.bounded(lambda: 1 // 0, 60.0, "dividing")
     try:
-        with pytest.raises(agmerge.CollectiveTimeout, match="sleeping: no answer .* within 0.1 s. Wake up$"):
+        with pytest.raises(agmerge.CollectiveTimeout, match="(?m)sleeping: no answer .* within 0.1 s. Wake up$"):
             timeouts.bounded(lambda: time.sleep(2), 0.1, "sleeping", "Wake up")
         assert status.any_wait_failed()
     finally:

@@ -254,7 +254,7 @@ def test_without_init_every_call_says_what_to_do() -> None:
         agmerge.backend_name,
     ]
     for call in calls:
-        with pytest.raises(AGMergeError, match=r"^AGMerge has not been initialized; use agmerge.init\(\)\.$"):
+        with pytest.raises(AGMergeError, match=r"(?m)^AGMerge has not been initialized; use agmerge.init\(\)\.$"):
             call()
 
 

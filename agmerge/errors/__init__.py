@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Sequence
 from types import FrameType
 
+from agmerge.errors.catalogue import address, find
+
 TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
     "Increase backward_passes_per_step to accumulate gradients locally. Parameter {!r} got gradient number {}; "
@@ -78,7 +80,19 @@ def and_more(names: Sequence[str]) -> str:
 
 
 class AGMergeError(RuntimeError):
-    """Base of every error that is not a mistake in an argument."""
+    """Base of every error that is not a mistake in an argument. Its code is printed below its text (Python 3.11)."""
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)
+        problem = find(str(self))
+        if problem is not None and sys.version_info >= (3, 11):
+            self.add_note(address(problem))
+
+    @property
+    def code(self) -> str:
+        """The code in docs/errors.md, such as "AGM101"; empty: it has none."""
+        problem = find(str(self))
+        return "" if problem is None else problem.code
 
 
 class RankMismatchError(AGMergeError):
