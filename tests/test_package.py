@@ -20,6 +20,7 @@ from agmerge.version import __version__
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("agmerge", "sparsifiers", "merging")
+pytestmark = pytest.mark.timeout(400)  # the first test builds
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input"]
 FROM_HERE = ["--no-deps", "--no-build-isolation"]
 
