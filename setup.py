@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metadata of agmerge; the build backend and the tools' settings are in pyproject.toml."""
 
 from __future__ import annotations

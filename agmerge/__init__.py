@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train data-parallel, fast also on slow or busy networks.
 
 import agmerge

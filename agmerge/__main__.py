@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the commands: ``python -m agmerge doctor``, ``build-horovod``, ``plan`` and ``advise``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reductions of the ranks' contributions, and Horovod's two casts."""
 
 from __future__ import annotations

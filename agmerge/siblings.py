@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check of ``merging`` and ``sparsifiers``, which are installed with this package: other code may have such names.
 
 A ``merging.py`` beside a script comes before an installed ``merging`` in Python's path, and another distribution may

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as threads of one process: most distributed bugs show there, in milliseconds."""
 
 from __future__ import annotations

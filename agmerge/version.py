@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Version of the library; ranks with different ones do not train together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does the plan follow the network? Two workers train while their links slow down from one rate to another.
 
     python benchmarks/adaptation.py

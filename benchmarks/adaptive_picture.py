@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw what ``sync="updates"`` does to one parameter of two workers: ``docs/pictures/adaptive.svg``.
 
     python benchmarks/adaptive_picture.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Import path of the benchmarks: packages of this checkout come before installed ones.
 
 Every command imports it first. The rooms beside it are found because Python puts a command's own folder on the path.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What kernels of a GPU are compiled to, for GPUs that are not here: registers, spills, and dear instructions.
 
     python benchmarks/compiled_kernels.py --json

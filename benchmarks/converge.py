@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time to a loss, which is what users pay for: one curve of loss by step and one step time for each way to train.
 
     python benchmarks/converge.py                        # curves, step times on a slow link, the table; resumable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many words does a sparse all-reduce move, and from how many ranks on is it less than an all-gather?
 
     python benchmarks/exchange_volume.py --k 100000 --ranks 2 3 4 6 8 12 16 --json volume.json

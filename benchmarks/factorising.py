@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure what sending a matrix as two factors costs, as a multiple of adding two such matrices: the floor.
 
     python benchmarks/factorising.py --shapes 1024x1024 768x3072 --ranks 4 32

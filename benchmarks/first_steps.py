@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure what the first steps cost beside later ones, until the plan is final: in time and in bytes, on a link.
 
     python benchmarks/first_steps.py                                   # two models, three rates, three turns

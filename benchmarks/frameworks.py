@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the Trainer of transformers on a slow network: seconds a step and loss, by itself and compressed.
 
     python benchmarks/frameworks.py                          # 2 workers, 200 Mbit/s full duplex; half an hour

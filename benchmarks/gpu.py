@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Judge a GPU: is every rule of the device path kept on this machine, and how fast is it?
 
     python benchmarks/gpu.py [--json F] [--checks 1 2 3]               # one GPU; a quarter of an hour

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Judge the GPUs of this machine, and write one file to mail back; where there is none, say what would have been done.
 
     make gpu                                    # or: python benchmarks/gpu_report.py [--out F]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Count the library's calls on a gradient's way: from the hook to its message, and in ``step()``.
 
     torchrun --nproc_per_node=2 benchmarks/gradient_path.py [--list]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure each loop of a step at each instruction set, as a multiple of what its bytes take at the speed of memory.
 
     python benchmarks/kernels.py --size 8 --density 0.01 --json kernels.json

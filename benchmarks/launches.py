@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step asks of a GPU, without one: kernels, bytes and host waits, counted on a pretended device.
 
     python benchmarks/launches.py --tensors 161 --messages 17 --workers 8 --compression topk --json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is a link as fast as it says, and full duplex or shared? Bytes one way, then both ways at once, between two workers.
 
     python benchmarks/links.py                       # 200 Mbit/s, both kinds of network.py

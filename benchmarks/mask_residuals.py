@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does an agreed mask leave behind, beside own choices? The energy of residuals after some steps, in memory.
 
     python benchmarks/mask_residuals.py

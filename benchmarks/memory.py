@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of one worker: bytes a parameter, of a plain loop, of other libraries, and of this one.
 
     python benchmarks/memory.py                      # 100 million parameters, two workers: 7 GB, some minutes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is ``exchange="auto"`` never slower than dense, nor than the best fixed choice? Interleaved blocks on shaped links.
 
     python benchmarks/never_slower.py                                    # the matrix: minutes a cell

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does compression cost accuracy at equal steps? Paired training runs, each compressor against a dense exchange.
 
     python benchmarks/parity.py --list                    # the cases, and how long they will take

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many bits does each phase of a quantised all-reduce need, and when is a gather of fewer bits as good?
 
     python benchmarks/parity_phases.py --workers 4 8 --steps 400

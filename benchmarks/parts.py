@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does it pay to send a merge buffer in parts? Two workers on a shaped link, and a tied embedding that is ready last.
 
     python benchmarks/parts.py

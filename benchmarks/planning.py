@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long planning takes, and how far planners are from the optimum, on the shapes of well-known models.
 
     python benchmarks/planning.py                  # times at 600 tensors, then all planners over a grid

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does the model know when a step's exchange ends? Predicted against measured finish, two workers on a shaped link.
 
     python benchmarks/prediction.py                                  # 200mbit and 1gbit, two models, all planners

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the codec work of a step with quantisers, as a multiple of adding the gradient up in place.
 
     python benchmarks/quantising.py --only eden-2 int8 --json quantising.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``docs/results.md`` and its pictures, from what the benchmarks have measured.
 
     python benchmarks/results.py                  # reads runs/, writes docs/results.md and docs/pictures

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of a gradient do sparsifiers leave behind, and how long do rows of the model wait for an update?
 
     python benchmarks/row_coverage.py --epochs 20 --json coverage.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which exchange wins where: step times and bytes for 2 to 4096 workers, by the cost model. A simulation.
 
     python benchmarks/scale.py                                   # tables; --picture docs/pictures draws them

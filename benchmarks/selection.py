@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of sparsifying one gradient, as a multiple of adding two vectors of its length: the floor.
 
     python benchmarks/selection.py --sizes 16 --densities 0.01 --json selection.json

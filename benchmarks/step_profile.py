@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a step's time goes, over one that exchanges eight bytes: the work of this library, function by function.
 
     python benchmarks/step_profile.py                       # GPT-2, topk at 1 %, 200 Mbit/s, two workers

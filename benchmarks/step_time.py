@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds per step, what of it is communication, and bytes: this library beside others, on a slow network.
 
     make bench                                                   # all cells, an hour at most; finished ones are kept

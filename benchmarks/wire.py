@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a message costs: bytes of a slot against the published formats and the entropy, and the time of its codecs.
 
     python benchmarks/wire.py --sizes 1 16 --densities 0.1 0.01 0.001 --json wire.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train on the digits with Accelerate, SGD and compressed messages.
 
     python -m torch.distributed.run --standalone --nproc_per_node=2 examples/accelerate_digits.py

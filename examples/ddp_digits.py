@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train scikit-learn's digits in DistributedDataParallel, whose gradients agmerge exchanges: one line more.
 
 python -m torch.distributed.run --standalone --nproc_per_node=2 examples/ddp_digits.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scikit-learn's handwritten digits and a small network for them: what the examples and benchmarks share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train scikit-learn's digits in replicas whose parameters are sharded (FSDP2); agmerge exchanges between replicas.
 
 Of W workers, W / --shard replicas of so many shards each; "cpu" stands for "cuda" on machines with GPUs, where a

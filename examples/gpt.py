@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define a small GPT, and the text that it learns: the source of Python's standard library, a byte a token."""
 
 from __future__ import annotations

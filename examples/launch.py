@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start the workers of a script with the launcher of your choice, here or on a cluster; the command is printed first.
 
 python examples/launch.py --launcher torchrun -np 4 -- train.py resnet20-cifar10 --compression topk --density 0.01

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tell which launcher has started a worker; ``commands.py`` has the commands. The standard library alone is asked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Horovod's MNIST example with one line changed: its flags, its structure and its lines of output.
 
 ``--compression topk --density 0.01`` is what this library adds, and ``--compression acpsgd --rank 4`` is the example of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models by name for benchmarks, with random weights, and one random batch for each: nothing is downloaded."""
 
 from __future__ import annotations

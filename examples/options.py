@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command-line options of :class:`agmerge.DistributedOptimizer` that examples share."""
 
 from __future__ import annotations

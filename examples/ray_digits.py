@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train scikit-learn's digits under Ray Train, whose DistributedDataParallel agmerge compresses: one line more.
 
 python examples/ray_digits.py --workers 2 --epochs 4                      # needs: pip install "ray[train]"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare what workers hold, and let them share for a while what each has counted by itself."""
 
 from __future__ import annotations

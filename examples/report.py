@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare runs of ``train.py``: accuracy, time to accuracy, throughput and bytes, as a table and as curves.
 
 python examples/report.py runs/*/log.jsonl --target 0.7

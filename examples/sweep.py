@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train with several compressors in turn, and compare them: what ``--each`` of the synthetic benchmark does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many images a second are trained with, on random data: Horovod's synthetic benchmark on this library.
 
 The flags of Horovod's script mean what they mean there, and its lines of output come first and unchanged.

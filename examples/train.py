@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a published experiment, MODEL-DATA, with workers that exchange compressed gradients, or updates.
 
 python examples/data/small.py DIR                                          # small data of every kind, to try with

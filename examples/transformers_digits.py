@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small vision transformer on the digits with the Trainer of transformers, AdamW and compressed messages.
 
     python -m torch.distributed.run --standalone --nproc_per_node=2 examples/transformers_digits.py

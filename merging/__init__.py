@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of which gradients share a message, and predictions of when each message leaves.
 
 Planners partition the tensors of a model, in readiness order, into merge buffers; `predict` returns when

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Budgets: how many elements each tensor may send, when important tensors are to send more."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of a caller's arguments: they become tuples and read-only arrays, or an error that names the tensor."""
 
 from __future__ import annotations

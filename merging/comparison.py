@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Comparison of all planners on the same measurements, side by side."""
 
 from __future__ import annotations

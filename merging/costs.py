@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Costs of sparsifying and exchanging, in seconds, as functions of a number of elements."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost curves of measured points: seconds as a function of element counts, by straight lines between the points."""
 
 from __future__ import annotations

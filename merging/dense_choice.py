@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choice between dense and sparse, merge buffer by merge buffer, for a given partition."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Partial sparsification, corrected: layers that are too small to select from are sent dense, inside the budget.
 
 ADTopk, "Partial sparsification" (the extended paper, after HPDC 2024): tensors of up to p elements, the size cut, are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Picture of the timelines of several plans: overlap and exposed time."""
 
 from __future__ import annotations

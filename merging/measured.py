@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measurements of a training run for planning, as one value that can be saved, sent and planned from."""
 
 from __future__ import annotations

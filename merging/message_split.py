@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choice of the number of messages of each merge buffer, for a given partition."""
 
 from __future__ import annotations

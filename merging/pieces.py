@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planning in pieces: it can be interrupted and resumed with little time at a time, and gives the same plan.
 
 What takes long is a generator: it yields None at each possible interruption, after some ten to a thousand

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ordered partition of all tensors into merge buffers, as a value that can be agreed on and recorded."""
 
 from __future__ import annotations

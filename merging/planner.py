@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base of all planners, with their common checks, so that a planner has only its own rule."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profile of one model: measured sizes and times per tensor, in readiness order."""
 
 from __future__ import annotations

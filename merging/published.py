@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of planners in papers and their code: the one table of these, for scripts and command lines.
 
 Other packages have the names of compressors and exchanges.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Registry of planners, by their canonical names or those of papers and their code; new ones can be registered."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Size limit of merge buffers: indices in a message are int32."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records in files: canonical JSON with a checksum, one spelling per value, and files that are never half written."""
 
 from __future__ import annotations

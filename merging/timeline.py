@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicted times at which each merge buffer is ready, starts and ends: the quantity that every planner minimises."""
 
 from __future__ import annotations

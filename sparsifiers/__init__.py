@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressors of gradients, and memories, which keep the coordinates that are not sent as a residual.
 
     >>> import torch, sparsifiers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check the arguments of sparsifiers, in one place.
 
 Each check raises before anything is computed, and says what was wrong, where (the sparsifier and the key of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contract of a sparsifier: `Sparsifier`, the base class, and `Selection`, its result."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compress some tensors by one compressor, and others by another: top-k for embeddings, low rank for matrices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Note the largest elements of a vector while it is written, so that selection need not read it again.
 
 A pass that writes a vector piece by piece notes position and key of elements that exceed a floor, a little below the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write one text for one configuration: ranks compare these texts to find out that their settings differ."""
 
 from __future__ import annotations

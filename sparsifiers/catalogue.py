@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressors and memories by name. A new one is a file of its own, and an import and a line here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error feedback as numbers, and the one function that computes it: in a compiled pass where it can, else by torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Common base of compressors: a name, a kind, options, and state that survives a restart.
 
 A sparsifier sends some of the elements of a vector, a cast sends all of them in fewer bits, a low-rank compressor

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check in one call that a sparsifier, a low-rank compressor or a quantiser keeps the contract, in tests of your own.
 
     def test_mine() -> None:

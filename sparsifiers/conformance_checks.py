@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Helpers that the checks of the contract have in common."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make the inputs that a sparsifier is checked on: small, deterministic, and each a special case."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check that a low-rank compressor keeps the contract: its answers to the exchange, and its options, which remake it.
 
 `sparsifiers.conformance.check` calls this for a name, or a class, of that kind.

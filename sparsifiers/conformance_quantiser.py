@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check that a quantiser keeps the contract: its attributes, the bytes it writes, and the values that are read.
 
 `sparsifiers.conformance.check` calls this for the name, the class or a factory of a quantiser.

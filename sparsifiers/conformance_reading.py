@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check the values read of a quantiser's records: zeros, extremes, errors, means, and sums of several messages."""
 
 from __future__ import annotations

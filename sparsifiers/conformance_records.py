@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write and read the records of a quantiser, as its checks do, and make the vectors that it is checked on."""
 
 from __future__ import annotations

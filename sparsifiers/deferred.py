@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selections on a device that are made once their destination is known: perhaps a message."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the k largest magnitudes of a vector on a device, without waiting for the device.
 
 Shapes depend on n and k alone and no value is read by the host, so a call only queues work. The k-th largest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deep gradient compression: the threshold of a sample, corrected by the number of elements above it."""
 
 from __future__ import annotations

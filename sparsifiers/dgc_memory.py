@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of deep gradient compression: momentum is applied before selection, so that none is lost."""
 
 from __future__ import annotations

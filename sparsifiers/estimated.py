@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Select by an estimated threshold: a sample to fit, a count that decides, exact selection where it fails.
 
 An estimator is a pure function (x, wanted) -> eta on tensors: x float32 [m] >= 0 are sampled magnitudes in units of a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prepare a small sample of a vector, to fit a threshold to it, without waiting for a device."""
 
 from __future__ import annotations

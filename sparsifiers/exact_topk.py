@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the k largest magnitudes of a vector in CPU memory, exactly, with scratch in the size of k.
 
 The vector is read once, in blocks that stay in the cache. Keys above a floor are kept with their positions;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Call the compiled loops of kernel.c, if they were built: one pass, where numpy and torch need several.
 
 All of it is optional. Without a compiler at installation, with AGMERGE_KERNEL=off in the environment, or for a tensor

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Call the compiled loops of kernel_low_rank.c and kernel_orthonormal.c: products of thin factors, in one pass each.
 
 A matrix is (n, m); its factors are left (r, n) and right (r, m). All are float32, contiguous and in CPU memory, and

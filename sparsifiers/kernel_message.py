@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Call the compiled loops on the entries of messages: indices, and the values there.
 
 Where `subtract`, `write_and_subtract` and `mask` return False, with nothing done, torch must do it.

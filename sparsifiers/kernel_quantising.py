@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Call the compiled loops of quantisers: records of values, sums of records, and records of these.
 
 All of them return False, with nothing done, where torch must do it. Bytes and values have the bits that the operations

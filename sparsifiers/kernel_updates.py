@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Call the compiled loops of kernel_updates.c, about an update that is the sum of lists of indices and values.
 
 Where one returns False, with nothing done, torch must do it.

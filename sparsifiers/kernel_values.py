@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Call the compiled loops of kernel_values.c: the codecs of a few bits a value, with float32 scales of blocks of 256.
 
 They write and read the bytes of `Steps` and `Signs` of agmerge, which do it where these loops cannot.

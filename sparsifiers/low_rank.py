@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low-rank compressors, PowerSGD and ACP-SGD: their options. The mathematics is the exchange's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read magnitudes as integers: the bits of a float without its sign bit.
 
 Sign-magnitude formats (IEEE 754 and bfloat16) are laid out so that these integers rise with |a|: zeros of

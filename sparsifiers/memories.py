@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memories: rules that add the residual to the next gradient, or drop it.
 
 A memory owns no storage. It writes the work slice that selection reads; the core then subtracts the sent

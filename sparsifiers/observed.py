@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Watch a sparsifier at work: make its selections, and keep figures of their quality."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Permute [0, n) by a key, so that any subset of images can be computed by itself.
 
 Numpy's generators may change their streams between versions; ranks must not draw different indices because

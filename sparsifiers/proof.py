@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the quality of selections: the residual that they leave, and the rows of a vector that they reach.
 
 ADTopk (HPDC'24) argues with these figures, and its `proofs/` measure them. Convergence with error feedback rests on a

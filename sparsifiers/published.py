@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of compressors in papers and their code: the one table of these, for scripts and command lines.
 
 Keys are spelled as `sparsifiers.registry.spelling` does. Names of planners and exchanges are the business of

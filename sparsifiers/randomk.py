@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random-k: coordinates drawn by lot, the same ones on all ranks."""
 
 from __future__ import annotations

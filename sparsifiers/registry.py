@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Registry of factories by name, with errors that list names and options."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the rows of the tensors in a vector, and deal k to them.
 
 A tensor of two or more dimensions [O, I, ...] is the C-order matrix [O, I * ...], and its longer axis is the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the largest of each row on a device, without waiting for the device.
 
 Shapes and constants depend on k, the turn and the tensors' shapes alone and no value is read by the host, so

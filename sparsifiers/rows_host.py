@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the largest of each row in CPU memory, with scratch for a few rows.
 
 Keys of as many rows as fit the cache are copied and searched together; a row that does not fit is searched as

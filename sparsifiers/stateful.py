@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State that belongs to a vector: by key, and forgotten where the key comes back with another length."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Count a sample against a threshold, and move the threshold until the count is the wanted one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reuse a threshold from one step to the next, corrected by the number of elements that it finds.
 
 Which threshold is carried over is ADTopk's idea (HPDC'24); the rule is ours. Theirs reuses a threshold for a

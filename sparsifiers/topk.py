@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Top-k: exact selection, the reference that all other sparsifiers approximate."""
 
 from __future__ import annotations

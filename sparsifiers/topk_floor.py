@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Guess the k-th largest magnitude from a small sample, low on purpose.
 
 The guess only has to be cheap and seldom too high: its callers count the elements above it.

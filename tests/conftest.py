@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of the tests is run. The place of this file matters: pytest puts this folder on the path, so tests can say
 ``from support import ...``.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``make test`` runs: pytest several times, every part whatever the others' end, and one line that sums them up.
 
     python tests/run_tests.py [--all] [pytest's arguments]

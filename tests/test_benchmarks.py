@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What benchmarks record, and what they say of it. They themselves need root, and minutes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Markdown pages name is there, files and attributes of classes, and pages have the words that people look for."""
 
 from __future__ import annotations

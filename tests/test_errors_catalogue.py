@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every error and warning of the library has a code, or is in a list that only shrinks; the page is up to date."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVIDIA's checkpoints of BERT in the examples: what they hold is taken to the bit, and what does not fit is named."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of ``examples/train.py`` that go on from a checkpoint, among ranks in memory."""
 
 from __future__ import annotations

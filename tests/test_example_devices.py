@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device that an example's worker takes, on machines with as many GPUs as workers, fewer, and none."""
 
 from __future__ import annotations

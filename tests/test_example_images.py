@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs with pictures: what workers train with and evaluate, to the bit, and that tiny jobs learn."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The launcher of the examples: command lines and clusters in, commands out."""
 
 from __future__ import annotations

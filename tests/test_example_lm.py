@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The language model of the job ``gpt-stdlib``; tests/test_example_train.py trains it."""
 
 from __future__ import annotations

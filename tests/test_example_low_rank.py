@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the examples have of the ACP-SGD project: its flags, its models, its merge buffers, and the sweep."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The networks of the jobs with pictures: their published sizes, counted without memory, and what tiny ones are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the command line of ``examples/train.py`` comes to, and which part of the samples is a worker's."""
 
 from __future__ import annotations

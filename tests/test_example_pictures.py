@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures: what their readers read and refuse, and how they are changed at random."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the launcher of the examples starts: statuses, signals, and that nothing is left behind.
 
 Small programs with the names of mpirun, ssh and Slurm's stand for those.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bars and curves of the examples: where a person sees them or asks for them, of the first worker alone."""
 
 from __future__ import annotations

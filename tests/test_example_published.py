@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command lines of published projects, with the script's name changed, and what is refused of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every command line of the published projects, with the script's name changed alone: what it trains, or why not."""
 
 from __future__ import annotations

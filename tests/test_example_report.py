@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of the examples: logs in, rows and tables out."""
 
 from __future__ import annotations

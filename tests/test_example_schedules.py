@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning rates over time, as the jobs of ``examples/train.py`` have them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small data: the same bytes in every run, in the published formats, so that readers read what users have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Questions and answers in the examples: how SQuAD is read and cut into windows, and how answers are measured."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of language in the examples: how text is read and laid out, and what their jobs give the training loop."""
 
 from __future__ import annotations

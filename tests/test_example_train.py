@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainings of ``examples/train.py`` among ranks in memory: planners, precisions, targets, and their log."""
 
 from __future__ import annotations

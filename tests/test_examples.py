@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples' command lines, models and images; ``tests/distributed`` runs the scripts under launchers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``benchmarks/gpu.py`` prints and exits with, by pretended figures: it needs a GPU for real ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``benchmarks/gpu.py`` does on GPUs alone, by a recorded ``torch.cuda``: each check can pass, and can fail."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file that a stranger with GPUs mails back, and what is said where there are none."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comparison of Horovod's transport with torch's: what fails it, and that it runs, over Gloo."""
 
 from __future__ import annotations

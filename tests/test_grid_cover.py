@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cover of a grid holds what it promises, is small, and is what ``make test`` runs of a grid."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The house rules, read off the sources; and proof that each rule can be broken."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A function's docstring opens with a plain verb, a class's or a module's may be a noun phrase; none is a riddle."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rooms of ``examples/``: which may import which, read off the sources."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two rules of CONTRIBUTING.md, read off the sources: no `isinstance` for a feature, no write from outside a class."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tests are marked ``unit``, and which ``training``."""
 
 from __future__ import annotations

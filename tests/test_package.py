@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sdist builds; its wheel holds every module and needs neither Horovod nor MPI; `make test-all` tries it alone."""
 
 from __future__ import annotations

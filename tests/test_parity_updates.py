@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check the cases of ``parity.py --cases updates``, and what it says of them. Its runs take minutes, these do not."""
 
 from __future__ import annotations

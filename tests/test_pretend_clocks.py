@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The race check by itself: what events order, and what nothing does."""
 
 from __future__ import annotations

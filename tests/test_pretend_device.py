@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pretended device by itself: what it counts, and what it takes for a wait."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that a release reads agree with each other, and the workflows call what is there."""
 
 from __future__ import annotations

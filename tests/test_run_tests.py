@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``make test`` runs every part whatever the others' end, and says in one line how many tests passed and failed."""
 
 from __future__ import annotations

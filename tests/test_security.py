@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SECURITY.md names every place of the library that listens or unpickles, and what it names is there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other code that has the name of one of our packages: it is named, and what to do, before any of it is run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a test says that fails because ranks differ: which rank, and where."""
 
 from __future__ import annotations

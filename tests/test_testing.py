@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``agmerge.testing``: what a test can inject, and what it gets back."""
 
 from __future__ import annotations

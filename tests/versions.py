@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does the package work with this Python and that torch? What setup.py admits at both ends has passed here.
 
     python tests/versions.py --python python3.10 --torch 2.4.0 --numpy 1.26.4

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Move the bytes: one small file per backend, the same calls in each.
 
 ``base``: those calls. ``registry``: the table of backends, and the choice of one. ``local``, ``torch``, ``mpi`` and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find an address of this machine at which the other ranks can reach it."""
 
 from __future__ import annotations

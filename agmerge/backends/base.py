@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contract of backends: the calls that each of them offers.
 
 All collectives are asynchronous: they return a :class:`Handle` at once, and the tensors handed in must

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check that no function hides a collective: a rank that skips one makes all others wait for it.
 
 The docstring of every public function of this library that starts a collective, itself or through other functions,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results of trying a backend on this machine, as backends give them to ``python -m agmerge doctor``.
 
 A backend hands over a program to be tried in a process of its own (``PROBE``) and makes a row of the doctor's table

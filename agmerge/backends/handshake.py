@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare facts between ranks before a collective of which the shape depends on them (guarantee G1).
 
 Every rank states its view as a list of named facts. Digests of equal size travel first, so that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Move bytes by Horovod: NCCL for tensors on a GPU (not tested on one yet), MPI or Gloo for those on the CPU.
 
 Horovod matches calls by name, so every communicator puts its own prefix in front of stable names. Of a GPU's tensor it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connect Horovod's elastic training with ours."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make Horovod's thread sleep while it waits in Open MPI, where workers have no cores to spare for that.
 
 MPI waits for a message by polling alone. Horovod's thread is in MPI for much of the

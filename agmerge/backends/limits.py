@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find out whether this process may open too few files: communication libraries fail then without saying so.
 
 Every connection is a file, and so is every loop of events. Gloo says ``enforce fail ... rv != -1``, and others that

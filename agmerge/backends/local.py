@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In-memory backend: the ranks of a group are threads of one process. Alone, a group of one.
 
 It is also the strictest backend: it checks that all ranks make the same call, keeps no copy of a tensor

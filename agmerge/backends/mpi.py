@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Move bytes by MPI through mpi4py: tensors on the CPU, and those on devices by way of it (see staging).
 
 One thread makes every MPI call and keeps testing those under way: without it a collective advances only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make the calls of a library on a thread of its own, one after the other, and poll those that are under way."""
 
 from __future__ import annotations

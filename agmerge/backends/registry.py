@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Table of the backends, and the choice of one by the launcher's variables.
 
 To add a backend, write a module with the names of :class:`BackendModule` and give it a line in ``BACKENDS``. Libraries

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPUs that several workers share. NCCL refuses two ranks on one GPU, so tensors go through the host's memory there."""
 
 from __future__ import annotations

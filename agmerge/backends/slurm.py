@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Translate Slurm's variables to torchrun's, for tasks that ``srun`` has started without another launcher.
 
 Only those of the step count (``SLURM_STEP_...``): a plain process in the shell of ``salloc`` or ``sbatch`` is alone,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Carry tensors of devices through the host's memory, for backends that move tensors of the CPU alone.
 
 MPI, Gloo without NCCL, and a Horovod that was built without NCCL are such backends. A call copies its input down to

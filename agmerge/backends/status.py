@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Record the activity of this rank, and complete errors with it and with that of the other ranks.
 
 A backend's handle notes which collective it waits for; an optimizer notes in which phase of which step it is. When a

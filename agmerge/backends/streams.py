@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams and events of devices. No other module names them, so that a test can stand in for a device.
 
 A device runs the work of one stream in order, and streams side by side. An event marks a place in a stream:

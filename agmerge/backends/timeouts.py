@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Default time-out of waits, and deadlines for calls of libraries that know none."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find out which ranks share a machine, and connect them inside it and across machines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Move bytes by torch.distributed: Gloo for tensors on the CPU, NCCL for tensors on a GPU (not tested on one yet)."""
 
 from __future__ import annotations

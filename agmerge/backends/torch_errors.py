@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turn errors of torch.distributed into ours, where they tell of other ranks; those of this rank alone stay."""
 
 from __future__ import annotations

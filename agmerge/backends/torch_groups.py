@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make groups of torch.distributed, and release them.
 
 Gloo's are released by each rank alone, at any moment. To destroy one in which NCCL has moved something takes all of its

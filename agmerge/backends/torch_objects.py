@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read a script's objects of torch.distributed: groups and meshes, DistributedDataParallel, files of checkpoints."""
 
 from __future__ import annotations

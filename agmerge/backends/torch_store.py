@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gather addresses of ranks of torch.distributed in the launcher's store, before Gloo connects them.
 
 Gloo knows neither why it could not connect nor a deadline: it tries each rank for five times its time-out, and listens

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connect the ranks of a communicator before its first message, where a library would do so during that.
 
 NCCL makes a communicator at the first call on a device, and connections at the first call of a kind. For that it

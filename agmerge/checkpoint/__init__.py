@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State of a rank beside the model, in checkpoints: residuals, momentum, plan and counters.
 
 ``rank_state``: the section in ``state_dict()``; ``section_check``: whether it is damaged. ``redistribute``: over

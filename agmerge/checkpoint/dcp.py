@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Residuals in a checkpoint of ``torch.distributed.checkpoint``: a key for every rank and tensor."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State of all ranks in one file, which a group of any size can load."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elastic training under ``horovod.torch.elastic``: its ``TorchState`` saves our optimizer by this file.
 
 Horovod's own handler would make new workers step the optimizer before it broadcasts rank 0's state; a step of ours is a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Section of one rank in ``optimizer.state_dict()``: saving and loading."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Distribute the sections of all ranks over another number of ranks, so that no update is lost.
 
 Unsent gradients are the sum of residual * weight over ranks, with the weight that updates give each rank (see

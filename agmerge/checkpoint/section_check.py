@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check of a checkpoint's section before it is loaded: errors name the key that is missing or of a wrong type.
 
 A rank that loads changes much, and cannot go back half-way. The meaning of the keys is in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Support of ``torch.distributed.checkpoint.state_dict``: helpers that save and load the state of an optimizer.
 
 They know only the state of a plain optimizer, and make one without state take a step without gradients. Of a wrapper

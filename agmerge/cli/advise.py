@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run ``python -m agmerge advise script.py ...``: predict each strategy's step time on this machine and network.
 
 An unchanged training script runs, under its launcher, with an optimizer that watches itself. Once enough steps have

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find CUDA's compiler for a build of Horovod with NCCL, and name what such a build lacks here.
 
 torch takes the folder above the first ``nvcc`` on PATH for CUDA's. Where that is a script, such as

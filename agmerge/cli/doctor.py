@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Show which backends and launchers work here: ``python -m agmerge doctor``.
 
 The library of each backend is tried in a process of its own, side by side, under a time-out: a broken build may crash

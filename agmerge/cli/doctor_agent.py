@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answer for one host: ``python -m agmerge doctor --hosts`` sends this file there over ssh and asks it.
 
 It needs nothing but Python. Every line of its input is a call, as JSON; every answer is a line that opens with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of the doctor's table about hosts and the links between them, with advice."""
 
 from __future__ import annotations

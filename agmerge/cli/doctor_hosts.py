@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Show whether hosts can work together: ``python -m agmerge doctor --hosts a,b``.
 
 A job over several machines needs: ssh that lets in without a question, the same environment at the same place, clocks,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ask a host over ssh: the doctor's agent runs there for as long as its input stays open."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find NCCL for a build of Horovod where pip has put it: beside torch, in the wheel ``nvidia-nccl-cu12`` or ``-cu13``.
 
 Every build of torch for CUDA on Linux brings that wheel: its header, and a library that has no name a linker looks for.

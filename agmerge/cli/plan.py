@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run ``python -m agmerge plan MEASUREMENTS.json``: every planner on one measured model, side by side.
 
 Each command has a file of its own, however short: ``python -m agmerge`` imports the one that it runs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keep wheels that were built here, and take back only those that no other user can have put there.
 
 Installed code runs with the rights of the user who installs it. So a wheel, its folder and the folder of all of them

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedule of exchanges: hooks, accumulation, loss scales, join, guards, local steps.
 
 Three reducers have an exchange, a participation in a group of workers and a replica: ``reducer``, for gradients of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backward passes of one step: counted by parameter, with each gradient handed over after the last of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reducer of gradients that are collected in buckets, with the updates written where the gradients were.
 
 The buckets are only where gradients lie. Merge buffers, messages and residuals are by parameter, so that they do not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detection of a script that clips combined gradients where their norm is not the norm of a gradient.
 
 With a memory that applies the momentum before selection ``p.grad`` is a velocity, and clipping it is an error. Where

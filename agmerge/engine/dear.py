@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeAR: reduce-scatters under backward, all-gathers and updates under the next forward.
 
 Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining", ICDCS 2023. Every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules that read parameters, and hooks that say when their forward is about to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times of forward passes, and DeAR plans made from them: its all-gathers travel while the next forward runs."""
 
 from __future__ import annotations

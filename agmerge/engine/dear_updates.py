@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates of one step that DeAR applies under the next forward, for a few parameters at a time."""
 
 from __future__ import annotations

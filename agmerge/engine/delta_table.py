@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Table of the deltas that are exchanged: of the parameters, from this worker's to the shared ones."""
 
 from __future__ import annotations

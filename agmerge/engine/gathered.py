@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Combine the gradients of an optimizer that accepts only sparse ones: all ranks' indices and values are gathered.
 
 That is ``torch.optim.SparseAdam``, for embeddings with ``sparse=True``. As in Horovod, gathered values are added up;

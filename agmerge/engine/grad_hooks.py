@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks on parameters that report gradients to a reducer, and detection of gradients that the script changes later."""
 
 from __future__ import annotations

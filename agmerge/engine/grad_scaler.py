@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Support of ``torch.amp.GradScaler``: residuals have no scale, ``p.grad`` has it, so that recipes need no change.
 
 A gradient is divided by the scale when it is handed over, and the combined update multiplied by it. Changes of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training on uneven data: a rank without batches goes on taking part until no rank has any.
 
 A rank that has joined sends all messages, made from its residuals alone, and takes the same steps as the others. Every

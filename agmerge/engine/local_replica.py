@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replica of a worker that steps by itself, ahead of the parameters that all workers share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Group of several optimizers of one model: for example ``torch.optim.Muon`` for matrices, AdamW for other tensors.
 
 Lower layers work with one inner optimizer: the group has the attributes that they use. Nothing is copied, so that each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States of several optimizers that step together: access, saving and loading."""
 
 from __future__ import annotations

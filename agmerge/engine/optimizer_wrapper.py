@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrapper of an optimizer by composition: the inner optimizer keeps all that is its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outer optimizers: steps of the shared parameters with the pseudo-gradients of several local steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detect the outermost of nested calls of an optimizer's step, so that later actions happen once.
 
 torch runs the hooks of a step around the ``step`` of every class of which there has been an object. So where a subclass

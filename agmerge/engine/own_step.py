@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step an optimizer with this worker's own gradients, unless one of them is infinite or NaN."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Participation of one optimizer in its group of workers: connect, announce, compare, plan anew, leave."""
 
 from __future__ import annotations

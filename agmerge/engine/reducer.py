@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reducer of the gradients of one optimizer, as its backward passes make them, from step to step."""
 
 from __future__ import annotations

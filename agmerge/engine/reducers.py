@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choice of an optimizer's reducer: of gradients, of gradients by DeAR, or of the optimizer's updates."""
 
 from __future__ import annotations

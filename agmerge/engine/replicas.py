@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas compared to the bit, by name (guarantee G11), and made equal again."""
 
 from __future__ import annotations

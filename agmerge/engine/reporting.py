@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports on a distributed optimizer: its plan, its figures, its tables and its traces."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples of updates, for comparison with the gradients when the optimizer steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Derive from a few elements by which factor gradients were scaled, and from their norms whether to a bound.
 
 Clipping leaves one norm behind, however large it was before. A division by a constant has one factor, and one by a

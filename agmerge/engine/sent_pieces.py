@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pieces of tensors that were sent, and the combined updates applied to them: functions of flat tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """it has hardly moved, or its gradient is small. All are flat and of one length; the first two of one dtype."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters that all workers share, and this worker's deltas beyond them.
 
 ``base`` is the same on every rank, to the bit. After the optimizer has stepped, a worker's own parameters differ from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Access to the shared parameters of all workers, where each worker may be ahead with its own."""
 
 from __future__ import annotations

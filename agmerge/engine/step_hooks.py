@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks of an optimizer that the script or a framework steps, with the work of ``sync="updates"`` around a step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Warning, once, for a training with ``sync="updates"`` that ends while parameters differ between ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Change of the compressor, in the middle of training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchange of the optimizer's updates: every worker steps by itself, then the pseudo-gradients are averaged.
 
 Step by step, with x the parameters of this worker and ``base`` the shared ones:

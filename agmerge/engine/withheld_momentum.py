@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Momentum that a memory has applied before selection, and that the inner optimizer does not apply again.
 
 ``param_groups`` show the momentum that the script gave, to schedulers, hooks and checkpoints; only the arithmetic of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors of a step, and warnings. Mistakes in arguments are ``ValueError`` or ``TypeError`` instead."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codes of errors and warnings: what each means, what to do, and where to read on. docs/errors.md is made of it.
 
 A code never changes its meaning and is never used again. A text finds its code by words of its own, so that the place

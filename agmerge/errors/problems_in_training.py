@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data of the catalogue: starting, steps and gradients, waiting. The fields of a row are those of `Problem`."""
 
 from __future__ import annotations

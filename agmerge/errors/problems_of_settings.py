@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data of the catalogue: arguments, checkpoints, messages, frameworks, reports. Fields are those of `Problem`."""
 
 from __future__ import annotations

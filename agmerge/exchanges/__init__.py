@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Combine the messages of all ranks: one exchange a file, by name in ``table``.
 
 ``base``: what an exchange is; ``store``: the owner of residuals, as exchanges see it; ``multi_round``: an exchange of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-reduces: sums over ranks, added as the backend does or in rank order."""
 
 from __future__ import annotations

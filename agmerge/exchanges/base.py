@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contract of an exchange: ``start`` sends, ``wait`` receives, ``finish`` writes the update.
 
 An exchange never touches a residual. It tells its :class:`agmerge.exchanges.Store` this rank's contribution to the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Combine dense segments by an all-reduce, as they are or cast to 16 bits: ``dense``.
 
 The all-reduce has no room for a header, so it travels as a few numbers behind the gradients that mean

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Move a few numbers between the host and a device, so that neither waits for the other before it has to.
 
 A copy that the host need not wait for is one of pinned memory. torch gives such memory away again only when the copies

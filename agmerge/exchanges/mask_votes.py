@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vote for one index set that all ranks share: which coordinates a rank may name, and how many. Pure functions.
 
 The coordinates of a vector are dealt out to ranks like cards, by turns from step to step; a rank names the best of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Agree on one index set for all ranks, and add up values there by an all-reduce: ``masked``.
 
 No rank sends indices of its own with its values, so messages do not grow with the number of workers: an index for each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchanges of several rounds: a generator makes those behind the first, and all messages advance together."""
 
 from __future__ import annotations

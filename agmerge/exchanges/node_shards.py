@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Add up gradients in a node and deal the sum out, so that each of its ranks owns one shard: ``two-level``.
 
 A shard of every tensor lies on every rank of a node, the same one whatever the plan is. From there on the shards are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cut the all-reduce of a dense segment into its two halves, with time between them.
 
 The reduce-scatter runs under backward, the all-gather under the next forward. Headers must not wait that long, so

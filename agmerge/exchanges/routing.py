@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decide which segments of a merge buffer share a message, and its exchange: pure, the same on every rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How merge buffers are sent: the one record of it, and its text as the label of a merge buffer in a plan.
 
 A label is words with spaces between them; without any, a buffer has the default mode, until times are measured. So

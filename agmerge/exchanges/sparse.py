@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gather every rank's selection in one all-gather, and add them up in rank order: ``sparse``.
 
 Dense segments may share the message: for a few small tensors that is cheaper than an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cut a merge buffer into several messages: pure, the same on every rank."""
 
 from __future__ import annotations

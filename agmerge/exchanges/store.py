@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contract of the owner of residuals and updates: an exchange tells it what was sent of a segment."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchanges of selections, by the names that ``exchange=`` takes, and those of other segments.
 
 To add one, write a class that is made from one :class:`ExchangeContext`, and a line here.

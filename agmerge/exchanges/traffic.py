@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traffic of exchanges, by the number of workers: pure functions, for predictions.
 
 A selection travels as indices and values. With W workers, k elements, i bytes an index and v bytes a value, a rank

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compress the exchanges of training frameworks, with a line in the script: each file is for one framework.
 
 ``ddp``: ``compress(model)`` for torch's DistributedDataParallel. ``ddp_hook``: which gives its buckets to a reducer;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compress the exchanges of a model that ``accelerate.Accelerator`` has prepared::
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

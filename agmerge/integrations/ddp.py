@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compress averages of torch's DistributedDataParallel: ``compressed = ddp.compress(model, compression="topk")``."""
 
 from __future__ import annotations

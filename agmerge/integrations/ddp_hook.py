@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Communication hook of a DistributedDataParallel: its buckets go to a reducer, and come back combined.
 
 Its annotations are evaluated: DistributedDataParallel compares those of a hook with its own types.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refuse models and options that ``ddp.compress`` cannot take, by name, each with advice."""
 
 from __future__ import annotations

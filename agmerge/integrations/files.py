@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keep the state of every rank, in a file a rank beside a framework's checkpoint.
 
 Frameworks write an optimizer's state on rank 0 alone, and load it on every rank. A rank's residual is its

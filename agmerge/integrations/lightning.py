@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compress the exchanges of a ``lightning.Trainer``::
 
     strategy = CompressedDDPStrategy()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Show the parameters that all ranks have in common wherever a model is evaluated or saved.
 
 With ``sync="updates"`` a worker's own parameters are ahead of these. They are for training: a forward pass without

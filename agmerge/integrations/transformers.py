@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compress the exchanges of a ``transformers.Trainer``, or of a subclass::
 
     trainer = Trainer(model=model, args=args, train_dataset=data)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Warn once of a script that saves the plain optimizer's state, and not the ranks' own states beside it.
 
 Under ``DistributedOptimizer`` a state has both. Where the optimizer stays plain, an older script saves a state on one

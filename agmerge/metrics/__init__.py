@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times and counts, without knowledge of tensors.
 
 ``step_times``: the marks of one step, and what a clock is. ``running_times``: their medians over steps.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chrome traces of real steps, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations

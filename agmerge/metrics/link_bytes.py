@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compute the bytes that leave a rank in each collective, by its usual algorithm: pure functions.
 
 Bytes are those of the whole tensor that is handed over, the same on all ranks. A lone rank sends nothing.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Medians of the steps of one rank since they were last read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times of one step of this rank: when tensors were ready and merge buffers selected, sent and received.
 
 Marks in time are made on the host or in the stream of a device; making one never waits for anything.

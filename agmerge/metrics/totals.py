@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Totals of the exchange so far."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times of whole steps, from the end of one to the end of the next, as a user sees them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers for training scripts.
 
 ``distributed``: :class:`DistributedOptimizer`, which every step goes through. ``saving``: its state and checkpoints.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrapper of an optimizer: ``agmerge.DistributedOptimizer``, for training scripts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local SGD, compressed: workers step by themselves, and exchange the sum of so many steps.
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, and Sarfi et al.,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State of a wrapped optimizer, with its rank's section: saving and loading."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments of :class:`agmerge.DistributedOptimizer`: their meaning, checks and defaults.
 
 ``arguments``: as the script gave them. ``prepare``: what every wrapper calls; it checks them together, decides

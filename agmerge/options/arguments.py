@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments of a wrapper as a script gave them, before they are checked; and checks of single values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turn ``compression=``, ``memory=`` and ``density=`` into objects."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Defaults of options that a script leaves out, by compressor and optimizer; plain constants are in ``Options``.
 
 The compressor is one that costs its optimizer less than 1 % of the loss: ``auto`` takes, of the candidates for an

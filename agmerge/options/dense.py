@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check ``dense=``: which parameters are always sent whole, or, as ``"partial"``, up to which size."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Change the density by step: warm-up, and schedules of the script's own."""
 
 from __future__ import annotations

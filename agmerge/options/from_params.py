@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read the dictionaries with which ADTopk, GRACE and FGBuff choose a compressor, as arguments of ours.
 
 ``ADTopklib.DistributedOptimizer(comm_params=...)``, GRACE's ``grace_from_params(...)`` and FGBuff's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answer unknown keyword arguments: those of other projects with the line to write, slips with the right name."""
 
 from __future__ import annotations

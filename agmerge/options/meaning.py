@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refuse options that mean nothing with a compression: of selection where nothing is selected, and the like."""
 
 from __future__ import annotations

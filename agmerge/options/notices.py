@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Warn a script once, on one rank, of effects of compression that it may not expect."""
 
 from __future__ import annotations

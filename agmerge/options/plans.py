@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check ``merging=`` and ``groups=``: a planner, a plan, or groups of the script's own; and what goes with these."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Preparation of a script's options, the same for every wrapper: checks, decisions, and the config of a step.
 
 An option that is None has not been given, so nothing can disagree with it.

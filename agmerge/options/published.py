@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answer names that papers and other projects use with ours, in arguments and command lines.
 
 ``sparsifiers.published`` and ``merging.published`` have the names of compressors and planners. Here are all other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check every option of :class:`agmerge.DistributedOptimizer`, and make the config of a step out of them.
 
 Mistakes and combinations without meaning are refused; nothing is accepted and ignored.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Types of options, for editors and type checkers: words with fixed values, and the ``**options`` of each function.
 
 A ``TypedDict`` has what its function passes on; what a function has as a parameter of its own is left out there. Types

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check the options of ``sync="updates"``: the optimizer's updates of parameters are exchanged, not gradients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measured costs of messages, and plans made or changed between steps.
 
 ``replanner``: what happens after which step, from the first measurement to later checks (its states are in

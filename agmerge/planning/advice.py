@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prediction of each strategy's cost on this machine and network, from the measurements of a run.
 
 It uses the measured curves, so it takes seconds, not a training run for each strategy. ``python -m agmerge advise``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans that the next steps may be sent by, with their predictions; they travel from rank 0 as plain values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choice of the value codec: the fewest seconds per delivered share of the energy. Pure functions, for rank 0.
 
 Quantisation errors are sent later, so a step that delivers the share d counts for d: of all codecs the one with the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Costs of value codecs, measured between steps on the values that all ranks have selected."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure what selection and the exchange cost here, on the messages, the collective and the packing in use.
 
 Probes are spread over steps, within a :class:`agmerge.planning.probe_budget.Budget`: no step shall be much longer for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drift: a plan no longer fits, because times have changed since it was made."""
 
 from __future__ import annotations

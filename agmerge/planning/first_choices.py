@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choose, once the first steps are measured, budgets by importance and the dense cutoff, for good.
 
 Rank 0 chooses, and tells every rank. Nothing here changes merge buffers: the caller applies the answer.

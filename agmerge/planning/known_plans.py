@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans with their measurements, kept in the user's cache, and found again for the same training.
 
 A file is read and written by rank 0 alone. A file that is wrong causes a warning of one line, and new measurements.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measurements for plans, made between steps: the times of steps, and the results of probes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Input of planners: the tensors with their times and loads, and the costs that all ranks have measured."""
 
 from __future__ import annotations

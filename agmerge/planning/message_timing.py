@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time one message, selected, packed and sent as in a step."""
 
 from __future__ import annotations

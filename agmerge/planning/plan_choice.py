@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choice of the best plan for given measurements, and its prediction: pure functions.
 
 ``planner`` is the one in training, ``buffers`` the merge buffers in use; neither is changed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a few steps with each of several plans: a predicted gain has to show in the time of whole steps.
 
 The plans come from ``candidates``, with their send mode as labels, so a trial of value codecs is one of plans. Plans

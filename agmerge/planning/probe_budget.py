@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits of probes and planning: how much longer a step takes; of probes also their time and bytes in all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choose the bits of gradients: the most exact candidate with a step about as long as the fastest one's.
 
 On rank 0, from the measurements of all ranks. Predictions select the candidates to try; trials of whole steps decide.

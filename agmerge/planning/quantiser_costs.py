@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the processor time of quantisers here, and convert measurements made with one to another."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What planning does on one rank, what is in use, and why: the record for reports."""
 
 from __future__ import annotations

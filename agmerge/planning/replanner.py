@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes between steps: measure the first steps, plan, and check times again later.
 
 Everything here happens at steps that every rank counts alike, with nothing in flight. Rank 0 decides from the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bounds on the results of probes: how long training's own messages took to be made and to travel.
 
 Probes are short, and most of them small. On a slow link they end before the sizes of training's messages. On a busy

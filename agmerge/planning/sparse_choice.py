@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choice of what selections are sent as: the value codec, the exchange, or all dense. A plan makes it anew."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Search for the plans to try where selections are sent, on rank 0, from the measurements of all ranks.
 
 They are the plan that is predicted to be the best, and the one in use, for predictions may be wrong. Where the planner

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers of a job, and the calls by which scripts communicate among them.
 
 ``workers``: ``init``, ``rank``, ``size``, ``shutdown`` and the choice of a backend. ``collectives/``: the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start all replicas from one: parameters and optimizer state of the root rank.
 
 Nothing here calls ``step()``, so no parameter moves and the order of the two calls does not matter.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare the ranks' next calls, before any tensor travels.
 
 All agreements of a communicator are one call to the backend, whatever they are about: ranks that make different calls

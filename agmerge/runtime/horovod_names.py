@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recognise objects of Horovod that scripts pass: its constants, its compressors and its process sets.
 
 Objects are known by where they come from, and Horovod is never imported: a script that passes one of its objects has

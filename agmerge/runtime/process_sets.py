@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of ranks that communicate by themselves: ``process_set=`` of an optimizer and of a single collective."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Join the other workers, and keep the backend of this process, or of this thread of an in-memory group."""
 
 from __future__ import annotations

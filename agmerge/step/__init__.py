@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One communication round: from gradients that are ready to updates that are equal on all ranks.
 
 ``gradient_exchange``: the interface for users of this room: named tensors in, combined tensors out. It owns the

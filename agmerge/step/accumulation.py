@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accumulation of a round: gradients are added to residuals, and what they make complete is prepared or selected."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State that the ranks of one exchange have agreed on: tensors, merge buffers, plan, and what is measured of them."""
 
 from __future__ import annotations

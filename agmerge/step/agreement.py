@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Agreement, before an exchange, on members, their order, and the plan, which rank 0 makes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accumulation of small tensors, and of all on devices, merge buffer by merge buffer: one call each would cost more."""
 
 from __future__ import annotations

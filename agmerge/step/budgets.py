@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Budgets: how many elements a step sends of each tensor and of each segment that is selected from."""
 
 from __future__ import annotations

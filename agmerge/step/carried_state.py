@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State of a rank between steps, as the next agreement takes it over, in a group of perhaps another size."""
 
 from __future__ import annotations

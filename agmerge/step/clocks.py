@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clocks of a step: a device has its own, and all else goes by the host's."""
 
 from __future__ import annotations

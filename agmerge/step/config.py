@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of a step: the arguments of :class:`agmerge.DistributedOptimizer`, resolved.
 
 ``options/`` checks them and makes a :class:`Config`; this file has what can be asked of one.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that leave this rank, counted where collectives start: in one place for all exchanges."""
 
 from __future__ import annotations

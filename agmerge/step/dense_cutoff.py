@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choose for ``dense="partial"`` which tensors go dense beside the exempt ones, so that the volume stays.
 
 The cut only ever falls. It starts at the largest feasible one, when no tensor has a residual; a smaller one makes dense

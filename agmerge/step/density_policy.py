@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decide how many elements of each tensor a step sends, by ``density=`` and ``warmup=``."""
 
 from __future__ import annotations

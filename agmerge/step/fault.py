@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error that has ended an exchange: after it ranks are at different places, and nothing can be exchanged."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flat buffers of all tensor classes between two agreements, and where gradients and updates of parameters lie."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchange of named tensors among all ranks, which returns the combined ones.
 
 This is the interface between a round, below it, and a caller with tensors to combine, above it. It knows no hooks, no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Norm of the combined gradient of a step, with and without the noise that quantisation has added.
 
 Let m be the gradient that is combined exactly, ``s * (g_1 + ... + g_W)``, where s is 1/W for an average. A quantiser of

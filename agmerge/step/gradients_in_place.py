@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that are sent from where they lie, and overwritten by updates: no memory of a model's size is needed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Group of ranks that exchange with each other: their communicators, and this rank's place among them."""
 
 from __future__ import annotations

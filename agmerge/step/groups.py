@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plan by Horovod's ``groups=``: the script decides which parameters share a message."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Energy of gradients for ``density="importance"``, and how many elements each tensor may send by it."""
 
 from __future__ import annotations

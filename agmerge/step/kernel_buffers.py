@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scratch memory of kernels for merge buffers, kept from step to step while the plan stays as it is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merge buffers of a plan between two agreements: which tensors share a message, and how each message is exchanged.
 
 They are opened collectively, at the first step and whenever membership, a dtype, a device or the plan's order has

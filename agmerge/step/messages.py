@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages of each merge buffer of a plan: a pure function, the same on every rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Momentum of an optimizer's groups, which a memory applies before selection in the optimizer's place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Common decision of all ranks about gradients that are infinite or NaN, at the same step.
 
 It is made once all messages of a step have arrived. Nothing of an attempt is kept before ``step()``, so there is little

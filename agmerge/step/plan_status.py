@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Status of planning on one rank, for reports."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Headers of a round's messages on devices, brought to the host in one wait.
 
 Until then only the devices wait for the messages and write their updates: the host merely queues that. No result is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The four records of :class:`agmerge.step.config.Config`: compression, merging, synchronisation and guards.
 
 ``resolve`` makes them of what a script says, each in one function. A field's name occurs in one of them alone.

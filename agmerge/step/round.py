@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchange of the gradients of one step, once: tensors in, messages out in plan order, updates back.
 
 Until every message of the first merge buffer has arrived, nothing that a round writes is visible: gradients and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log of what a round sends and receives of flat buffers: subtracted at once, or recorded for the caller."""
 
 from __future__ import annotations

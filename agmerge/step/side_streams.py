@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Side streams, in which an exchange works on devices beside the script's work and in order with it."""
 
 from __future__ import annotations

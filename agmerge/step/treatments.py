@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Treatment of each parameter by a config: dense, selected from, factorised or quantised; and refusals, by name."""
 
 from __future__ import annotations

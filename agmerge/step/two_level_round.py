@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attempt at a step in which nodes exchange shards of their sums, and not the gradients of each rank."""
 
 from __future__ import annotations

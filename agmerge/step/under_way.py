@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages of a round that have left: their bytes, their arrival, their headers and their updates."""
 
 from __future__ import annotations

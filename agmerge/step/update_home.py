@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Places of the updates of whole tensors: in the arenas, or over gradients, where every rank has whole tensors.
 
 With ``exchange="two-level"`` a :class:`agmerge.exchanges.node_shards.NodeShards` takes the place of :class:`InArenas`:

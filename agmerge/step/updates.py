@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of ``sync="updates"``: the optimizer's updates of parameters are exchanged, not gradients."""
 
 from __future__ import annotations

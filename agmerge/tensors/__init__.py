@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layout and flat storage of gradients: where each one lies.
 
 ``parameters``: the table of an optimizer's parameters, by name. ``dtensors``: the local shard of a DTensor. ``layout``:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accumulation of several tensors of one class at once: in few launches on a device, in few calls on the host."""
 
 from __future__ import annotations

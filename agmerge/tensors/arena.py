@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flat buffers of one tensor class (tensor class): two halves, one update, and the only writer of residuals.
 
 A hook writes ``work = residual + gradient``, in front; what was sent is subtracted; in ``step()`` the halves change

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Difference of two tensors that is written where it is needed, without a temporary."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local shards of DTensors; a plain tensor is its own local tensor.
 
 FSDP2 makes parameters and gradients DTensors. Their class belongs to ``torch.distributed``, which this room may not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fingerprints of tensors, computed on their own device: replicas compare them in place of the tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of flat buffers: how it is taken and returned, views of tensors in it, and two halves that change places."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layout of tensors in flat buffers: a pure function of the tensors and their readiness order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find gradients that are infinite or NaN, and record the names of their parameters.
 
 A rank announces one in the messages of the step, so that no extra collective is needed. Messages of early merge buffers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of the parameters of an optimizer, and the list of those that take part."""
 
 from __future__ import annotations

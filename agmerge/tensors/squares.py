@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of squares of tensors, added in one order, so that every processor gets the same bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hold what a script gets that names nothing against a dense exchange: ``parity.py --cases defaults`` and ``longer``.
 
     python benchmarks/parity.py --cases defaults --steps 400 --seeds 2 --out runs/defaults.jsonl --report

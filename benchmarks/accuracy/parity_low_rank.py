@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hold low rank against a dense exchange, and against others of as many bytes: ``parity.py --cases lowrank``.
 
 Two workers: there an all-reduce and an all-gather of so many bytes put as many on the network, so that the bytes handed

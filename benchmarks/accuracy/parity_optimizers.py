@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizers of ``parity.py``, as a script would make them, with learning rates that are about dense's best.
 
 What torch has not is written out: Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, Algorithm

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics, tables and pictures of what ``parity.py`` measured."""
 
 from __future__ import annotations

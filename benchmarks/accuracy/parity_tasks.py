@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two tasks of ``parity.py``: digits with a small CNN, and Python source text with a small GPT.
 
 A :class:`Case` is one training run; :func:`train` runs it on the threads of one in-memory group. Cases that differ

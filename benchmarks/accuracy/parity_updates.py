@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hold ``sync="updates"`` of the library against a dense exchange: the cases of ``parity.py --cases updates``."""
 
 from __future__ import annotations

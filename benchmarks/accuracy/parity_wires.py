@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hold few bits a value against the gradient's own dtype, everything else alike: ``parity.py --cases wires``.
 
 What rounding leaves behind is sent later, so it is a loss of time at most; these runs say whether it is one. Plans go

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of ``gpu.py``, by what they judge, and the figures that they return."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the checks of ``benchmarks/gpu.py`` on a GPU with its clock, or, to try the checks themselves, the CPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Judge for ``benchmarks/gpu.py``: figures with their limits, and the rules that make them from what was measured.
 
 Nothing here needs a GPU. U(n) is the time of ``torch.add(r, g, out=w)`` over n elements of fp32 on the same GPU.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks 1 to 3 of ``benchmarks/gpu.py``: memory's bandwidth, the kernels alone, and every compressor's selection."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand for a link to workers that are not there: messages of a world of one take the time that they would on it."""
 
 from __future__ import annotations

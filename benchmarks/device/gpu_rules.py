@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check 4 of ``benchmarks/gpu.py``: what has to be right, whatever it takes."""
 
 from __future__ import annotations

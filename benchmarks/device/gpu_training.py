@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks 5, 6, 7 and 9 of ``benchmarks/gpu.py``: what a training step costs the host, the link and memory; graphs."""
 
 from __future__ import annotations

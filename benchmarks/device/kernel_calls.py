@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every kernel in every form: calls as the library makes them, on the host's tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training by two transports: the mission's five sparsifiers by name through Horovod, beside torch.distributed.
 
 ``gpu_world.py --backend horovod`` asks for it. Every worker trains the same layers with each sparsifier, dense, and, in

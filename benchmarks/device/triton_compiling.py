@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile every kernel for a GPU that is not there: `python -m device.triton_compiling 90` prints JSON, a line a form.
 
 With `once` behind it, one form of each kernel is compiled. `compiled_kernels.py` runs it, with a Triton of its choice.

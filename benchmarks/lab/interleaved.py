@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contenders that take turns on one machine: each is a job of its own processes, frozen while others run.
 
 A benchmark starts every job once, lets it warm up, and then gives each a block of steps in turn, so that all see the

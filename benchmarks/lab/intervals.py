@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Medians of ratios, or means of differences, and how sure they are."""
 
 from __future__ import annotations

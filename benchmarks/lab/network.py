@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A slow network on one Linux machine, in network namespaces of its own: nothing leaves it, and it is taken down again.
 
     with Network(2, "200mbit") as network:

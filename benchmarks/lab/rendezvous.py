@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where Horovod's workers find each other when nobody can log in: each may be in a network namespace of its own.
 
 horovodrun starts workers through ssh, or on one host. Here the benchmark starts them, as it starts all others; what

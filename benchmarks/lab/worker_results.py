@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What workers tell the process that has launched them: a line of JSON on the standard output for each thing found."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Say how each library trains one step, for ``step_time.py`` and ``converge.py``. A process is a worker.
 
     python -m speed.contenders CONTENDER MODEL      # started by them, once per worker

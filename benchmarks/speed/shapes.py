@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameter shapes of well-known models, in readiness order (the last layer's gradient is ready first)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Return the command lines that start a script's workers: one table of launchers, text from text.
 
 command("mpirun", Cluster(workers=4), "train.py", ["digits"])

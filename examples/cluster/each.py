@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make one run of every combination of settings: what ``--each key=v1,v2`` of the launcher says, as arguments.
 
 runs(["compression=none,topk", "density=0.01,0.001"], ["digits"])    # three: without compression there is no density

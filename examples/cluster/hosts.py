@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hold on which machines a script is to run, and read it from a file in TOML such as ``cluster.toml``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run commands to their end: signals are passed on, and the status is theirs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the file that runs a script under Slurm: text from text, ``sbatch`` reads it.
 
 Workers need no launcher there: ``agmerge.init()`` reads the variables of ``srun``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Change pictures at random, a batch at a time and on its device: cropped, flipped and rotated."""
 
 from __future__ import annotations

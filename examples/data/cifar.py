@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read CIFAR-10 and CIFAR-100 (Krizhevsky, 2009) as they are published, binary or pickled, into one array a part."""
 
 from __future__ import annotations

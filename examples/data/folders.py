@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read pictures from folders of classes, as ImageNet comes: train/CLASS/*.JPEG and val/CLASS/*.JPEG."""
 
 from __future__ import annotations

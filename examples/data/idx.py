@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files as MNIST comes in, idx, gzipped or not: read with numpy, nothing is downloaded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unpickle numpy arrays, dicts, lists, tuples, bytes, strings and numbers, and nothing that could run anything."""
 
 from __future__ import annotations

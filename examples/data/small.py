@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write small data of every kind that the jobs read, in the real formats; some MB, in seconds, the same in every run.
 
     python examples/data/small.py DIR

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write scikit-learn's digits as CIFAR, MNIST and ImageNet come, in colours: the same bytes in every run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write small data in the form of SQuAD: a sentence without its quoted term asks for the term.
 
 Quotation marks are typographic ones and belong to the answer: they say where a term begins and where it ends, which is

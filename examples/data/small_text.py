@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write small data in the forms of WikiText, Penn Treebank and SQuAD: the English that is a part of Python."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read SQuAD v1.1: paragraphs, questions, and answers that stand in the paragraph (Rajpurkar et al., 2016)."""
 
 from __future__ import annotations

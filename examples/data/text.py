@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read WikiText and Penn Treebank as words, as tokens of a tokenizer or as bytes, and lay them out in rows."""
 
 from __future__ import annotations

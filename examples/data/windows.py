@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cut questions and paragraphs into windows of word pieces for BERT, and keep them in a file beside the data."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find jobs by name, MODEL-DATA: a module here is a kind of task, and has the table of its jobs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Say what a job is: the hyper-parameters that were published, and what the training loop asks of a task."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a network to classify pictures, wherever they come from: what the jobs with pictures have in common."""
 
 from __future__ import annotations

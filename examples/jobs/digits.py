@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small network on scikit-learn's digits: the job of ``make train``, which needs no data set."""
 
 from __future__ import annotations

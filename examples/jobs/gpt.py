@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define the jobs that train GPT-2 in three sizes on WikiText, in blocks of 1024 tokens that are shuffled."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classify pictures in folders of classes, such as ImageNet's: processes read and change them ahead."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classify pictures: the jobs with MNIST, CIFAR and ImageNet, with the hyper-parameters that were published."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure models of language: by how many words a model hesitates between, on average, on a text held out."""
 
 from __future__ import annotations

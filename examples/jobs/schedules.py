@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define learning rates over time, as the published experiments have them: each makes a scheduler of torch's."""
 
 from __future__ import annotations

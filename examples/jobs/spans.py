@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare answers with right ones, as SQuAD does, and find the best ones by the scores of a model."""
 
 from __future__ import annotations

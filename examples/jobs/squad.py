@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define the jobs that teach BERT to find answers in paragraphs: SQuAD v1.1, in windows of 384 tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small GPT on the source text of Python's standard library; workers exchange what their AdamW did."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define the jobs that model words with an LSTM or a Transformer: a stream of text for each sequence of a batch."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define the networks of the published experiments, tiny and full."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make BERT with a head for spans, from transformers (Devlin et al., NAACL 2019)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read NVIDIA's checkpoints of BERT, a file of torch each, as weights of transformers' BERT for questions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make GPT-2 in its published sizes, from transformers (Radford et al., "Unsupervised Multitask Learners", 2019)."""
 
 from __future__ import annotations

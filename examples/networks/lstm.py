@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define the LSTM that models words: an embedding, layers with dropout between them, and a decoder of its own."""
 
 from __future__ import annotations

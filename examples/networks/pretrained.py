@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make the networks of transformers from a configuration, or from a folder of weights; nothing is downloaded."""
 
 from __future__ import annotations

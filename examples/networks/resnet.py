@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define the ResNets of the published experiments: with bottlenecks for ImageNet and CIFAR-100, plain for CIFAR-10."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define the Transformer that models words: the encoder of torch, which sees nothing of what comes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define the VGG networks of the published experiments (Simonyan and Zisserman, ICLR 2015)."""
 
 from __future__ import annotations

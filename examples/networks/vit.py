@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make the Vision Transformers of the published experiments (Dosovitskiy et al., ICLR 2021), which transformers has."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read what runs left behind, and compare it: logs, tables and curves."""

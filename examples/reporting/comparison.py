@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare runs: a row of figures for every setting, with the median and the range over its seeds."""
 
 from __future__ import annotations

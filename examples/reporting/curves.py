@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw the metric of runs over seconds of training and over epochs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read what runs of ``train.py`` have left in their ``log.jsonl``: one JSON object a line, see ``tracking.py``."""
 
 from __future__ import annotations

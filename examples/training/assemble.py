@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Put together what ``train.py`` trains, from its command line: a task, its optimizer, their loop."""
 
 from __future__ import annotations

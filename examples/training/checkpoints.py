@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write checkpoints, a file a worker or one for any number of them, and find the last one that all workers have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a training from its first step, or its last checkpoint, to its end: epochs, targets, signals, checkpoints."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a task: accumulate, clip, step, evaluate, and keep count, so that a checkpoint can go on at any step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make the optimizer of a recipe, and wrap it as the command line says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read the command line of ``train.py``: flags of a recipe, of the library, and of what a run leaves behind.
 
 Flags are Horovod's where it has them; :mod:`published` knows what else other projects call them.

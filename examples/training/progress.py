@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Show a bar while a script trains, and draw curves for TensorBoard: on the first worker, where they are asked for."""
 
 from __future__ import annotations

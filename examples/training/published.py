@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accept the flags of published projects (OMGS-SGD, FGBuff, ADTopk, ACP-SGD, Horovod) as other names of ours."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the job that a published command line means: by its script's name, its flags, or the names of its folders."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Say what a checkpoint of a training holds, and go on from one, with the same number of workers or another."""
 
 from __future__ import annotations

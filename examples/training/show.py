@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Show, as text: the jobs, what one of them would do, and what came of it."""
 
 from __future__ import annotations

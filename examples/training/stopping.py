@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Let workers agree to end after the same step, where a signal asks one of them to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Show how a training goes on, and write it down: progress bars, TensorBoard, and a log of JSON lines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AGMerge planner: the same tensors in every merge phase on all workers, and phases sized for the most overlap."""
 
 from __future__ import annotations

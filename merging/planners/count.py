@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planner with the same number of tensors in every merge buffer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planner of the optimum under the cost model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planner of wait-free backpropagation: every tensor leaves by itself, as soon as it is ready."""
 
 from __future__ import annotations

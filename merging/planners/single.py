@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planner of one message per step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planner with merge buffers that leave as soon as they are large enough."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations of a merge buffer on a GPU, in few launches: kernels in Triton, and torch's operations beside them.
 
 Every function queues work on the current stream of its tensors' device, and none waits for it; where kernels do not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Add the values that all ranks have sent, rank by rank: the same bits on every rank and in every run."""
 
 from __future__ import annotations

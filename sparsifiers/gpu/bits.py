@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pack flags into words, and read them, with torch's operations."""
 
 from __future__ import annotations

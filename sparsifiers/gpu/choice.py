@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choice of this package for a tensor, and of Triton's kernels."""
 
 from __future__ import annotations

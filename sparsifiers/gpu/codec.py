@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write ascending indices in few bits, and read those of all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Take the elements above an edge, and the first of those on it: indices ascending, values beside them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Add the gradients of a merge buffer to its residual, and take the histogram that selection begins with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cut the 31 bits of an fp32 magnitude's key into digits, of which histograms are taken.
 
 The first digit is the exponent and three bits of the mantissa, so that a bin is an eighth of an octave: 12.5 % of a

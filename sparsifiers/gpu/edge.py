@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the edge of a selection: the leading bits of the k-th largest key, digit by digit, from histograms."""
 
 from __future__ import annotations

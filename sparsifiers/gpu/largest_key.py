@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Largest key that was written in a step, which tells whether all of it is finite."""
 
 from __future__ import annotations

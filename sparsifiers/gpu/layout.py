@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lay out indices in the bits of a message, as `agmerge` does on the host."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantise and read rotated blocks on a device: the quantiser `eden`, whose records are the same on every machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of the tensors of a vector, as a table, so that one launch takes them all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write a bitmap of the largest of each row of a segment's tensors, as many as each row is dealt."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scratch of a selection beside its vector: a histogram, an edge, two bitmaps, counts; 0.26 bytes an element."""
 
 from __future__ import annotations

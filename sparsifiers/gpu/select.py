@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Select from a vector on a device in few launches, into slots that may lie in a message."""
 
 from __future__ import annotations

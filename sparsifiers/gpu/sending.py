@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Send numbers of the host to a device, without a wait of the host."""
 
 from __future__ import annotations

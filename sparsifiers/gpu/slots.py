@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection from a vector, on its device: the entries of a message, and how many are in use."""
 
 from __future__ import annotations

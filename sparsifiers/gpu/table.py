@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of a slice, as a table, so that one launch takes them all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Add dense tensors of all ranks, rank by rank."""
 
 from __future__ import annotations

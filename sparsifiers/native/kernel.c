@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Loops over float32 vectors that numpy and torch make of several passes. Called through ctypes by kernel.py.
 
    A key is the bits of a float without its sign (see magnitude.py). Nothing here allocates, keeps state

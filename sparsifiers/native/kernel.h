@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Declarations that the files of the kernel share: the instruction set in use, and selection in a list of keys. */
 
 #ifndef SPARSIFIERS_KERNEL_H

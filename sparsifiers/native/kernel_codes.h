@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Integers of 8, 4, 2 or 1 bits side by side, the first in the lowest bits of a byte. The width is to be a constant. */
 
 #ifndef SPARSIFIERS_KERNEL_CODES_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The largest of each column of a C-order matrix of float32, exactly. See kernel.c for the rules of all.
 
    As in kernel_rows.c the matrix is read twice, but always in the order of memory: the first time the largest

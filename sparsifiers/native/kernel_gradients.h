@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Gradients as they are given: of float, bfloat16 or float16, each element as a float, exactly. */
 
 #ifndef SPARSIFIERS_KERNEL_GRADIENTS_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Includes LOOPS, a file of loops over registers of floats, once for each level. There TARGET is the instruction set,
    AT(name) a name of that level, vec a register of WIDTH floats, and LOAD, STORE, STREAM, SPLAT, MULTIPLY_ADD, TOTAL, HITS
    (the lanes with a key above a floor, as bits) and OTHER (of a gradient) its operations. MULTIPLY_ADD may

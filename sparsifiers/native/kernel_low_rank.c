@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Products of thin factors, left (r, n) and right (r, m), and of these with matrices (n, m), all float32 row by row:
    see kernel_low_rank.py. A matrix is read from memory once, and written once.
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The loops of kernel_low_rank.c, in the words of kernel_levels.h. Several registers are filled with elements of the
    matrix; then all rows of a factor go over them. Elements that do not fill a register come last, one by one. */
 

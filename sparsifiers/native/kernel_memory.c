@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Rules of memories: sums of a residual and a gradient. See kernel.c for the rules of all. */
 
 #include "kernel.h"

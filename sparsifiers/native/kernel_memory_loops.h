@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The loops of kernel_memory.c, in the words of kernel_levels.h. Output goes past the caches: it is read again
    only when its whole merge buffer is. Each product and each sum is rounded by itself. A `check` adds up 0 times the
    output: NaN, if an element is not finite. Keys above a floor are noted, GROUP elements at a time. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Sections of messages: the codec `Blocks` of agmerge/exchanges/message/indices.py. See kernel.c for common rules. */
 
 #include "kernel.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Lets `import sparsifiers._kernel` succeed, for tools that import whatever they find; it holds nothing. The
    functions are called through ctypes, so a machine without Python's headers builds them all the same. */
 

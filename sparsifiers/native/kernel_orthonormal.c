@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Gram-Schmidt in double precision, twice, on rows of float32: see kernel_low_rank.py.
 
    Every sum is made in the order that is written here, each product rounded by itself, so that all levels, and numpy in

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Quantised vectors: of values records, of the records of several senders their sum, and of that records again. See
    kernel.c for the rules of all, and kernel_quantising.py for the contract.
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Declarations that the loops of quantisers share: see kernel_quantise.c. The quantisers are specified, operation by
    operation, in sparsifiers/quantising/eden.py and linear.py, so that each operation rounds as torch's does. */
 

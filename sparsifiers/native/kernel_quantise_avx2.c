@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Eden is written with AVX2: eight registers of a block at a time, the others lie in the first-level cache.
    See eden.py and rotation.py for each operation; the order of additions is theirs. */
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Eden is read with AVX2: 256 coordinates at a time, a half of them in eight registers of 16 bits. H has sums of
    integers, which are exact in any order. See eden.py. */
 

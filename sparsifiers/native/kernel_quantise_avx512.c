@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Eden is written with AVX-512: a block of 256 lies in 16 registers. See eden.py and rotation.py for each
    operation; the order of additions is theirs. */
 

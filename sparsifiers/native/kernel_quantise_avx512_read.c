@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Eden is read with AVX-512: 256 coordinates at a time, in eight registers of 16 bits. H has sums of integers,
    which are exact in any order. See eden.py. */
 

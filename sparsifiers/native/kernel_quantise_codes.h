@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Common to reading eden's records at all levels, or at AVX2 and AVX-512: butterflies over registers,
    tables of levels, planes. */
 

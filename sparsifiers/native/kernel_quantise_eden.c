@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Eden for any machine, in plain C: see eden.py. The sums of H are of integers when it is read, exact in any order;
    when it is written they have the order of rotation.py.
 

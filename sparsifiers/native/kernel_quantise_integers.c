@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* int8 and int4 for any machine, from one body that the compiler vectorises for each level: see linear.py. */
 
 #include "kernel_quantise.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The largest of each row of a matrix of float32, exactly. See kernel.c for the rules of all.
 
    A row is read twice, from memory and then from the cache. The first time, its elements are dealt to groups

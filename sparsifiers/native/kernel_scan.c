@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Which keys of a vector of float32 exceed a floor. See kernel.c for the rules of all. */
 
 #include "kernel.h"

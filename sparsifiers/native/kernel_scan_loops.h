@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The loop of kernel_scan.c, which includes this for each level without a way of its own to write many hits at once. There
    TARGET is the instruction set, AT(name) a name of that level, AT(set_of) the hits among 64 elements as bits, and
    AT(write_many) writes those of many. */

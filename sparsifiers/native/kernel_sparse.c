@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Loops over float32 at indices: sent values are subtracted, values that arrive are added. See kernel.c for the rules
    of all. */
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The sum of the squares of a gradient, in one order whatever the instruction set: the same bits on every processor. */
 
 #include "kernel.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* One pass over an update that is the sum of lists of indices and values: see kernel_updates.py. */
 
 #include "kernel.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The loop of kernel_updates.c, in the words of kernel_levels.h. */
 
 /* total = update, n elements, past the caches. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The codecs of a few bits a value: `Steps` and `Signs` of agmerge/exchanges/message/scaled.py, where they are specified,
    operation by operation, so that each rounds as torch's does. See kernel.c for the rules of all.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ADTopk: each row of each tensor sends in turn, beside the largest of all.
 
 Ming, Hu, Zhou, Zheng and Feng, "ADTopk: All-Dimension Top-k Compression for High-Performance Data-Parallel DNN

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gaussian-k: the quantile of a normal distribution, corrected until the sample's count agrees."""
 
 from __future__ import annotations

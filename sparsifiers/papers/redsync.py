@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RedSync: a threshold between the mean and the largest magnitude."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIDCo: the quantile of a fitted distribution, in stages that each fit the tail beyond the last."""
 
 from __future__ import annotations

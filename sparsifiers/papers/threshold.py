@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Select by a fixed threshold, or by one that follows k by its last count."""
 
 from __future__ import annotations

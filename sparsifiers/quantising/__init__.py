@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantisers: every coordinate of a tensor in few bits, block by block.
 
 `base`: the contract. `blocks`: how tensors are cut. `draws`: random words that every rank can draw by itself.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Common base of quantisers: blocks become bytes, and bytes the same numbers on every machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cut tensors into blocks that share a scale: a pure function of the shape."""
 
 from __future__ import annotations

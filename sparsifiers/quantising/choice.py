@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choice among several compressors, of which training takes one by the time of its steps."""
 
 from __future__ import annotations

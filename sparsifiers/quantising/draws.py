@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random words that every rank can draw for any block of any tensor, by themselves and in any order.
 
 A word is a pure function of a key and a number: splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number

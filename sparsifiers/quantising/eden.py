@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Send the signs, or a few levels, of rotated blocks, with the scale that makes them unbiased: ``eden``.
 
 Vargaftik et al., "EDEN: Communication-Efficient and Robust Distributed Mean Estimation for Federated Learning", ICML

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write floats of 8 bits behind a power of two: fp8, with 4 bits of exponent and 3 of mantissa."""
 
 from __future__ import annotations

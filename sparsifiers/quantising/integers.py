@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write integers of a few bits behind a scale, and read them as so many times that scale."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Levels to which `eden` rounds rotated blocks: those of Lloyd (1982) and Max (1960) for a normal distribution.
 
 Rounded to integers, so that sums of them are exact. Torch's operations, the loops in C (`kernel_quantise_codes.h`) and

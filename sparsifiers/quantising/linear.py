@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Round to the nearest of evenly spaced levels, the largest of which is a block's largest magnitude: int8 and int4.
 
 Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv 2306.10209, where

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Send signs and the mean magnitude of each block, and the residual later: onebit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotate blocks by a Hadamard matrix, with a fixed order of additions: torch's operations and compiled loops agree."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Give each block one scale in two bytes. Its product with a short code is exact, never subnormal and never infinite.
 
 A scale is a bfloat16, of 8 significant bits. Codes have 7 at most, so a product has 15 and fits into a float32 as it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Round to one of two neighbouring levels at random, so that the mean is right: QSGD and TernGrad."""
 
 from __future__ import annotations

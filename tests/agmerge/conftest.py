@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """For all tests of ranks that are threads of this process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same few steps with Horovod's own optimizer and with ours: ``python beside_horovod.py FOLDER``.
 
 Each finding is a function of a wrapper; it returns a number that is 0 where all is well (or how it failed). Each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A script that has its own process group; agmerge takes it and leaves it. ``python borrowing.py FOLDER``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The module's own collectives of every kind, on real workers as in memory: numbers are such that sums are exact."""
 
 from __future__ import annotations

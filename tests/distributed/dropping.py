@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A scenario of scenarios.py: optimizers that were not closed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three workers, one of which ends between the two phases of an exchange. ``python dying_quantised.py fault phase``.
 
 ``fault``: ``kill sleep``, what rank 1 does in step 1; ``phase``: ``first``, before it has sent its message, or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training under an elastic Horovod: a worker is lost, another one comes. ``python elastic.py FOLDER``.
 
 The worker on the host named in ``AGMERGE_TEST_VICTIM`` kills itself in its fifth step. Four steps later rank 0 lets the

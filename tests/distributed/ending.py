@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two workers under Horovod; rank 1 ends while rank 0 is busy. ``python ending.py starting|stuck``.
 
 ``starting``: rank 0 starts one call after the other, and must be told. ``stuck``: it is in code that lets no other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One launch trains the tiny form of every job: ``python example_jobs.py FOLDER``, with small data in ``FOLDER/data``.
 
 Each job is compressed in another way. Some go on from a checkpoint, one has more batches on one worker, one is ended by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The digits by every exchange that has more than one phase, for real workers and for ranks in memory alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two workers, one of which fails. ``python faulty.py fault when step``.
 
 ``fault``: ``kill exit raise sleep``, what rank 1 does; ``when``: ``before``, ``inside`` or ``after`` its backward

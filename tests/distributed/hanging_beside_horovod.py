@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What hangs, crashes or is silently wrong with Horovod: ``python hanging_beside_horovod.py FOLDER SCENARIO...``.
 
 A scenario is a function that makes attempts. Each runs in a thread of its own, under a deadline: one that is stuck

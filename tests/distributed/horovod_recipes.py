@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipes of Horovod's documentation, in its users' words, on several stacks: ``python horovod_recipes.py FOLDER``.
 
 A recipe sees a module ``hvd`` and a ``DistributedOptimizer``. On ``horovod`` both are Horovod's; on ``mixed`` only the

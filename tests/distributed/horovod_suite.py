@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run Horovod's own tests with ``hvd`` = agmerge: ``python tests/distributed/horovod_suite.py CHECKOUT [TEST ...]``.
 
 CHECKOUT is a checkout of Horovod v0.28.1 (its tests are no part of this repository, nor of its package); needs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start real workers, each launch under a hard time-out, and leave none behind."""
 
 from __future__ import annotations

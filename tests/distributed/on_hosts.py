@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One worker of a job over several hosts: joins the others, trains a small network with top-k, says what came of it.
 
 Its last line is JSON: place, backend, host and a digest of the parameters; or the error of ``init()``, and after how

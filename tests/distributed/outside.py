@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One worker among strangers: it meets the others, waits for a word at its input, adds up, and says what became of it.
 
 The last line that it prints is JSON: the error of the call that fails. The first line says where it can be asked.

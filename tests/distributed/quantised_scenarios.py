@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients in few bits, for real workers and for ranks in memory alike: every quantiser, every plan, every road."""
 
 from __future__ import annotations

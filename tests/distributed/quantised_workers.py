@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What only real workers show of gradients in few bits: when calls are made, damage on the way, and what is chosen."""
 
 from __future__ import annotations

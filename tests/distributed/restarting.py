@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training that goes on from its own checkpoints: ``python restarting.py FOLDER STEP``; rank 1 dies before STEP."""
 
 from __future__ import annotations

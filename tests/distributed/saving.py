@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One launch saves, another one loads: ``python saving.py save|load FOLDER FROM``. ``FROM``: how many ranks have saved.
 
 ``save`` trains every cell, saves it in the middle in three ways (a file a rank, all ranks in one file, and

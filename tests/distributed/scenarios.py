@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What real workers do; run by a launcher: ``python scenarios.py FOLDER [SCENARIO ...]``. Every rank writes what it saw
 as JSON.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slurm over the hosts of two_hosts.py: a controller on the first, a daemon on each, keys and state in a folder.
 
 What differs from a real cluster and is not here: accounting, cgroups, PMIx.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A long training with everything in it that it must survive: ``python soak.py FOLDER STEPS``.
 
 Every rank writes what it saw as JSON: digests of its parameters and residuals as it went, and what its process held

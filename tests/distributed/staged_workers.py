@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real workers whose tensors are on a pretended device, run by a launcher: ``python staged_workers.py FOLDER``.
 
 Every rank writes what collectives gave and how a model trained on the device and on the host: they must be the same.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One worker's ``init()``, and what became of it: a line of JSON, the last that it prints.
 
 With the argument ``children``: two workers, as children of multiprocessing, of which one raises; the other says so.

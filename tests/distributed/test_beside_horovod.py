@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes wrong with Horovod's own optimizer and right with ours, by the same few lines: two workers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker that is lost between the two phases of a quantised all-reduce: the others say so in time, and end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers that are lost and workers that come: Horovod's elastic launcher, and torchrun's restarts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """G4: whatever becomes of one worker, the job ends by itself, not with 0, and says which rank is missing.
 
 Two workers under every launcher and under none; rank 1 fails in every way, at every place, in the first step and in a

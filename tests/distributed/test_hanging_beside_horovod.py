@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where Horovod hangs, crashes or is silently wrong when ranks differ, and ours is right or says so: two workers.
 
 Findings 2, 3, 4 and 11. All launches are made at once: much of their time is waiting.

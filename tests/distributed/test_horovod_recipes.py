@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Horovod's recipes with our optimizer and with all of our module, beside Horovod's own; and its example scripts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strangers at the ports of two real workers, a worker that is stopped for a while, and workers with too few files."""
 
 from __future__ import annotations

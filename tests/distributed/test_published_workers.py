@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A published line of OMGS-SGD on two real workers, with numbers of workers that are the launcher's, and others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quantised all-reduce among real workers, under every launcher: two, whose messages are gathered, and three."""
 
 from __future__ import annotations

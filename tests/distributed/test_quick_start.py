@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers start without torch's compiler, and have it as soon as they ask for it: see quick_start/sitecustomize.py."""
 
 from __future__ import annotations

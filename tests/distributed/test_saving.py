@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints between launches: one saves, another one loads; with as many workers to the bit."""
 
 from __future__ import annotations

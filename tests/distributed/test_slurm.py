@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs over two hosts of a real Slurm: plain ``srun``, ``srun torchrun``, and what ``launch.py`` submits."""
 
 from __future__ import annotations

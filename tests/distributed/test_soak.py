@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """G7, G9, G13 together: a thousand steps or more of everything that a training survives, against the same in memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of a pretended device, exchanged by real workers over MPI, Gloo, and a Horovod without NCCL."""
 
 from __future__ import annotations

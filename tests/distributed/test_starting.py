@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a job starts, and that ``init()`` ends at its deadline with words that help: a few workers, all at once."""
 
 from __future__ import annotations

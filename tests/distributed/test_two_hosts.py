@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs over two hosts, by every launcher, and what is said where the network is wrong: namespaces with an sshd each.
 
 One host's name leads to 127.0.1.1, as Debian and Ubuntu have it, in half of the launches; there both hosts have a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real workers, two and four of them, under every launcher: one script, unchanged."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts on one machine: each a network namespace with a name, an address and an sshd of its own, at one switch.
 
     with Hosts(2) as hosts:

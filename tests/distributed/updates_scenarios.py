@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``sync="updates"`` in every way that it goes, for real workers and for ranks in memory alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker that never answers: the other must end by itself, within its deadline. ``python waiting.py``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """agmerge: its two rules, the bounds of its greedy solver, and what bounded work does to the exact one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """choose_dense: the best flags for a given partition."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All planners side by side: complete, sorted, told in a table and drawn in one picture."""
 
 from __future__ import annotations

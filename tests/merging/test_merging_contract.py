@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the package promises by name, and what it may import."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Costs: elementwise on numbers and arrays, and what is refused at construction and in use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Curves: medians that never fall, straight lines between them, the same for a number and an array."""
 
 from __future__ import annotations

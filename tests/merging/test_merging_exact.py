@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """exact: against every plan there is, against every other planner, at its limits, and in time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measurements: one value, the same to the bit from a file, and the same plan from it everywhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planners by the names of papers and their code: what is published works, and what is not gets the right hint."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Partial sparsification: which size cuts are feasible, what is left for the others, and which cut is taken."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merge buffers in several messages: predicted as on paper, and divided only where that gains."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plan: what is a partition, what fits a model, and one spelling per plan."""
 
 from __future__ import annotations

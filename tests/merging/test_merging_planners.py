@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every planner: a partition, the size limit, determinism, options. And the rule of each of the four."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profile: what it refuses, that it stays as it was, and that a file gives it back to the bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The published rules, held to the results that running their code has given."""
 
 from __future__ import annotations

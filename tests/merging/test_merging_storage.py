@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records: damage is seen, files are replaced as a whole."""
 
 from __future__ import annotations

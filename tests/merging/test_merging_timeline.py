@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """predict: by hand, and against a twin that walks tensor by tensor."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pretended accelerator: tensors say ``pretend:0`` and compute on the host, and what a GPU would do is counted.
 
 ``tensors`` are the host's in disguise (``registration`` tells torch of them), ``operations`` says what each operation

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write down what a pretended device is asked to do: launches, bytes and host waits, with the library's line."""
 
 from __future__ import annotations

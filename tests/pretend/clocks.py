@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find accesses that no event orders: what one stream does to memory while another one uses it.
 
 Each stream counts what is queued in it, and knows how far every other stream has been waited for: its clock. An access

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies between a pretended device and the host that are made late, as a device with other work makes them."""
 
 from __future__ import annotations

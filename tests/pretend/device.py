@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank's accelerator: its streams, what the host has waited for, and the books.
 
 There is one ``pretend:0`` in a process; ranks that are threads have a :class:`Device` each, which knows its own tensors

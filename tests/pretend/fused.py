@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Let a pretended device have kernels: a call of ``sparsifiers.gpu`` is the launches and bytes that it says.
 
 What it computes is computed by its reference, in torch's operations of which none is counted.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Count a function of torch operations as the one kernel that stands in its place on an accelerator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives of a pretended device, as NCCL makes them: queued without waiting; ``wait`` with a time-out waits."""
 
 from __future__ import annotations

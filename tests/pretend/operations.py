@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Say of an operation of torch what it would do on an accelerator: launches, bytes, and whether the host waits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of the host that a device copies to and from while the host goes on: what the host may not know yet."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make ``pretend`` a kind of device that torch knows.
 
 torch's PrivateUse1 hooks give the CPU build a device guard, and a device thread in autograd. What makes tensors from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time of collectives that differs by rank: each sees at another moment that one of them has ended."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pretended streams and events, in the place of torch's and of the library's own."""
 
 from __future__ import annotations

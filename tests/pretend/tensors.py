@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that say they lie on ``pretend:0``: each holds one of the host, and every operation on it is written down.
 
 :mod:`pretend.registration` makes the device known to torch.

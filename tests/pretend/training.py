@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train on pretended devices: ranks are threads, each with a device of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ACP-SGD: Zhang, Zhang, Shi, Chu and Li, ICDCS 2023, Algorithm 1: one factor a step, the left and the right by turns.
 
 The first step sends both, as PowerSGD does: a basis that was drawn knows nothing of the gradient. That is the library's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deep gradient compression: Lin, Han, Mao, Wang and Dally, ICLR 2018 (arXiv 1712.01887).
 
 A rank sends the k largest coordinates of what it has not sent yet. Plain momentum would then act on old gradients only

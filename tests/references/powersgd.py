@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PowerSGD: Vogels, Karimireddy and Jaggi, NeurIPS 2019 (arXiv 1905.13727), Algorithms 1 and 2.
 
 A gradient of shape (n, m) is sent as two thin factors, P of shape (n, r) and Q of shape (m, r). Each step makes one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantised all-reduce in two phases: ZeRO++ (arXiv 2306.10209) and THC (NSDI 2024).
 
 Numbers in few bits cannot be added up on their way, as a ring of floats does. So each rank owns a shard: it is sent

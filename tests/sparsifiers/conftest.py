@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A brute-force twin of exact top-k, and the inputs that every sparsifier is tried on."""
 
 from __future__ import annotations

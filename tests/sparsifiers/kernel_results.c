@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Runs the compiled loops of sparsifiers/ on hard inputs at every level that a processor has, and prints a line for each
    level, loop, kind of input and length, with a hash of what the loop has written. It is linked with kernel*.c, for any
    architecture, and prints the same lines on each. All NaN are one: which one it is is nobody's concern. */

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """adtopk serves every row and the largest of all in turn; adtopk-fill does both at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A compressor that is others by pattern: the first that matches counts; at most one of each kind compresses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is noted while a vector is written selects the same as a search of the vector, whatever happened to it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which formula a memory has, what kernels compute of it, and what is left to a script's own code."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A compressor without options, state or density of its own needs a name and a kind, and is one that sends all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kit passes the low-rank compressors and catches each one that breaks a single clause."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kit passes the quantisers and catches each one that breaks a single clause, of itself or of its bytes."""
 
 from __future__ import annotations

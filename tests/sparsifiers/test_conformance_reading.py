@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kit catches each quantiser of which something wrong is read, and says what and where."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A selection that is made when somebody wants it, and where."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bisection for the k-th key: k indices whatever the start, no value read by the host."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dgc: exactly top-k by way of a sample; the authors' factor loop ends and keeps within 0.8 k and k."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The threshold methods on vectors: between 0.8 k and k of the largest, in one pass where the fit is good."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The estimators as formulas: how many of a million elements reach the threshold that they give.
 
 Tolerances were set before the code was written; the counts of the published rules, good or bad, are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tensors the kernels of ``sparsifiers.gpu`` are for, and what happens where kernels do not work."""
 
 from __future__ import annotations

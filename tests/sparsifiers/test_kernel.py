@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled loops give the bits that numpy and torch give, with every instruction set that this machine has."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled loops give the same bits on arm64 as here, and touch no memory but their own.
 
 `kernel_results.c` runs them on hard inputs and prints hashes. For arm64 it is cross-compiled and run by an emulator,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled loops of low rank: one pass gives what several give, and what all ranks compute has the same bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What memories with a factor make in one compiled pass has the bits that torch gives in several."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled loops about what is sent of a vector do what torch and numpy do, and refuse what they cannot read."""
 
 from __future__ import annotations

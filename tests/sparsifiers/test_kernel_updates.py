@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled loops about updates: a difference, and one pass over what is shared and what is a worker's own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a low-rank compressor is told: its rank, by tensor or for all of them, its seed, and its name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """compensate is exact to the bit for every dtype and stride, changes its output only, allocates nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contraction and row coverage are measured right, and say of the sparsifiers what theory and ADTopk's paper say."""
 
 from __future__ import annotations

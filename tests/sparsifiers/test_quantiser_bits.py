@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same vectors give the same bytes, and these are read alike, whatever a machine has to compute them with."""
 
 from __future__ import annotations

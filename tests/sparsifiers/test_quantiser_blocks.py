@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors are cut into blocks by their shapes alone, and no block spans two rows where rows are long enough."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random words are splitmix64's, whatever they are drawn with, and blocks draw the same ones wherever they stand."""
 
 from __future__ import annotations

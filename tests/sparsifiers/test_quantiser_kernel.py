@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled loops write and read the bytes and bits that torch's operations do, at every level."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each quantiser writes and reads: small examples by hand, and the properties that it is there for."""
 
 from __future__ import annotations

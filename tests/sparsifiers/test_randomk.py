@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """randomk draws evenly, alike everywhere, without repetition, and from nothing but (seed, key, step)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """k is dealt to rows fairly and exactly, and each row's largest are found, on the CPU and as on a device."""
 
 from __future__ import annotations

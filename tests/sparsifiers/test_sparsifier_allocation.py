@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selecting on the CPU allocates in the size of k, not in the size of the vector."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Budgets, the checks of `select` and `capacity`, Selection's own, and the canonical text."""
 
 from __future__ import annotations

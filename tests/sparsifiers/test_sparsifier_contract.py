@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every sparsifier promises, whichever way it chooses. A new name is tried here without a new line."""
 
 from __future__ import annotations

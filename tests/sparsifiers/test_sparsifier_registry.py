@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names, aliases, registration, and what the package may import and shows."""
 
 from __future__ import annotations

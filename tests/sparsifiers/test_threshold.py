@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """threshold: the fixed one is only bounded by k, the one that follows k keeps within 0.8 k and k."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A threshold is reused while its count fits, whatever error feedback does to the vector in between."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """topk is exact: the same indices as a brute-force sort, for every dtype, distribution, length and k."""
 
 from __future__ import annotations

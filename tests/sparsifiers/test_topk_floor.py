@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sample's guess is cheap to be wrong about, but should seldom be: that is where the speed comes from."""
 
 from __future__ import annotations

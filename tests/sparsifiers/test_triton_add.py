@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """K4 in Triton's interpreter: the sum in rank order, to the bit."""
 
 from __future__ import annotations

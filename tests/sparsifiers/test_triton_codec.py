@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The index codec in Triton's interpreter: the bytes of the host's messages, and what receivers make of any bytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """K1 in Triton's interpreter: the bits of torch's operations, and those of the memories."""
 
 from __future__ import annotations

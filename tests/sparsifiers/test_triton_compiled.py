@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every kernel, compiled for GPUs that are not here: registers, spills, ballots, fences, how numbers round."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton is imported when a kernel runs, by modules that hold kernels alone; without it torch's operations run."""
 
 from __future__ import annotations

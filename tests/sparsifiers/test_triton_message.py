@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole message in Triton's interpreter, from gradients to the update: the bits of the host, in few launches."""
 
 from __future__ import annotations

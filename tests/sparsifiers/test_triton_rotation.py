@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`eden` by kernels in Triton's interpreter: the bytes and the values of torch's operations, and of compiled loops."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows in Triton's interpreter: what `adtopk-row` selects."""
 
 from __future__ import annotations

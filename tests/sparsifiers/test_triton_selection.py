@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """K2 and K3 in Triton's interpreter: the bits of torch's operations, and exactly what `topk` selects."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole rows of all ranks, added by the kernel in Triton's interpreter: the bits of sums in the order of ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The classes that docs/compressors.md shows, which keep the contract as they stand there."""
 
 from __future__ import annotations

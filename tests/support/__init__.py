@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What many tests share: awkward models, batches that only rank and step decide, and comparisons to the bit.
 
 ``from support import ...`` works in every test (``conftest.py`` is why) and in scripts that put this folder on

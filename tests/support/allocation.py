@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much memory a call takes at most."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the awkward model of support is trained: in several merge buffers, and with a layer that thaws on the way."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrappers with merging="dear" and without, and what both must find alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train on pretended devices with gradients that are known beforehand, and the same on the host."""
 
 from __future__ import annotations

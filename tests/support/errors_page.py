@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write docs/errors.md from the catalogue of errors: ``python tests/support/errors_page.py``."""
 
 from __future__ import annotations

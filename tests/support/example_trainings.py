@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainings of ``examples/train.py`` among ranks in memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One exchange on every rank of an in-memory group, and what each rank saw of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A :class:`GradientExchange` by itself, and what one step of it must come to, computed without it."""
 
 from __future__ import annotations

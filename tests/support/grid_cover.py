@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which cases of a grid of parameters are enough for a quick run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tests are quick by what they are: those that make no optimizer of workers and start no process.
 
 It is read off the sources: what a test names, and what is named there in turn, in its own file and in the helpers.

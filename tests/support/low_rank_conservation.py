@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests of low-rank compressors share: books of what went in, came out and is kept, and what bases must be."""
 
 from __future__ import annotations

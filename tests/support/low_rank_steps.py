@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of low-rank exchanges on in-memory ranks; tests/references has the same without the library.
 
 What is checked is what a script can see: gradients, updates, and what is kept by kind and name.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of which a few layers fit into half of a tenth, and what the tests of dense="partial" ask of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measurements and planning problems, drawn by a seed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command lines of the published projects' scripts, with what their variables are by default: facts, to be run.
 
 A line is what stands behind ``python``. ``BERT`` and ``GOOGLE`` stand for folders of theirs that a test replaces.

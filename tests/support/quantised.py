@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a quantised all-reduce must come to, done by hand in one thread, and a model to train by it."""
 
 from __future__ import annotations

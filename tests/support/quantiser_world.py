@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A world in which costs and times of quantisers are what a test says, and what a training chooses in it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts of errors and warnings, read off the sources: of every call of a subclass of AGMergeError, and of ``warn``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training as data: events that are drawn, by a seed or by hypothesis, and a player that carries them out on a rank.
 
 An event says what every rank does, each its own part. Whatever a program holds, nothing may be lost, replicas must

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two GPUs that are not there: what ``torch.cuda`` is asked for is written down, and takes virtual time."""
 
 from __future__ import annotations

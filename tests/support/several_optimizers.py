@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests of several optimizers around one model share: Muon for its matrices, AdamW for what is no matrix."""
 
 from __future__ import annotations

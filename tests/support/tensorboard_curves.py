@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read back the curves that examples have written for TensorBoard."""
 
 from __future__ import annotations

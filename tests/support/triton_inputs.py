@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels in Triton's interpreter, which works on the host's tensors: the hard inputs, and how results are compared."""
 
 from __future__ import annotations

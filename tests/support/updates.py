@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a worker has of the parameters when ``sync="updates"``, as tests of it look at them from outside.
 
 With x of a worker its parameters (``carry="apply"``) or what they would be with all that it has not sent (``"hold"``),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests of ``sync="updates"`` share: ways to exchange, what a rank carries, and what ranks save."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bases of low-rank tensors: the same on all ranks, staged in a round, and kept by its commit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Add up factors of matrices over all ranks: PowerSGD in two rounds, ACP-SGD in one."""
 
 from __future__ import annotations

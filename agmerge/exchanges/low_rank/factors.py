@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Factorise matrices: the mathematics of PowerSGD (Vogels et al., 2019) and ACP-SGD (Zhang et al., 2023) on a page.
 
 A tensor of two or more dimensions is a matrix D, (n, m): its first dimension by all others. It is sent as two factors,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrices of a message under way, and the operations that need one of them alone."""
 
 from __future__ import annotations

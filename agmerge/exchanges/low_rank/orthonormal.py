@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make rows orthonormal, and never divide by zero: Gram-Schmidt, which is done twice and is then exact enough.
 
 A row that is zero, not finite, or dependent on those before it becomes a unit vector, less its projection on these

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turn the indices and the values of a sparse section into bytes: every size is known beforehand, on every rank.
 
 ``format``: header, sections and checksums of a message. ``indices`` and ``values``: the codecs. ``pairs``: both side by

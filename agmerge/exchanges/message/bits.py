@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Put integers of a few bits side by side in bytes, and checksums in front of bytes, to make messages.
 
 The first integer is in the lowest bits. The bytes are the same on every device; machines are little-endian, as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contract of value codecs, and helpers that all of them need.
 
 ``encode`` returns the values that receivers will read, so that the residual is exact. Finite values stay finite,

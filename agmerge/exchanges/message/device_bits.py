@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations of ``bits`` on a device: the same bytes as on the host, in few launches, without a wait.
 
 Messages of several ranks may be read at once: what is read has a row of bytes for each, (W, bytes).

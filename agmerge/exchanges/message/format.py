@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lay out the bytes of one sparse message: header | sections, in one flat uint8 tensor.
 
 All ranks' messages for a merge buffer have the same size, a pure function of the plan, the step and the value codec.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write and read sections in few passes, or kernels of the device, where it has them: the same bytes and the same sums.
 
 Kernels of ``sparsifiers.gpu`` take a launch or two where torch's operations take dozens.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write ascending, unique indices as bytes, of a number that depends on length and capacity only: index codecs.
 
 Four layouts. ``int32`` is the plain one, for very few. ``bitmap`` is one bit an element, for more than a quarter.

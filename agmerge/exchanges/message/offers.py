@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Convert selections to the form that codecs take, on the host and on devices."""
 
 from __future__ import annotations

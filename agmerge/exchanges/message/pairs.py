@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write pairs of indices and values as bytes: ``checksum | indices | values``.
 
 Both ends know the range of the indices, their number, and the codec of the values. Indices stand in the smallest codec

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure codecs on the values that training selects: the share of their energy that arrives, and the time.
 
 The quantisation error is sent later, so the share that arrives is the share of a step's progress. It is of energies, as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write a few bits a value, and a float32 scale or two for every 256 of them: int8, int4, 2bit and sign.
 
 The scales of all blocks come first, then the codes of all values, the first in the lowest bits of a byte. Every bit

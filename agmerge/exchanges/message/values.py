@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Value codecs by name: those that a user may ask for, and for each dtype the one that loses nothing."""
 
 from __future__ import annotations

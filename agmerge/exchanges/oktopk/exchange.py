@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Combine by a sparse all-reduce, ``oktopk``: all ranks get the k largest elements of the sum.
 
 Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022, Algorithm 1:

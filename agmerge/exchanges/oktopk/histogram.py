@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the k largest of a vector that no rank has whole, by a histogram of magnitudes that is added up.
 
 A bin is an exponent and the first three bits of the mantissa, so it is an eighth of a power of two wide. Larger

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make, add up and check the pairs of indices and values of `oktopk`: pure functions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decide which rank adds up which region of a vector, and which share of the result it has: pure functions.
 
 Regions follow the selections, not the length of the vector: gradients are never evenly large. Every rank tells the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantised all-reduce: every element in few bits.
 
 ``shards``: which blocks an owner adds up. ``layout``: the bytes of a message. ``exchange``: what messages have in

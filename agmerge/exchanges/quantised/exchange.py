@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages of gradients of which every element travels in few bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantised all-reduce in one phase: every rank reads the messages of all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lay out the bytes of a quantised message: for each shard header | figures | records of blocks | plain values.
 
 Everything starts on a 16-byte boundary and is little-endian. The header is that of sparse messages, with no elements

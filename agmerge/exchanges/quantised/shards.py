@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cut a message into shards, one an owner: pure functions, with the same results on every rank."""
 
 from __future__ import annotations

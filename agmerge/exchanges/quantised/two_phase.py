@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantised all-reduce in two phases: each rank adds up its shard of all messages, and sends the mean to all."""
 
 from __future__ import annotations

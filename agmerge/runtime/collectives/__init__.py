@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives of the module's own, for losses, metrics and set-up.
 
 They use another communicator than the optimizers. Each first agrees on its arguments, so that a mistake is an error on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchange rows: every rank gives some to every rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check what scripts pass to a collective. ``ValueError`` and ``TypeError`` say what to pass instead."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Broadcast: every rank gets the root's tensor."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-gather: every rank gets the tensors of all, one after the other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answer the other ranks' calls on a rank that makes no more of its own, until all have joined: ``join()``."""
 
 from __future__ import annotations

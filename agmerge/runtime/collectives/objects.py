@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives of Python objects, and the barrier."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run one collective of the module's own, from its arguments to its result and its gradient.
 
 Each kind defines the facts that all ranks must state alike, the start of its messages, its results and the gradient.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """View tensors as bytes, so that any dtype travels on any backend."""
 
 from __future__ import annotations

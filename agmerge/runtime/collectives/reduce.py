@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-reduce: every rank gets the sum, average, minimum, maximum or product of all ranks' tensors."""
 
 from __future__ import annotations

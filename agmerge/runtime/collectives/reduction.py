@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Common base of all-reduce and reduce-scatter: numbers, an operation, factors before and after."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reduce-scatter: the tensors of all ranks are combined to one, of which every rank gets its rows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Combine tensors of sparse layout: rows with their indices are gathered, not reduced."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find out which peer is missing and its last activity, to complete the error of a time-out.
 
 ``monitor``: asks and answers. ``answers``: ranks' accounts of themselves, checked. ``report``: which ranks are missing,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read and write a rank's account of itself; another process may claim to be a rank.
 
 All input from outside is checked here, field by field, before it is stored, handed on or printed.

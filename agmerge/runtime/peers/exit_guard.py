@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """End a process after its exchange broke: never wait for ranks that do not come.
 
 At their end Gloo, MPI and Horovod wait for their threads, and those for the other ranks. Once a wait has failed

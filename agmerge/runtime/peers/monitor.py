@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find out which ranks are still there, and where: they are asked when a wait has failed, with any backend.
 
 Every process listens at a port of its own, where a thread tells the activity of the script. Addresses, ports and tokens

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Notice when this process did not run: a thread that wakes up twice a second has not woken up for longer.
 
 A stopped process waits no longer than others, by its own clock, but in vain: they have given up in the meantime.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find out which ranks are missing from a collective, by all ranks' answers. Pure functions of the answers."""
 
 from __future__ import annotations

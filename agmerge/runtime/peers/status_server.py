@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ask one question between two processes, and answer it: each is a line over TCP, a token and then JSON.
 
 Anybody may come to the port. So a line is read on only if it begins with the token, no connection waits for another

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AGTF planner: merge where it helps, unless selection from the merged tensors would leave a larger residual."""
 
 from __future__ import annotations

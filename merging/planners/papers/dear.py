@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeAR planner: groups of modules below a size, reduce-scattered under backward and all-gathered under forward."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FGBuff planner: as much merging as fits under the exchange of the merge buffer before."""
 
 from __future__ import annotations

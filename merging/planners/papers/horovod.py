@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planner after Horovod's tensor fusion: tensors that become ready within a cycle share a message."""
 
 from __future__ import annotations

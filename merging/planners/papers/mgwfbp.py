@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MG-WFBP planner: wait for the next tensor when that costs less than a start-up."""
 
 from __future__ import annotations

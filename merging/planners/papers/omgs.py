@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OMGS-SGD planner: merge when the wait, selection included, is shorter than the start-up it saves."""
 
 from __future__ import annotations

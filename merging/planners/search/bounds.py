@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lower bounds of the end of plans, so that the search for the optimum excludes edges that cannot lead to it."""
 
 from __future__ import annotations

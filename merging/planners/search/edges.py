@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Costs of every possible merge buffer on both clocks, as edges of a graph that can be walked in both directions."""
 
 from __future__ import annotations

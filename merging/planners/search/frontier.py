@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Search over prefixes of the readiness order, with the set of states that no other state beats."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Intra-worker rule of `agmerge`: merge while the channel is busy, after each possible first buffer."""
 
 from __future__ import annotations

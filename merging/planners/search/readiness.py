@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times at which tensors are usable, and seconds of selection from a run of them, for the published rules."""
 
 from __future__ import annotations

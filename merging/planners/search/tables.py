@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of the costs of every possible merge buffer, and of clocks that are known before any plan is chosen."""
 
 from __future__ import annotations

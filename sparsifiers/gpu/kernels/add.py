@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Add the values of all ranks by tiles of the update, without atomic operations (K4)."""
 
 from __future__ import annotations

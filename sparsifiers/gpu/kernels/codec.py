@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write and read indices in few bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write bitmaps of selected elements, scan their counts, and compact from the bitmaps (K3, without spinning)."""
 
 from __future__ import annotations

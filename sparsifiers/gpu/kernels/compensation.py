@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compensate all tensors of a merge buffer in one launch, and take a histogram on the way (K1)."""
 
 from __future__ import annotations

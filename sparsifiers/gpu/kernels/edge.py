@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Count digits of keys, and find the k-th largest key's digit in their histogram (K2)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Histogram of digits of 11 bits, counted in windows of 256 bins.
 
 Triton before 3.8 takes a ballot of a warp for each bin and element, so that 2048 bins at once would cost more than the

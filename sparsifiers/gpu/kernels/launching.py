@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Queue kernels on the current stream of the device where their tensors are."""
 
 from __future__ import annotations

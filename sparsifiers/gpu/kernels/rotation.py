@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write and read rotated blocks in a few bits each: the quantiser `eden`, with the bits of `sparsifiers.quantising`.
 
 A program takes `TILE` coordinates, which are whole blocks of `SIZE`. Sums and differences have the order of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the bounds of eight rows at once, digit by digit, and mark the elements that reach them."""
 
 from __future__ import annotations

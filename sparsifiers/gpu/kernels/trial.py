@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Try whether kernels can be compiled and launched here: a histogram with a mask, which Triton has from 3.4 on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Add dense rows of all ranks, element by element."""
 
 from __future__ import annotations

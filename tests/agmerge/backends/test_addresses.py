@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is said of an address that does not answer, and of an interface that is not there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No function of the library starts a collective without saying so in its docstring."""
 
 from __future__ import annotations

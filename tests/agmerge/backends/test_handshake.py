@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Agreement (guarantee G1): all ranks pass, or all raise the same error that names the first difference."""
 
 from __future__ import annotations

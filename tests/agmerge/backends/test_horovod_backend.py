@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend of Horovod, with a stand-in for Horovod: tests/distributed has the real one."""
 
 from __future__ import annotations

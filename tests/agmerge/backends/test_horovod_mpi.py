@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How Open MPI is told to wait: tests/distributed has Horovod over the real one."""
 
 from __future__ import annotations

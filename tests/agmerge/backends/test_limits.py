@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is said of limits on open files, of this process and of invented ones."""
 
 from __future__ import annotations

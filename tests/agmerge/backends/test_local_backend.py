@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The in-memory group: every collective against a reference, and what happens when ranks do not agree."""
 
 from __future__ import annotations

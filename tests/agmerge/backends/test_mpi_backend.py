@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the mpi backend says where ranks do not find each other; with them it is run by tests/distributed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The thread that makes a library's calls: what becomes of a call that never ends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Add a backend by a module and a line in the table: detection, init() and the doctor go by it."""
 
 from __future__ import annotations

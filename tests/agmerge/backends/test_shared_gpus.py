@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers that share a GPU go through the host's memory, all of the world alike, and one line says so."""
 
 from __future__ import annotations

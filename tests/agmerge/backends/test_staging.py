@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of a pretended device over backends that move the host's: in order, without a wait, and with their errors."""
 
 from __future__ import annotations

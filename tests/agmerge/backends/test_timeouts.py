@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the deadline of a wait comes from, and what the error of a wait that failed knows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch's backend does of tensors on a GPU, as far as that shows without one."""
 
 from __future__ import annotations

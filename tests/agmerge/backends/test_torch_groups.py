@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When torch's groups are destroyed, aborted and kept: NCCL's need the other ranks for the first."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where ranks meet before they are connected: what lies there can be read by all who reach the port."""
 
 from __future__ import annotations

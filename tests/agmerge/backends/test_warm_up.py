@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each communicator is connected before its first message, on each device, with every kind of call."""
 
 from __future__ import annotations

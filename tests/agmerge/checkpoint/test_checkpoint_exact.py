@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Eighteen steps, against twelve, a restart and six: the same bits on every rank, whatever compresses and keeps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an elastic Horovod's ``TorchState`` does with ``sync="updates"``: newcomers, survivors, commits that differ.
 
 Ranks are threads of two groups, one after the other; Horovod's part is played by ``_sync``: it overwrites each model

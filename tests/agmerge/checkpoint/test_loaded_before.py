@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A resume in the script's own way: what an agmerge optimizer has saved is loaded before the optimizer is wrapped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of low rank: to the bit in either phase, to other numbers of ranks, without bases, of another rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``state_dict`` and ``load_state_dict``: residuals travel by name, and belong to their rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Another number of workers: consolidated checkpoints, and groups that change while the optimizer lives."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follow what was kept of a tensor into what sends it after a restart with other options: whole, too."""
 
 from __future__ import annotations

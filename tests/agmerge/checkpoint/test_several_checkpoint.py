@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of several optimizers: a section for each, and whatever ranks keep beside them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torch.distributed.checkpoint`` by the recipe of docs/checkpoints.md: what is saved is resumed, to the bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints with ``sync="updates"``: the shared parameters, where each rank stands from them, and whose moments."""
 
 from __future__ import annotations

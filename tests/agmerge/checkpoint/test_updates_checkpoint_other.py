@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load a checkpoint of ``sync="updates"`` elsewhere: another sync or carry, another model, a copy, a ``LocalSync``."""
 
 from __future__ import annotations

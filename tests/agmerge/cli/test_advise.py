@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """python -m agmerge advise: the table follows from what was measured, and the script stays as it is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Building Horovod, without building it: patches, the key, the cache, and what is said where something is missing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of what works here, and the usage of ``python -m agmerge``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the doctor says of several hosts: rows from what was found, and agents that are asked on this machine."""
 
 from __future__ import annotations

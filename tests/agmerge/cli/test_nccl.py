@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which NCCL Horovod is built with; and its CUDA sources, as we correct them, compiled against NCCL of today."""
 
 from __future__ import annotations

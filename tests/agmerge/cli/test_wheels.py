@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which wheel of the cache may be installed: one that this user has put there, and nobody can have changed."""
 
 from __future__ import annotations

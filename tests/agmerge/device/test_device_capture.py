@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A backward pass that is captured in a graph: its replays run no hooks, so it is refused, by name."""
 
 from __future__ import annotations

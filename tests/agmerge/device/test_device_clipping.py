@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clipping on a device is noticed some steps late, for nothing waits for it (limits: test_device_limits.py)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled autograd on a pretended device: it calls the hooks as they are, and so a training is that of the host."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels on a pretended device, in all that they meet: the bits of the host, one wait, no race."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step asks of a device: a table of limits that only falls. And it computes what the host would."""
 
 from __future__ import annotations

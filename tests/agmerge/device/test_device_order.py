@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Order of calls across communicators: NCCL's must see the same one on all ranks, whenever a rank sees what."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds on a device that are repeated, skipped or refused end as they do on the host, and the one wait has an end."""
 
 from __future__ import annotations

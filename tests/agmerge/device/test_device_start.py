@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks start with on devices: rank 0's parameters and optimizer state, and kernels on all of them or none."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step leaves to chance between streams: nothing. And each wait that it makes is missed where it is left out."""
 
 from __future__ import annotations

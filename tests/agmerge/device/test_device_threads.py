@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which threads the hooks of a device run on."""
 
 from __future__ import annotations

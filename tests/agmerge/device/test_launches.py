@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/launches.py: its line of figures, small."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that come in buckets, among ranks in memory: no DistributedDataParallel is needed for that."""
 
 from __future__ import annotations

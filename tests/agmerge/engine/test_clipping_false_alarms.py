@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What scripts do to combined gradients that is no clipping: nothing is said, whatever the memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clipping where it does not clip a gradient: a velocity is an error on every rank, a selection one warning."""
 
 from __future__ import annotations

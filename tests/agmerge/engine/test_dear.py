@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeAR: updates in the next forward are those of the ordinary wrapper, to the bit, each exactly once.
 
 Where the group adds alike in an all-reduce and in a reduce-scatter, which the in-memory group does (in rank order),

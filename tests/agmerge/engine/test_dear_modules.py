@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeAR and models that read their parameters in odd ways."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeAR in the engine: calls, plans, membership, checkpoints and copies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What DeAR cannot do is refused, with the reason."""
 
 from __future__ import annotations

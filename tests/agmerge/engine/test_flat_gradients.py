@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that are parts of one flat buffer share a version: what backward writes to one changes no other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fragments=``: merge buffers take turns, also where there are fewer of them than fragments."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torch.optim.SparseAdam`` with ``nn.Embedding(sparse=True)``: indices and values of all ranks are gathered."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GradScaler: both recipes, to the bit those of scale 1, and one decision about every overflow."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``join()``: ranks with fewer batches go on taking part; nothing is lost, and replicas stay equal."""
 
 from __future__ import annotations

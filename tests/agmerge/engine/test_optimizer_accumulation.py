@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several backward passes a step: counted, or in ``no_sync()``."""
 
 from __future__ import annotations

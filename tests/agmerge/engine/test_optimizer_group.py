@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One optimizer that stands for several, as a framework has it that steps it without a wrapper."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters that leave, come back, join later or change their dtype."""
 
 from __future__ import annotations

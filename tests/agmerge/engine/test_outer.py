@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outer steps: Nesterov's momentum as DiLoCo has it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks around a step of a subclass that calls ``super().step()``, which torch may run twice."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test a step with this worker's own gradients: what is not finite is seen before the optimizer sees it."""
 
 from __future__ import annotations

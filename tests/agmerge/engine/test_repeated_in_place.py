@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that lie where sums are written in place, in a round that has to be repeated after a new agreement."""
 
 from __future__ import annotations

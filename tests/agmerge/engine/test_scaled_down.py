@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Factors that are read off a few elements, and norms that say whether they come from a bound."""
 
 from __future__ import annotations

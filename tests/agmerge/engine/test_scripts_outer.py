@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``LocalSync(outer_optimizer=)``: it is the script's object that steps, as with torchft."""
 
 from __future__ import annotations

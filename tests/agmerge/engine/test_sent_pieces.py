@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test what was sent of a segment, cut into pieces of tensors, and what is left of a delta without it."""
 
 from __future__ import annotations

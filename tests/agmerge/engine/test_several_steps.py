@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of several optimizers that share a model, of gradients and of updates: as of one that has all their groups."""
 
 from __future__ import annotations

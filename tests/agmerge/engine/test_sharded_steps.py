@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``sync="updates"`` and optimizers that step shards and hand them round: refused, and nobody else is."""
 
 from __future__ import annotations

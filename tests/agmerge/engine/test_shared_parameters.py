@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test what all workers have in common, and what one has done beyond it: in the parameters, or beside them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``sync="updates"`` by hooks on an optimizer that somebody else steps; and momentum withheld from its steps."""
 
 from __future__ import annotations

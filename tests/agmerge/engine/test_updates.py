@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``sync="updates"``: nothing is lost, and what is common to all is equal to the bit, whatever the options.
 
 Invariants 1 to 3: an exchange leaves the sum over ranks of x as it is, where x is the parameters and, with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer is a black box: any works, and its state is that of a run in one process with the same parameters."""
 
 from __future__ import annotations

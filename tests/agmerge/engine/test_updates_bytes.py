@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``sync="updates"`` sends, and what it leaves behind in the long run: invariants 12 to 14; ``shared()``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What changes while updates are exchanged: the compressor, the number of workers, parameters. Nothing is lost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``sync="updates"`` beside what it must equal, alone or where nothing is compressed: invariants 4 to 6.
 
 One worker alone is the plain optimizer. SGD, which is linear in gradients, is the exchange of gradients. After local

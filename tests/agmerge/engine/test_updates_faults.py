@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``sync="updates"`` in scripts that clip, schedule, scale and fail: invariant 9, and what is not finite."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``join()`` with ``sync="updates"``: a rank without batches sends what it carries until no rank has any."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages that hide under the next steps: invariant 10, and what happens to a script while they are under way."""
 
 from __future__ import annotations

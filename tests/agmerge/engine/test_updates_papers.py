@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DiLoCo and SparseLoCo are settings of ``LocalOptimizer``: each equals a reference of the paper's recurrence in numpy.
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, Algorithm 1; Sarfi et al.,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``sync="updates"`` with parameters of every kind: invariants 1 to 3 hold for each of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Index codecs: what goes in comes out, in the announced number of bytes, and no bytes are a crash."""
 
 from __future__ import annotations

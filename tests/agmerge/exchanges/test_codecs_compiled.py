@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hold the compiled loops to the codecs of a few bits: they write and read the same, to the bit, at every level."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signs and magnitudes, ``sign`` and ``2bit``: what is sent for a value, what is left, and slots behind the count."""
 
 from __future__ import annotations

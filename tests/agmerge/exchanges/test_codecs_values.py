@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Value codecs: how much is lost, that what is said to arrive arrives, and what becomes of the extremes."""
 
 from __future__ import annotations

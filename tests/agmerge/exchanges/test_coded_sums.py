@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums in codecs, of ``oktopk`` and ``masked``: what is rounded off is kept by somebody, of sums by who wrote them."""
 
 from __future__ import annotations

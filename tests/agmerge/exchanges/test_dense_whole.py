@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Large dense segments are summed where they lie: the bits and the conservation of those that are copied."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense and sparse exchanges over several steps, and their errors: the same one on every rank."""
 
 from __future__ import annotations

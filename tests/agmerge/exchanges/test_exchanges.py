@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense and sparse exchanges against references: the sum, its bits, and what each rank has sent."""
 
 from __future__ import annotations

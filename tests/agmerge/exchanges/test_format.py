@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bytes of a message: nothing overlaps, everything comes back, and what does not belong is an error."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Factors in 16 bits, parameters of any dtype and strides, and the memory that keeps nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mathematics of low rank: factors of a matrix, and rows that are orthonormal whatever they were made of."""
 
 from __future__ import annotations

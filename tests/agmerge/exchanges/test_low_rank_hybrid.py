@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low rank as an option, by itself and beside a sparsifier: who compresses which tensor, and what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What always holds of PowerSGD and ACP-SGD, in float64 to its last digits: of any gradients, rank and number of ranks.
 
 Section 4 of the papers' common ground: conservation, residuals orthogonal to what was sent, updates that depend on the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What travels: as many bytes and collectives as the formulas say, and what comes of it whatever the plan."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What published code gets wrong: for each defect its rule in a few lines, a predicate that it fails, and ours.
 
 The rules are written from descriptions of the ACP-SGD code, the PowerSGD package and torch's communication hook.

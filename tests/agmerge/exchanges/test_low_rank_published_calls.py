@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What published code gets wrong of shapes, dtypes and calls: its rule, a predicate that it fails, and ours.
 
 As in `test_low_rank_published.py`, which has what is wrong with its steps.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates, residuals and bases are those of the papers (tests/references), in float64."""
 
 from __future__ import annotations

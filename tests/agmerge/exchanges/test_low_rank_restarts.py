@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is kept survives a restart, another rank and another compressor: to the bit, where nothing differs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps that are skipped, discarded, repeated, accumulated or resumed leave what they should: to the bit."""
 
 from __future__ import annotations

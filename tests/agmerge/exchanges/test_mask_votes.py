@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Votes of the masked exchange: who may name what, the bytes that bring it, and what is wrong with them."""
 
 from __future__ import annotations

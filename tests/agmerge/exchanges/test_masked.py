@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The masked exchange: one index set for all ranks, what it costs, and what it leaves behind."""
 
 from __future__ import annotations

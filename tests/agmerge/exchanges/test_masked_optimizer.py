@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``exchange="masked"`` in whole steps: replicas, conservation, what is sent, and changes on the way."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sparse all-reduce against a dense reference: which elements are kept, their bits, and what is taken off."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages of the sparse all-reduce: several steps, several under way, and errors that are the same on every rank."""
 
 from __future__ import annotations

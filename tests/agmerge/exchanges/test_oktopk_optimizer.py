@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sparse all-reduce through the whole optimizer: replicas, conservation, calls, changes of membership."""
 
 from __future__ import annotations

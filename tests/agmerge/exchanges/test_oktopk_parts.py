@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mathematics of a sparse all-reduce: regions, the histogram, and pairs of indices and values."""
 
 from __future__ import annotations

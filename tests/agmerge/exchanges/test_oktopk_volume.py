@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much a sparse all-reduce moves: the paper's bound, and what an all-gather moves."""
 
 from __future__ import annotations

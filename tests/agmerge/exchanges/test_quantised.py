@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quantised all-reduce against one thread that does the same by hand, to the bit."""
 
 from __future__ import annotations

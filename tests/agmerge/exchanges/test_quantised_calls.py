@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which collectives the quantised all-reduce makes, and when: no hook waits, and no merge buffer holds up another."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which blocks an owner adds up: a pure function, whatever the tensors are."""
 
 from __future__ import annotations

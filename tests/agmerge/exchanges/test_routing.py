@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which segments share a message: pure, and every tensor in exactly one of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several messages of one merge buffer: every element in exactly one, and whole rows where there are rows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """List the exchanges by name, and make all of them from one context."""
 
 from __future__ import annotations

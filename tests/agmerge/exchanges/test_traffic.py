@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What exchanges are said to move is what they move."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse messages in every value codec, over groups of 1 to 5: the sum, conservation and replicas."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damaged messages, thousands of them: every one an error that names the rank and the buffer, none a crash."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Value codecs in training: replicas, figures, and what changes no bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wires of a few bits a value in whole trainings: replicas, and what stays is what no receiver got, to the bit."""
 
 from __future__ import annotations

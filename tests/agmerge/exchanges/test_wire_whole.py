@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small tensors that are sent whole beside what is selected: rounded as the wire says, and nothing of it is lost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A file a rank beside a checkpoint: who reads what, among ranks in memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a script writes after ``import agmerge`` alone: integrations, planners and sparsifiers are there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A script that saves the plain optimizer's state alone is told, once, that ranks keep more."""
 
 from __future__ import annotations

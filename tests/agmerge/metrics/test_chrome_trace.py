@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces, reports and the plan command: what they show is what happened."""
 
 from __future__ import annotations

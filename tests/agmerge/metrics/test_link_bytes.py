@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What leaves a rank of each collective: against its algorithm, carried out piece by piece."""
 
 from __future__ import annotations

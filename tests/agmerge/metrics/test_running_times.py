@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Medians over the last steps, which are read one step late."""
 
 from __future__ import annotations

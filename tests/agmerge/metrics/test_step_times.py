@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the marks of a step say, with clocks that follow a script, alone and in the exchange."""
 
 from __future__ import annotations

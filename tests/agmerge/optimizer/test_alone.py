@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a process does alone needs none of Horovod's guards: everything is as in torch there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """G12 and G13: density 1 is dense training, and the same seeds and plan give the same bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense segments ride in the sparse message or go by an all-reduce of their own: the result is the same elementwise."""
 
 from __future__ import annotations

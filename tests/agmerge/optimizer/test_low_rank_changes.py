@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low rank that comes, changes and goes: compressors that follow each other lose nothing."""
 
 from __future__ import annotations

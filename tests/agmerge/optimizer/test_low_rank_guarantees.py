@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low rank: nothing is lost and replicas are equal, whatever is unused, late, frozen, tied, merged or summed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``sync="updates"`` with low rank: ``base`` is equal to the bit on all ranks, and no exchange loses anything."""
 
 from __future__ import annotations

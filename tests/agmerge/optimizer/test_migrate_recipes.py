@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipes of docs/migrate.md, as they stand there, against one process that sees all batches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fifty steps of a model with everything that is awkward, against the three promises of a correct exchange."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torch.compile``, of whole models and of blocks: the same bits as without it."""
 
 from __future__ import annotations

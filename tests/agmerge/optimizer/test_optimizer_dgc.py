@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Momentum correction inside the exchange, against plain momentum SGD. Against the paper: test_references.py."""
 
 from __future__ import annotations

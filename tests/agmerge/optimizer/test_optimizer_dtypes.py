@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dtypes, memory formats and layouts of parameters and gradients."""
 
 from __future__ import annotations

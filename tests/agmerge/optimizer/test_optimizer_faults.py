@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that fails and a message that is damaged: nobody waits, everybody is told, nothing is stepped or lost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``process_set=`` as in Horovod: the members exchange gradients, the others step by themselves."""
 
 from __future__ import annotations

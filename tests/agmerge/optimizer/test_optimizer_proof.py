@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selections measured in training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several wrappers in one process: two optimizers, one parameter, and a wrapper that was dropped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every sparsifier in training: nothing lost, replicas equal, density 1 is the dense exchange, and it learns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``synchronize``, ``skip_synchronize``, ``zero_grad``, closures, and what happens when a step does not happen."""
 
 from __future__ import annotations

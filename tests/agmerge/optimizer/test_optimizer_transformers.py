@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small language models with random weights: tied embeddings, layer norms, an unused pooler."""
 
 from __future__ import annotations

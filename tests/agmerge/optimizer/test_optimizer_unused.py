@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters without a gradient: on some ranks, on all of them, in some steps, or for ever."""
 
 from __future__ import annotations

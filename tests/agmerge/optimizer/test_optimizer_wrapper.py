@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training script sees of the wrapper: one optimizer with two names."""
 
 from __future__ import annotations

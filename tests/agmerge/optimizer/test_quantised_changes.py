@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may change while every coordinate travels in few bits: compressors, plans, checkpoints, groups of workers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of every kind in few bits: how they lie, whose memory they share, what is held of them, and their mean."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole trainings with every coordinate in few bits: on every road ``p.grad`` is what ranks sent, read, to the bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole trainings are those of the papers: the library on in-memory ranks beside the pages of tests/references.
 
 The reference trains by itself, from the same parameters on the same batches: no number of the library's enters it.

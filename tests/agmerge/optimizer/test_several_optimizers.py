@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several optimizers around one model: one exchange a step, and each of them steps as it would by itself."""
 
 from __future__ import annotations

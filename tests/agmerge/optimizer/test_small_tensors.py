@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare models of small tensors alone, of which nothing is selected, with a training in one process.
 
 Random programs of use, freezing, accumulation, skipped steps, learning rates and checkpoints, against an SGD of

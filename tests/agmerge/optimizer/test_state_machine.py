@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """G2, G7, G9 in any order of events: hypothesis draws programs, one to four ranks in memory play them.
 
 Gradients are small whole numbers, so that no sum is rounded, and what went in can be compared with what came out and

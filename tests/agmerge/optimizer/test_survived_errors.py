@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An exception that a script survives, in ``backward()`` or between ``backward()`` and ``step()``: it goes on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a script that was written for plain PyTorch does wrong, or rightly expects, in the words that its user meets."""
 
 from __future__ import annotations

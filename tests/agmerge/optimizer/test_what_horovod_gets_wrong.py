@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes wrong with Horovod, DDP and OMGS-SGD does not go wrong here."""
 
 from __future__ import annotations

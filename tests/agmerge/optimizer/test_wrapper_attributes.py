@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a script sets on the wrapper reaches the optimizer, as with Horovod, where the wrapper is the optimizer."""
 
 from __future__ import annotations

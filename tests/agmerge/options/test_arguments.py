@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options are the constructor's arguments: the same names, order and defaults."""
 
 from __future__ import annotations

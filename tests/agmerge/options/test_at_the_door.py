@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What cannot be is refused with ValueError or TypeError where it is said, on all ranks, before anything changes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``agmerge.from_params`` reads the dictionaries of ADTopk, GRACE and FGBuff; what cannot be is refused by its name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is said of a compressor that a script has named: what it cost where it was measured, and what costs less."""
 
 from __future__ import annotations

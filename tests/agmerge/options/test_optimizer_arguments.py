@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the arguments that are accepted do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``compression="auto"``, the default, stands for; and swapping a compressor by name and nothing else."""
 
 from __future__ import annotations

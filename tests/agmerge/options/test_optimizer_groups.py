@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``groups=`` and ``num_groups=`` as in Horovod: which gradients share a message because the script says so."""
 
 from __future__ import annotations

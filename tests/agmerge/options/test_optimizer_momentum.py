@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The momentum of SGD's groups under DGC's memory: applied before selection, once, and shown as the script gave it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What becomes of momentum that is there already, in an optimizer or a checkpoint, under DGC's memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No argument is accepted and ignored: what is not built, unknown or without meaning is an error that says why."""
 
 from __future__ import annotations

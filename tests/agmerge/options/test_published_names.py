@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names of papers and other projects: they work, or the same right hint comes wherever they are given."""
 
 from __future__ import annotations

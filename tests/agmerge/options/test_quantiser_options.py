@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may stand beside a quantiser, which names lead to one, and which of them ``auto`` takes for whom."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever a script passes is read once, at the door: iterators are lists from there on, and lists are our own."""
 
 from __future__ import annotations

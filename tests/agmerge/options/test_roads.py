@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every road to a wrapper refuses the same arguments with the same text: they are prepared in one place."""
 
 from __future__ import annotations

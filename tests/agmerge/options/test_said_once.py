@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a script has not said disagrees with nothing, and what it has said counts or is refused, wherever it is said."""
 
 from __future__ import annotations

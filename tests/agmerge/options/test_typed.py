@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Types of options agree with the constructor and with what is accepted; mypy refuses a slip in a script."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments of ``sync="updates"``: what has no meaning is refused with the reason, and ranks must give the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rule by which the value codec is chosen, and what is predicted of one that was not in use: pure functions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Probes cost the same calls on every rank, tell every rank the same, and leave nothing behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When measured times call for another plan: figures that can be checked by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """exchange="fastest": what is selected is combined as steps are shortest, and nothing is lost on the way."""
 
 from __future__ import annotations

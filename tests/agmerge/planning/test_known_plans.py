@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan that was settled on is tried first in the next run like it, and corrected where it is wrong."""
 
 from __future__ import annotations

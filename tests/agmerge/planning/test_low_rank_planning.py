@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planning with low rank: loads are those of factors, every planner plans, auto chooses, reports and advice say so."""
 
 from __future__ import annotations

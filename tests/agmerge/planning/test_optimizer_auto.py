@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """exchange="auto": merge buffers go dense or sparse by what that costs, and nothing is lost on the way."""
 
 from __future__ import annotations

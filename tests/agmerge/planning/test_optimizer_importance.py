@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """density="importance": tensors send by the energy of their gradients, and merged ones keep their sum."""
 
 from __future__ import annotations

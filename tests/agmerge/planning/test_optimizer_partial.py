@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dense="partial": small layers go dense inside the budget, and what becomes sparse loses nothing."""
 
 from __future__ import annotations

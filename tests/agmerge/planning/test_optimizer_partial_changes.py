@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dense="partial" over changes of membership and compressor, and over restarts: the cut only falls."""
 
 from __future__ import annotations

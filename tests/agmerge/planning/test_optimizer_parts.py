@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merge buffers in several messages, in training: nothing is lost, replicas agree, and times are put to use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every planner in training, with real times: the plan changes under way, the guarantees do not."""
 
 from __future__ import annotations

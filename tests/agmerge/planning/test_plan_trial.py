@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans take turns, what other load adds to some steps decides nothing, and what is out has no further turn."""
 
 from __future__ import annotations

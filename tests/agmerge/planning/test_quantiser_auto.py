@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The life of ``compression="auto"``: what it sends before it has chosen, what it tries, takes and keeps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which of several candidates is gone on with: pure functions of what steps have taken."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What changes a plan, and when: with times and costs that follow a script, and as many steps as it takes."""
 
 from __future__ import annotations

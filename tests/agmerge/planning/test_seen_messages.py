@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What training has shown of messages bounds what probes have found."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """wire="auto": few bits where the link asks for it, and nothing else changes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks say of themselves, and what is made of it where somebody else has said it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Broadcast helpers (guarantee G10): every bit of the root's, and nothing else moves."""
 
 from __future__ import annotations

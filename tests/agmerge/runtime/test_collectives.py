@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The module's own collectives: values, and errors that are the same on every rank."""
 
 from __future__ import annotations

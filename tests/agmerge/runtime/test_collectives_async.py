@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handles: several calls under way, results in any order, and what a mistake with them says."""
 
 from __future__ import annotations

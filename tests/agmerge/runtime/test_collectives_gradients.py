@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives differentiate as Horovod 0.28.1's do; each against sums written out in one process."""
 
 from __future__ import annotations

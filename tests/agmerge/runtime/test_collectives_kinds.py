@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Horovod scripts call beside the optimizer: every kind of collective, its values, and what a wrong use says."""
 
 from __future__ import annotations

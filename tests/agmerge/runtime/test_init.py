@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which backend a worker talks through, and that it is never silently the wrong one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank is told of those that it misses: one test for each kind of answer, and for each kind of silence."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When this process did not run, by a clock of the test's own."""
 
 from __future__ import annotations

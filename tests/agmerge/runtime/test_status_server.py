@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The status server among strangers: none of them ends it, keeps others waiting, or learns anything."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What looks like a dead rank or a stuck network and is neither: a stop, resets, a rank that went on alone, a limit."""
 
 from __future__ import annotations

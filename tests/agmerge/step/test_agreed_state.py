@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an exchange keeps: through discarded steps, from one agreement to the next, and elsewhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rank 0 decides, every rank hears of it: what it decided, that it failed, or that a rank cannot follow."""
 
 from __future__ import annotations

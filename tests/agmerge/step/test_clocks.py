@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Marks in time: making one waits for nothing, asking what lies between two may."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A compressor that the library does not know is used like its own: nothing asks for a class of its own."""
 
 from __future__ import annotations

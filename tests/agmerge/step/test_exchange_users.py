@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Others than the optimizer can build on :class:`GradientExchange`: each of them here is a script of some lines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ends an exchange: where a rank is missing, what waits for it on a device ends, too."""
 
 from __future__ import annotations

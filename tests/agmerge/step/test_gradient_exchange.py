@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The seam between a round and whoever has tensors to combine: no optimizer, no hooks, no ``p.grad``.
 
 What comes out is compared to the bit with :class:`BruteForce`, which has all ranks in numpy.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A :class:`GradientExchange` whose messages are under way, are of a part of the merge buffers, or have everything."""
 
 from __future__ import annotations

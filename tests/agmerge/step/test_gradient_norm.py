@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`grad_norm()` and `norm_inflation`: against the norm of the exact mean, and what the noise should make of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """G1: what must be the same on every rank is compared before it is used, and the error says what differs and where."""
 
 from __future__ import annotations

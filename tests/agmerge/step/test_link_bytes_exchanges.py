@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`link_bytes` of every exchange, against what each collective must move, counted by rank in the backend."""
 
 from __future__ import annotations

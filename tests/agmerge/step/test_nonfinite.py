@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that are infinite or NaN: all ranks do the same, and nothing of the step is kept."""
 
 from __future__ import annotations

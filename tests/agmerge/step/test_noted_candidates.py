@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training has the same bits whether or not what is large was noted while gradients were added up."""
 
 from __future__ import annotations

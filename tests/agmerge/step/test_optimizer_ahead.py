@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``sparsify="ahead"``: every tensor is selected from by itself, so the plan says only what travels together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One attempt at a step: what leaves when, and what an attempt that is repeated or comes to nothing leaves behind."""
 
 from __future__ import annotations

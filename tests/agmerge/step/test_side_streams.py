@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Side streams by device: one each, kept over agreements; a device that is not the process's own is said once."""
 
 from __future__ import annotations

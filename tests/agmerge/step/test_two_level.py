@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``exchange="two-level"`` in whole steps: replicas, conservation by node, bytes between nodes, checkpoints."""
 
 from __future__ import annotations

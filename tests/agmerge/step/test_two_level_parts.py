@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nodes and shards: who belongs together, and what each rank of a node owns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``exchange="two-level"`` with whole gradients in few bits: dense in a node, quantised between nodes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The only writer of residuals: what was sent and what is left are together exactly what there was."""
 
 from __future__ import annotations

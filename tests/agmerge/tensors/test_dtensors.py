@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DTensors as what this rank holds of them, on the first of two pretended ranks."""
 
 from __future__ import annotations

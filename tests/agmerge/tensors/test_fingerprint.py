@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fingerprints: the same wherever they are computed, and another one for every bit, and every two."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where tensors lie: aligned, in readiness order, and every element in exactly one segment."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of squares: the same bits by every instruction set and without the compiled loops, and right to float64."""
 
 from __future__ import annotations

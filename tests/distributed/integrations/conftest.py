@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Put the folder above on the path: tests here use its launching.py, too."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that some ranks use and others do not, or nobody: what is applied, and what is kept."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What would train worse without a word: clipping a velocity under DistributedDataParallel, and steps of shards."""
 
 from __future__ import annotations

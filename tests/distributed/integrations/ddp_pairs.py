@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train the same network twice, under ddp.compress and by the wrapper, in many ways, and compare bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ddp.compress() refuses, and what a wrapper says of a model in DistributedDataParallel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What real workers do with agmerge.integrations.ddp: ``torchrun ddp_scenarios.py FOLDER [SCENARIO ...]``.
 
 Every rank writes what it saw as JSON. Those that are long run only where they are named.

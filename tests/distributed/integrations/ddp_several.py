@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several optimizers of one DistributedDataParallel, against one wrapper around as many, and the plain model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local steps under DistributedDataParallel, against the wrapper around the plain model."""
 
 from __future__ import annotations

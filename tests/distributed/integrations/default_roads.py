@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a script gets that names no compressor, on every road: ``torchrun ... default_roads.py FOLDER [SCENARIO ...]``.
 
 Each scenario trains a few steps with the road's own loop, on two workers; ``mesh`` on four.

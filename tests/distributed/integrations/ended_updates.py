@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole script that trains with ``sync="updates"`` and ends: ``ended_updates.py FOLDER ROAD END``.
 
 ``ROAD``: ``ddp``, ``accelerate`` or ``wrapper``. ``END``: ``close``, ``consolidate``, ``shared``, ``error`` or

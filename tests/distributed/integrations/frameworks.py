@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the scripts of this folder share: scenarios that run one after the other in one launch of two workers.
 
 ``python trainer_scenarios.py FOLDER [SCENARIO ...]`` under torchrun: every rank writes what it saw as JSON.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model of the FSDP2 scenarios, on four workers: two replicas of two shards each, and what it is compared with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates among replicas of shards, and checkpoints of all that they keep: the other scenarios of FSDP2."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What four workers do with FSDP2, run by torchrun: ``python fsdp2_scenarios.py FOLDER [SCENARIO ...]``.
 
 Every rank writes what it saw as JSON. They are two replicas of two shards each: ranks 0 and 1 share the first one.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start workers in a network of their own, so that the bytes that leave them can be counted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accelerate, on two real workers, in one launch."""
 
 from __future__ import annotations

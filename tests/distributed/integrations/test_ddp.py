@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """agmerge.integrations.ddp on two real workers: nearly all of it in one launch."""
 
 from __future__ import annotations

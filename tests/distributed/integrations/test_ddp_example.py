@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """examples/ddp_digits.py on two real workers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rule on every road: what a script gets that names no compressor."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scripts that train with ``sync="updates"`` by one line, and end: ranks have the same model, or it is said."""
 
 from __future__ import annotations

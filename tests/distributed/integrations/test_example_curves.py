@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Curves and bars of the examples on two real workers: the first alone draws, and a log file sees no bar."""
 
 from __future__ import annotations

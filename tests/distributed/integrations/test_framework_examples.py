@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples of the frameworks: two epochs on two workers, and two more from the checkpoint."""
 
 from __future__ import annotations

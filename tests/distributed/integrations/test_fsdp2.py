@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 and HSDP on four workers: what replicas exchange of their shards is what plain tensors of these would."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Trainer of transformers, on two real workers: most of it in one launch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What two workers do with the Trainer of transformers: ``torchrun ... trainer_scenarios.py FOLDER [SCENARIO ...]``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start workers without torch's compiler, which they do not use: its import takes a third of their start.
 
 Python imports this file at its start where the folder is on its path: see `environment` in launching.py. The first step
