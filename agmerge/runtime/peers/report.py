@@ -68,9 +68,11 @@ def report(own: Answer, answers: Mapping[int, Answer | PeerUnreachable], last_wo
     """
     made, call, step = Report(), own.call, own.step
     known = []
+    lost = False  # a rank is silent that has not said that it came to its end
     for rank, answer in answers.items():
         if isinstance(answer, PeerUnreachable):
             last = last_words.get(rank)
+            lost = lost or last is None or not last.ended
             text = _description_of_silent(answer, last)
         else:
             last, text = answer, f"it {answer.words}, for {time.monotonic() - answer.since:.1f} s"
@@ -86,6 +88,8 @@ def report(own: Answer, answers: Mapping[int, Answer | PeerUnreachable], last_wo
             if last.step == step and _different(last.call, call):
                 verb = "waited" if last.given_up else "waits"
                 made.elsewhere[rank] = f"rank {rank} {verb} for {last.call}"
+    # Where a rank was lost, the others may have called shutdown() in order to go on without it: no batches are uneven.
+    made.uneven = made.uneven and not lost
     made.late = bool(known) and all(one is not None and one.given_up and one.since < own.since for one in known)
     return made
 

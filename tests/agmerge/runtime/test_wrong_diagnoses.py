@@ -21,6 +21,7 @@ from agmerge.runtime import workers
 from agmerge.runtime.peers import answers, exit_guard, monitor
 from agmerge.runtime.peers.monitor import PeerMonitor, over
 from agmerge.runtime.peers.pauses import Pause
+from agmerge.runtime.peers.report import report
 from agmerge.runtime.peers.status_server import (
     ENDED,
     STUCK,
@@ -211,6 +212,16 @@ def test_who_left_without_a_failed_wait_may_have_had_fewer() -> None:
 
     text, missing = called(change)
     assert missing == (1,) and "optimizer.join()" in text
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_who_left_because_another_was_lost_had_no_fewer_batches(lost: bool) -> None:
+    """A survivor calls shutdown() in order to go on without the lost rank, while this one still waits."""
+    now = time.monotonic()
+    left = answers.Answer("has called agmerge.shutdown()", now, step=STEP, ended=True, over=True)
+    own = answers.Answer("waits", now, call=CALL, step=STEP)
+    text = report(own, {1: left, 2: PeerUnreachable(ENDED) if lost else own}, {}).text(CALL, {}, "", str)
+    assert "agmerge.shutdown()" in text and ("optimizer.join()" in text) is not lost
 
 
 # -- B4: too few open files ---------------------------------------------------------------------------------
