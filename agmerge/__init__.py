@@ -18,6 +18,7 @@ from agmerge import siblings  # noqa: F401 - first: it says where Python finds a
 import merging
 import sparsifiers
 from agmerge import testing
+from agmerge.checkpoint import elastic
 from agmerge.checkpoint.dcp import ResidualState
 from agmerge.checkpoint.gather import gather_state
 from agmerge.engine.outer import Nesterov
@@ -30,6 +31,7 @@ from agmerge.errors import (
     NonFiniteError,
     PeerLost,
     RankMismatchError,
+    TooFewWorkers,
 )
 from agmerge.ops import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
 from agmerge.optimizer import DistributedOptimizer, LocalOptimizer, LocalSync
@@ -69,6 +71,7 @@ from agmerge.runtime.collectives import (
 )
 from agmerge.runtime.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from agmerge.runtime.workers import (
+    Elastic,
     backend_name,
     init,
     is_initialized,
@@ -88,6 +91,7 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "DivergenceError",
+    "Elastic",
     "LocalOptimizer",
     "LocalSync",
     "Max",
@@ -103,6 +107,7 @@ __all__ = [
     "ReduceOp",
     "ResidualState",
     "Sum",
+    "TooFewWorkers",
     "__version__",
     "add_process_set",
     "allgather",
@@ -123,6 +128,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "elastic",
     "from_params",
     "gather_state",
     "global_process_set",
@@ -157,7 +163,6 @@ __all__ = [
 _HOROVODS = {
     "HorovodInternalError": "catch agmerge.AGMergeError",
     "SyncBatchNorm": "use horovod.torch's with Horovod, torch.nn's with torchrun",
-    "elastic": "import horovod.torch.elastic; its TorchState takes an agmerge.DistributedOptimizer",
     **dict.fromkeys(("start_timeline", "stop_timeline"), "optimizer.trace(path) records steps of ours"),
     **dict.fromkeys(
         ("mpi_built", "mpi_enabled", "gloo_built", "gloo_enabled", "nccl_built", "cuda_built", "mpi_threads_supported"),

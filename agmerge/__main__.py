@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the commands: ``python -m agmerge doctor``, ``build-horovod``, ``plan`` and ``advise``."""
+"""Run the commands: ``python -m agmerge doctor``, ``build-horovod``, ``plan``, ``advise`` and ``lighthouse``."""
 
 from __future__ import annotations
 
@@ -44,6 +44,12 @@ def parser() -> argparse.ArgumentParser:
     )
     advise.add_argument("script", help="a training script with agmerge.DistributedOptimizer")
     advise.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    lighthouse = commands.add_parser(
+        "lighthouse",
+        help="serve the place where the workers of an elastic job find each other, until it is interrupted",
+        epilog="On a machine that stays up; set AGMERGE_LIGHTHOUSE on every worker to what it prints.",
+    )
+    lighthouse.add_argument("--port", type=int, default=29510, help="TCP port at which it serves (default: 29510)")
     return whole
 
 
@@ -72,6 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from agmerge.cli import advise
 
         return advise.main(chosen.script, chosen.arguments)
+    if chosen.command == "lighthouse":
+        from agmerge.cli import lighthouse
+
+        return lighthouse.main(chosen.port)
     from agmerge.cli import build_horovod
 
     return build_horovod.main(force=chosen.force, nccl_wanted=chosen.nccl)

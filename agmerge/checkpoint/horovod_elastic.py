@@ -32,7 +32,7 @@ UNSAVED = (
 
 def prepare(kind: type[torch.optim.Optimizer]) -> None:
     """Make ``TorchState(optimizer=...)`` save optimizers of ``kind`` by a :class:`TorchStateHandler`, if needed."""
-    if workers.elastic():
+    if workers.launched_elastic():
         horovod_elastic.register(kind, TorchStateHandler)
 
 

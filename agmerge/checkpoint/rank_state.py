@@ -199,7 +199,7 @@ def _read(reducer: AnyReducer, section: Mapping[str, Any], own: bool) -> Restore
     if exchange.group.comm is None:
         restored.shard, restored.carried.origin = shard, saved  # it knows its node when it connects
     if (updates is None) is (exchange.agreed.config.sync.updates is not None):
-        restored.updates = None if updates is None else _common_part(updates)
+        restored.updates = None if updates is None else common_part(updates)
         warnings.warn(OTHER_SYNC, stacklevel=4)
     elif other_part := _other_part(reducer, section):
         restored.updates, restored.inner = None, None
@@ -213,7 +213,7 @@ def _read(reducer: AnyReducer, section: Mapping[str, Any], own: bool) -> Restore
     elif updates is not None or any(section[plural] for plural in (*KINDS.values(), "window")):
         what = "residuals and momenta" if section["momenta"] else "residuals"
         if updates is not None:
-            what, restored.updates = "carried updates", _common_part(updates)
+            what, restored.updates = "carried updates", common_part(updates)
         warnings.warn(
             f"the checkpoint's {what} are rank {saved[0]}'s of {saved[1]}{_shard_text(shard)}, this is rank {place[0]} "
             f"of {place[1]}{_shard_text(restored.shard)}: they are dropped and start from zero. Load the file that "
@@ -308,7 +308,7 @@ def _check_updates(reducer: AnyReducer, updates: Mapping[str, Any] | None) -> No
         _check_shapes(reducer, state, None)
 
 
-def _common_part(updates: Mapping[str, Any]) -> dict[str, Any]:
+def common_part(updates: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that are equal on all ranks in those that one of them has saved: shared parameters."""
     return {**updates, "own": {}, "displacements": {}}
 

@@ -22,8 +22,9 @@ from agmerge.engine.sampled_updates import Norms, Place, Sample, norms_of, place
 from agmerge.engine.scaled_down import NormBound, common_factor
 from agmerge.errors import warn
 from agmerge.exchanges.message.format import Flag
+from agmerge.step.combined import Combined
 from agmerge.step.config import Config
-from agmerge.step.gradient_exchange import Combined, GradientExchange
+from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
 
 WHOLE = 0.9  # a dense gradient's norm, relative to the one seen, from which on no warning is given
@@ -74,7 +75,7 @@ class ClippingWatch:
         self._sample = None
         if self._exchange.agreed.config is not self._config:
             self._follow_config()
-        if not self._matters or combined.skipped or combined.flags & Flag.JOINED:
+        if not self._matters or combined.skipped or combined.flags & Flag.JOINED or not combined.is_whole:
             return
         if self._seen is not None:
             self._judge(*self._seen)

@@ -25,8 +25,8 @@ from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
 from agmerge.planning.replanner import Replanner
 from agmerge.step.agreed_state import Plans
+from agmerge.step.combined import Combined
 from agmerge.step.config import Config
-from agmerge.step.gradient_exchange import Combined
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.parameters import ParameterTable
 

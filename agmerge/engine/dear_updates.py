@@ -13,7 +13,7 @@ from torch.optim import optimizer as optimizers
 
 from agmerge.errors import AGMergeError
 from agmerge.exchanges import InFlight
-from agmerge.step.gradient_exchange import Combined
+from agmerge.step.combined import Combined
 
 _PLAIN = (bool, int, float, str, tuple, type(None))  # values of a group that compare with ==
 

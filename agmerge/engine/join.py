@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from agmerge.backends.handshake import gather_bytes
+from agmerge.engine import elastic_refusals
 from agmerge.engine.reducer import Reducer
 from agmerge.engine.replicas import level_replicas
 from agmerge.engine.update_reducer import UpdateReducer
@@ -30,6 +31,7 @@ def join(reducer: Reducer | UpdateReducer, step: Callable[[], object]) -> int:
         reducer: of the optimizer that joins.
         step: takes a step with the gradients as ``synchronize()`` left them.
     """
+    elastic_refusals.refuse_feature("join()")
     if reducer.exchange.agreed.config.sync.model is not None:
         raise ValueError("join() with merging='dear' is not built yet: give every rank the same number of batches")
     if not reducer.combines_gradients:

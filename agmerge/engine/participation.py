@@ -3,23 +3,27 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from agmerge.backends import status, torch_objects
+from agmerge.engine import elastic_refusals
 from agmerge.engine.replicas import compare_replicas
-from agmerge.errors import DISTRIBUTED_DATA_PARALLEL, OTHER_SHARDS
+from agmerge.errors import DISTRIBUTED_DATA_PARALLEL, OTHER_SHARDS, NoAnswer, warn
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.runtime import process_sets, workers
 from agmerge.step.agreed_state import OnAgreement, Plans, TensorTable
+from agmerge.step.combined import Combined
 from agmerge.step.config import Config
-from agmerge.step.gradient_exchange import GradientExchange
+from agmerge.step.gradient_exchange import Due, GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.step.round import GradientOf
 from agmerge.step.treatments import check_patterns
 from agmerge.tensors.parameters import ParameterTable
 from agmerge.version import __version__
@@ -37,11 +41,20 @@ def open_exchange(
         config: for the first agreement. Raises ``ValueError`` where it does not fit the parameters.
         on_agreement: returns the maker of plans from measured times.
     """
+    if workers.can_regroup():
+        elastic_refusals.refuse(config, members)
     check_patterns(config, (members.name_of(parameter) for parameter in members.name_all()))
-    exchange = GradientExchange(table, config, on_agreement, workers.current)
+    exchange = GradientExchange(table, config, on_agreement, workers.current, _notices, survives=workers.can_regroup())
+    if workers.can_regroup():
+        elastic_refusals.admit(exchange)
     if config.merging.plan is not None:
         config.merging.plan.check(len(exchange.agreed.members()))
     return exchange
+
+
+def _notices() -> int:
+    """Return flags of messages that begin now."""
+    return Flag.NEWCOMER if workers.newcomers_wait() else 0
 
 
 def weakly(method: OnAgreement) -> OnAgreement:
@@ -74,6 +87,8 @@ class Participation:
     def __init__(self, exchange: GradientExchange, compared: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self.exchange, self._compared_tensors = exchange, compared
         self.flag = Flag.ACTIVE  # in this rank's messages; JOINED in joined()
+        self.lets_in = False  # the messages of the last exchange have said that newcomers wait
+        self.changes: dict[str, float] = {"lost": 0, "arrived": 0, "repeated": 0, "seconds": 0.0}  # of an elastic group
         self._has_compared = False  # replicas, after the first step among these workers
 
     @property
@@ -118,6 +133,57 @@ class Participation:
             config = config.changed(partial=before)  # tensors that have a residual by now stay sparse
         self.exchange.reconfigure(config, what, advice)
 
+    def finish(
+        self,
+        connect: Callable[[], None],
+        gradient_of: GradientOf,
+        due: Due | None = None,
+        nonfinite: Sequence[str] = (),
+    ) -> Iterator[Combined]:
+        """Collective. Yield what :meth:`GradientExchange.finish` returns.
+
+        Where workers can be lost, the exchange goes on among the survivors, in a group that ``connect`` connects to.
+        Then all but the last of what is yielded are parts: the caller applies and commits each.
+        """
+        while True:
+            try:
+                connect()
+                combined = self.exchange.finish(gradient_of, self.flag, due, nonfinite)
+            except NoAnswer as error:
+                if self.exchange.group.kept is None:
+                    raise
+                if self.exchange.fault.lost is None:
+                    self.exchange.fault.record(error)
+                caught_up = self._regroup()
+                if caught_up is None:
+                    continue
+                combined = caught_up
+            self.lets_in = bool(combined.flags & Flag.NEWCOMER) and not combined.is_part
+            yield combined
+            if not combined.is_part:
+                return
+
+    def _regroup(self) -> Combined | None:
+        """Collective. Form a group of the survivors; return what :meth:`GradientExchange.catch_up` does."""
+        began, before = time.monotonic(), workers.size()
+        while True:
+            try:
+                caught_up = self.exchange.catch_up(workers.regroup())
+                break
+            except NoAnswer as error:  # another one is lost
+                self.exchange.fault.record(error)
+        self.changes["lost"] += before - workers.size()
+        self.changes["repeated"] += caught_up is None or caught_up.is_part
+        self.changes["seconds"] += time.monotonic() - began
+        left = f"{workers.size()} of {before} workers go on"
+        warn(f"in step {self.exchange.agreed.step} a worker was lost: {left}", workers.rank())
+        return caught_up
+
+    def count_arrivals(self, count: int) -> None:
+        """Count newcomers that were let in."""
+        self.changes["arrived"] += count
+        self.lets_in = False
+
     @contextmanager
     def joined(self) -> Iterator[None]:
         """Announce inside that this rank has no batches left: its messages carry only residuals."""
@@ -133,9 +199,11 @@ class Participation:
         ``compares``: replicas are comparable now. They are after the first exchange, and after every ``check_every``.
         """
         exchange, guards = self.exchange, self.exchange.agreed.config.guards
+        if exchange.group.kept is not None and self.outdated:
+            return  # a worker was lost during this exchange: the next one begins with the survivors
         status.current().enter("is in its script, before a backward pass", exchange.agreed.step)
         is_due = not self._has_compared or (guards.check_every and exchange.agreed.steps % guards.check_every == 0)
-        with exchange.fault.recording():
+        with exchange.fault.surviving():
             if compares and is_due:  # G11
                 assert exchange.group.comm is not None
                 compare_replicas(exchange.group.comm, self._compared_tensors(), exchange.agreed.steps, guards.timeout)

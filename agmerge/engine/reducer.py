@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from agmerge.backends import status
+from agmerge.engine import elastic_refusals
 from agmerge.engine.backward_passes import BackwardPasses
 from agmerge.engine.clipping_watch import ClippingWatch
 from agmerge.engine.gathered import DenseTable, GatheredGradients, gathered_of, takes_sparse_alone
@@ -34,8 +35,9 @@ from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.planning.replanner import Replanner
 from agmerge.runtime import workers
 from agmerge.step.agreed_state import Plans
+from agmerge.step.combined import Combined
 from agmerge.step.config import Config
-from agmerge.step.gradient_exchange import Combined, GradientExchange
+from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
@@ -57,6 +59,8 @@ class Reducer:
 
     def __init__(self, members: ParameterTable, config: Config, listener: GradientListener | None = None) -> None:
         gathered = bool(gathered_of(members))
+        if gathered:
+            elastic_refusals.refuse_feature("a module with sparse=True, of which gradients are gathered,")
         if config.sync.sparse_as_dense and all(map(takes_sparse_alone, optimizers_of(members.optimizer))):
             raise ValueError("sparse_as_dense=True: SparseAdam takes sparse gradients alone; leave it out")
         self.members, table = members, DenseTable(members) if gathered else members
@@ -71,7 +75,7 @@ class Reducer:
         self._combines = True  # in step(); False in skip_synchronize(), where they are combined already
         self._clipping = ClippingWatch(self.exchange)
         self._hooks = GradientHooks(listener or self.passes)
-        alone = workers.is_initialized() and workers.size() == 1 and not workers.elastic()
+        alone = workers.is_initialized() and workers.size() == 1 and not workers.launched_elastic()
         self._hooks.attach((member.parameter for member in self.exchange.agreed.members()), members, alone=alone)
 
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans:
@@ -130,14 +134,16 @@ class Reducer:
             status.current().enter("is in step()", self.exchange.agreed.step)
             changed = self.passes.handed_over.error(self.members, self.exchange.agreed.steps, self.remedy)
             try:
-                combined = self.exchange.finish(self.passes.late, self.participation.flag)
+                for combined in self.participation.finish(self.connect, self.passes.late):
+                    self.flags_of_all, self.skipped = combined.flags, combined.skipped
+                    with self.exchange.fault.recording():
+                        self._attach(combined)
+                        if combined.is_part:
+                            self.exchange.commit()
             except BaseException:
                 if not self.exchange.fault:  # all ranks are at the same place, and go on with the next step
                     self.discard()
                 raise
-            self.flags_of_all, self.skipped = combined.flags, combined.skipped
-            with self.exchange.fault.recording():
-                self._attach(combined)
             if changed is not None:
                 self.discard()
                 raise changed
@@ -167,9 +173,11 @@ class Reducer:
         check_attachable(combined, self.exchange, is_active=self.participation.flag == Flag.ACTIVE)
         self._clipping.note(combined)
         set_gradient = self.passes.gradients.set
-        for parameter, update in zip(combined.buffers.flat.parameters, combined.updates.values(), strict=True):
+        parameters, slot_of = combined.buffers.flat.parameters, combined.buffers.slot_of
+        updated = [parameters[slot_of[name].index] for name in combined.updates]
+        for parameter, update in zip(updated, combined.updates.values(), strict=True):
             set_gradient(parameter, update)
-        self.passes.scaling.multiply(p.grad for p in combined.buffers.flat.parameters if p.grad is not None)
+        self.passes.scaling.multiply(parameter.grad for parameter in updated if parameter.grad is not None)
 
     @contextmanager
     def taking_combined(self) -> Iterator[None]:
@@ -303,7 +311,7 @@ def check_attachable(combined: Combined, exchange: GradientExchange, *, is_activ
                 f"parameter {slot.name!r} changed from {slot.tensor_class.dtype} on {slot.tensor_class.device} to "
                 f"{parameter.dtype} on {parameter.device} between backward() and step(); change it between steps"
             )
-    if not any(combined.used) and is_active:
+    if not any(combined.used) and is_active and combined.is_whole:
         warnings.warn(NO_GRADIENT, stacklevel=7)
     if exchange.agreed.changed:
         known = set(buffers.flat.parameters)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from agmerge.step.gradient_exchange import Combined
+from agmerge.step.combined import Combined
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.dtensors import is_dtensor
 

@@ -82,6 +82,10 @@ class ShardedSteps:
         """Forget the group of workers."""
         self._begun, self._looks, self._before = False, 0, []
 
+    def stop(self) -> None:
+        """Check no more steps, of this group of workers or another one."""
+        self._looks, self._before = 0, []
+
     def noting(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Return ``closure``, if there is one, followed by :meth:`note`: it makes the gradients of the step."""
         if closure is None or not self._looks:

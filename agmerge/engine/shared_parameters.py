@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 
@@ -24,7 +25,8 @@ from agmerge.engine.sent_pieces import (
     subtract,
     update_of,
 )
-from agmerge.step.gradient_exchange import Combined, GradientExchange
+from agmerge.step.combined import Combined
+from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.updates import Outer
 from agmerge.tensors.difference import Difference
 
@@ -44,9 +46,12 @@ def place(base: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype)
 class SharedParameters(ABC):
     """Shared parameters ``base``, and this worker's ``own``, which are moved together by the combined updates.
 
-    ``exchange``: of the deltas. ``outer``: makes the optimizer that moves ``base`` by the combined ones;
+    ``in_parameters``: the class keeps unsent updates in the worker's own parameters. ``exchange``: of the deltas.
+    ``outer``: makes the optimizer that moves ``base`` by the combined ones;
     None: ``base`` moves by exactly these. ``overlap``: the optimizer steps between sending and receiving a delta.
     """
+
+    in_parameters: ClassVar[bool]
 
     def __init__(self, exchange: GradientExchange, outer: Outer | None, *, overlap: bool) -> None:
         self.base: Tensors = {}
@@ -164,6 +169,8 @@ class UnsentInParameters(SharedParameters):
     The exchange has no residual: its memory is :class:`sparsifiers.memories.HandBack`.
     """
 
+    in_parameters = True
+
     def expected(self, name: str) -> torch.Tensor:
         return self.base[name]
 
@@ -235,6 +242,8 @@ class UnsentInResidual(SharedParameters):
     ``applied``: a worker's own contain it all the same, rounded: 16 bits could not hold it exactly. Else all workers
     compute with ``base``.
     """
+
+    in_parameters = False
 
     def __init__(self, exchange: GradientExchange, outer: Outer | None, *, applied: bool) -> None:
         super().__init__(exchange, outer, overlap=False)

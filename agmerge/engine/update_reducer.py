@@ -74,7 +74,8 @@ class UpdateReducer:
         if not self.exchange.group.settled:
             check_not_averaged(self.members)
             self._connect_rescaled()
-        if not self.exchange.group.alone:
+        # Who comes to an elastic job later is at other steps than those that it looks at: the first ones of all.
+        if not self.exchange.group.alone and not (workers.can_regroup() and self.exchange.agreed.steps):
             assert self.exchange.group.comm is not None
             self._sharded.begin(together=self.exchange.group.comm.size == workers.size())
 
@@ -85,14 +86,19 @@ class UpdateReducer:
         self.participation.connect()
         comm = self.exchange.group.comm
         if origin is not None and comm is not None and comm.size != origin[1]:
-            factor = comm.size / origin[1]
+            # Where a worker is lost the steps of the exchange under way count once; residuals are scaled elsewhere.
+            scaled = shared.in_parameters or not workers.can_regroup()
+            factor = comm.size / origin[1] if scaled else 1.0
             shared.put({name: displacement * factor for name, displacement in displaced.items()})
 
     def leave(self) -> None:
         """Forget the group of workers, and messages under way: they count as not sent."""
         self.participation.leave()
         self._receive_at = None
-        self._sharded.forget()
+        if workers.can_regroup():
+            self._sharded.stop()  # the survivors of a lost worker may be at different places of their first steps
+        else:
+            self._sharded.forget()
         self.replica.shared.forget_sent()
 
     def reconfigure(self, config: Config, what: str, advice: str) -> None:
@@ -143,7 +149,7 @@ class UpdateReducer:
         self.replica.strayed.stepped(says=workers.rank() == 0 and workers.bound() is None)
         if self._receive_at is None:  # else parameters are about to move by others' updates
             assert self.exchange.group.comm is not None
-            with self.exchange.fault.recording():
+            with self.exchange.fault.surviving():
                 self._sharded.compare(self.exchange.group.comm, self.exchange.agreed.config.guards.timeout)
         if self._receive_at is not None and steps.count >= self._receive_at:
             self._receive()
@@ -171,12 +177,12 @@ class UpdateReducer:
     def _receive(self) -> None:
         """Collective. Receive and apply the exchange that is due, or under way."""
         announced, self._announced, self._receive_at = self._announced, (), None
-        combined = self.exchange.finish(self.replica.shared.delta, self.participation.flag, self._due, announced)
-        with self.exchange.fault.recording():
-            self.exchange.commit()
-            self.replica.shared.apply(combined)
-            combined.buffers.forget_round()
-        self.flags_of_all = combined.flags or int(Flag.ACTIVE)  # without a message all are active
+        for combined in self.participation.finish(self.connect, self.replica.shared.delta, self._due, announced):
+            with self.exchange.fault.recording():
+                self.exchange.commit()
+                self.replica.shared.apply(combined)
+                combined.buffers.forget_round()
+            self.flags_of_all = combined.flags or int(Flag.ACTIVE)  # without a message all are active
         self.participation.end_exchange()
 
     @torch.no_grad()

@@ -145,6 +145,10 @@ class PeerLost(NoAnswer):
     """Error: another rank has left, so that a collective can never end."""
 
 
+class TooFewWorkers(AGMergeError):
+    """Error: an elastic job has had fewer workers than it needs for longer than it waits."""
+
+
 class MessageError(AGMergeError):
     """Error: a message that arrived is damaged, or belongs to another step, plan or buffer."""
 

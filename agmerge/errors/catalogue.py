@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agmerge.errors.problems_in_training import IN_TRAINING
+from agmerge.errors.problems_of_elastic import OF_ELASTIC
 from agmerge.errors.problems_of_settings import OF_SETTINGS
 
 # Where the project lives. Placeholders (``.example`` is nobody's) until it has a home: change them here, and all links
@@ -39,7 +40,7 @@ class Problem:
 @functools.cache
 def catalogue() -> tuple[Problem, ...]:
     """Return all problems, in the order in which a text is looked up."""
-    return tuple(Problem(*row) for row in (*IN_TRAINING, *OF_SETTINGS))
+    return tuple(Problem(*row) for row in (*OF_ELASTIC, *IN_TRAINING, *OF_SETTINGS))
 
 
 @functools.cache

@@ -178,7 +178,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         self._set_up(optimizer, named_parameters, options, are_new=True)
         try:
             horovod_elastic.prepare(DistributedOptimizer)
-            if not workers.elastic():  # there new workers are alone until all begin the next step
+            # In an elastic job newcomers connect when all begin the next step.
+            if not (workers.launched_elastic() or workers.can_regroup()):
                 self._reducer.connect()
             notices.warn_of_changes(self._reducer.exchange, self._inner, None)
         except BaseException:

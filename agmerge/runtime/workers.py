@@ -5,15 +5,23 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import cast
 
 from agmerge.backends import Backend, registry, slurm, status, timeouts
+from agmerge.backends.generations import NEWCOMERS, Generations
+from agmerge.backends.generations import Elastic as Elastic
 from agmerge.backends.registry import ALONE, BACKENDS, detect
 from agmerge.errors import AGMergeError
 from agmerge.runtime.peers import exit_guard, monitor
 
 # Backends of workers: a thread of an in-memory group has one of its own, all others share the process's.
 _process: Backend | None = None  # None: init() was not called; written by _set_process alone
-_thread = threading.local()  # .backend; written by bind alone
+_thread = threading.local()  # .backend, .regroup; written by bind alone
+_job: Generations | None = None  # of an elastic job; None: it is not; written by _set_process alone
+Regroup = Callable[[bool], Backend]  # whether it lets newcomers in: forms the next group of workers
+LIGHTHOUSE = "AGMERGE_LIGHTHOUSE"
 _looked = False  # the last init() of the process looked for others; the script had not named a backend
 
 OTHERS_LATER = (
@@ -23,8 +31,11 @@ OTHERS_LATER = (
 )
 
 
-def init(backend: str | None = None) -> None:
+def init(backend: str | None = None, *, elastic: bool | Elastic = False) -> None:
     """Collective. Join the other workers.
+
+    ``elastic``: workers may die, and others come (docs/elastic.md): wait until the lighthouse that
+    ``AGMERGE_LIGHTHOUSE`` names lets this one in; :class:`agmerge.Elastic` has more options.
 
     ``backend``: ``"horovod"``, ``"torch"``, ``"mpi"`` or ``"local"`` (this process alone); None: detected, see
     :func:`agmerge.backends.registry.detect`. A second call is allowed and does nothing. Raises ``ValueError`` for an
@@ -38,8 +49,11 @@ def init(backend: str | None = None) -> None:
             )
         return
     env = os.environ
+    if elastic:
+        _init_elastic(backend, _options_of(elastic, env))
+        return
     name = backend or detect(env)
-    if elastic() and name != "horovod":
+    if launched_elastic() and name != "horovod":
         raise AGMergeError(
             f"HOROVOD_ELASTIC=1, but the backend is {name!r}: workers that come and go are Horovod's; leave "
             "AGMERGE_BACKEND and backend= out, or launch with a fixed number of workers"
@@ -60,7 +74,7 @@ def init(backend: str | None = None) -> None:
             "built for another launcher. `python -m agmerge doctor` says which launchers work here"
             + ("; under srun, AGMERGE_BACKEND=torch needs none" if slurm.launched(env) else "")
         )
-    if opened.size > 1 and not elastic() and not monitor.is_open():
+    if opened.size > 1 and not launched_elastic() and not monitor.is_open():
         monitor.open(opened.rank, monitor.over(opened, timeout))
     _set_process(opened, looked=backend is None and not env.get("AGMERGE_BACKEND"))
 
@@ -71,13 +85,37 @@ def listen() -> None:
     In an elastic job it waits for the first step: newcomers are alone until all begin one.
     """
     backend = None if bound() is not None else _process
-    if elastic() and backend is not None and backend.size > 1 and not monitor.is_open():
+    if launched_elastic() and backend is not None and backend.size > 1 and not monitor.is_open():
         monitor.open(backend.rank, monitor.over(backend, timeouts.default()))
 
 
-def elastic() -> bool:
-    """Return whether this process was launched to be joined and left by others."""
+def launched_elastic() -> bool:
+    """Return whether Horovod has launched this process to be joined and left by others."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def _options_of(elastic: bool | Elastic, env: Mapping[str, str]) -> Elastic:
+    """Return the options of an elastic job, with the lighthouse of the environment where none is named."""
+    options = Elastic() if elastic is True else cast(Elastic, elastic)
+    if not options.lighthouse:
+        options = replace(options, lighthouse=env.get(LIGHTHOUSE, ""))
+    if not options.lighthouse.rpartition(":")[2].isdigit():
+        raise AGMergeError(
+            f"init(elastic=True): {LIGHTHOUSE}={options.lighthouse!r} is no host:port. Start `python -m agmerge "
+            f"lighthouse` on a machine that stays up, and set {LIGHTHOUSE} on every worker to what it prints"
+        )
+    return options
+
+
+def _init_elastic(backend: str | None, options: Elastic) -> None:
+    """Collective. Join an elastic job."""
+    if backend not in (None, "torch"):
+        raise AGMergeError(
+            f"init(backend={backend!r}, elastic=True): workers that come and go are connected by torch's Gloo. Leave "
+            "backend= out; under horovodrun use horovod.torch.elastic (docs/checkpoints.md)"
+        )
+    job = Generations(options, timeouts.default())
+    _set_process(job.group.backend, job=job)
 
 
 def adopt() -> None:
@@ -102,19 +140,27 @@ def shutdown() -> None:
     if _process is not None and bound() is None:
         monitor.ended("has called agmerge.shutdown()")
         monitor.close()
+        if _job is not None:
+            _job.close()
         _process.close()
         _set_process(None)
 
 
-def _set_process(backend: Backend | None, *, looked: bool = False) -> None:
-    """Make ``backend`` the one of this process; None: it has none any more. ``looked``: the script had not named it."""
-    global _process, _looked
-    _process, _looked = backend, looked
+def _set_process(backend: Backend | None, *, looked: bool = False, job: Generations | None = None) -> None:
+    """Make ``backend`` the one of this process; None: it has none any more. ``looked``: the script had not named it.
+
+    ``job``: the elastic one that it is of.
+    """
+    global _process, _looked, _job
+    _process, _looked, _job = backend, looked, job
 
 
-def bind(backend: Backend | None) -> None:
-    """Make ``backend`` this thread's own (None: the process's again). For in-memory groups."""
-    _thread.backend = backend
+def bind(backend: Backend | None, regroup: Regroup | None = None) -> None:
+    """Make ``backend`` this thread's own (None: the process's again). For in-memory groups.
+
+    ``regroup``: forms the next group where one of its ranks is lost; None: the others end, too.
+    """
+    _thread.backend, _thread.regroup = backend, regroup
     status.bind_thread(backend is not None)
 
 
@@ -143,6 +189,33 @@ def renew() -> None:
     if _process is not None:
         monitor.close()  # its ranks are other workers' now
         _set_process(_process.renewed())
+
+
+def can_regroup() -> bool:
+    """Return whether the others go on without a worker that is lost."""
+    return _job is not None or getattr(_thread, "regroup", None) is not None
+
+
+def newcomers_wait() -> bool:
+    """Return whether workers wait to be let in, as far as this one knows."""
+    return _job is not None and _job.newcomers_wait
+
+
+def regroup(*, lets_in: bool = False) -> Backend:
+    """Collective. Form the next group of all that are there still, and return its communicator of all workers.
+
+    ``lets_in``: with the workers that wait; all say the same. Raises :class:`agmerge.TooFewWorkers` where too few are
+    left for longer than this worker waits.
+    """
+    form: Regroup | None = getattr(_thread, "regroup", None)
+    if form is not None:
+        backend = form(lets_in)
+        bind(backend, form)
+        return backend
+    assert _job is not None and _process is not None
+    backend = _job.after(_process, *([NEWCOMERS] if lets_in else [])).backend
+    _set_process(backend, job=_job)
+    return backend
 
 
 def current(backend: Backend | None) -> bool:

@@ -169,11 +169,13 @@ class AgreedState:
         """Agree again in the next step, with all state unchanged. Budgets by importance are chosen anew."""
         self.restore(replace(self.current.copied(), budgets=None), self.steps)
 
-    def end_step(self, left_out: Iterable[Slot]) -> None:
-        """End a step, as :meth:`FlatBuffers.end_step` does, and count it."""
+    def end_step(self, left_out: Iterable[Slot], *, counts: bool = True) -> None:
+        """End a step, as :meth:`FlatBuffers.end_step` does, and count it; ``counts`` False: it has another part."""
         buffers = self.buffers
         assert buffers is not None
         buffers.flat.end_step(left_out)
+        if not counts:
+            return
         self.steps = self.step = self.step + 1
         self.totals.stepped(len(buffers.messages), buffers.layout.numel, buffers.flat.tensors.numel)
 

@@ -10,10 +10,9 @@ raises a flag in its messages; then every rank discards the round, agrees again 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 
@@ -25,58 +24,20 @@ from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.step_times import StoppedClock
 from agmerge.step.agreed_state import AgreedState, OnAgreement, TensorTable
 from agmerge.step.carried_state import CarriedState
+from agmerge.step.combined import Combined
 from agmerge.step.config import TWO_LEVEL, Config
 from agmerge.step.fault import Fault
 from agmerge.step.gradient_norm import GradientNorm
 from agmerge.step.group import Group
+from agmerge.step.kept_results import KeptResults
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.nonfinite_verdict import resolve_nonfinite
 from agmerge.step.round import GradientOf, Round
+from agmerge.step.settling import NEW, Position, Settled, settle
 from agmerge.step.two_level_round import TwoLevelRound
 from agmerge.tensors.difference import Difference
-from agmerge.tensors.layout import Slot
 
 Due = Callable[[int], Collection[int]]  # of so many merge buffers, the numbers of those that are exchanged
-
-
-class Combined:
-    """Result of one round. Tensors are views, valid until the next round begins."""
-
-    def __init__(self, attempt: Round, zero_unused: bool, norm: GradientNorm | None = None) -> None:
-        self._round, self._zero_unused, self._norm = attempt, zero_unused, norm
-        self.buffers: MergeBuffers = attempt.buffers
-        self.skipped = attempt.nonfinite  # the step comes to nothing: a rank has found an infinity or NaN
-        self.used: Sequence[bool] = attempt.used  # by slot: whether any rank had a tensor
-        self.flags = attempt.flags_of_all  # flags of all ranks, see Flag
-
-    @cached_property
-    def updates(self) -> Mapping[str, torch.Tensor | None]:
-        """Return the combined tensor of each name, in the shape and strides of the table's.
-
-        None: no rank had one, and no residual of it was sent. All are infinite in a skipped step. Nothing is computed
-        in a step in which this is not read. Tensors in ``buffers.store.received`` are missing.
-        """
-        received = {slot.name for segment, *_ in self.buffers.store.received for slot in segment.slots}
-        updates = {
-            slot.name: self.buffers.flat.update(slot) if self._zero_unused or self._round.has_update(slot) else None
-            for slot in self._round.slots()
-            if slot.name not in received
-        }
-        if self._norm is not None:
-            self._look_at([slot for slot in self._round.slots() if updates.get(slot.name) is not None], self._norm)
-        self.buffers.flat.in_place.let_go()  # else gradients would be held until the next backward pass
-        return updates
-
-    def _look_at(self, slots: Sequence[Slot], norm: GradientNorm) -> None:
-        """Give the updates of ``slots``, which exist, to ``norm``."""
-        of, noises = self.buffers.flat.updates.of, self._round.noises
-        noisy = {slot.index for slot in slots if noises and self.buffers.is_quantised(slot)}
-        norm.take(
-            (of(slot) for slot in slots if slot.index not in noisy),
-            (of(slot) for slot in slots if slot.index in noisy),
-            noises,
-            may_hold=not any(slot.index in self.buffers.flat.in_place for slot in slots),
-        )
 
 
 class GradientExchange:
@@ -85,7 +46,9 @@ class GradientExchange:
     :meth:`connect` once. In each step :meth:`ready` for each tensor as soon as it exists, :meth:`finish` for the
     combined ones, :meth:`commit` to keep the residuals, and ``agreed.replan()`` if plans may change. Or :meth:`discard`
     in place of ``commit``: then nothing of the step is kept. ``is_current`` returns whether ``world``, from which it
-    was connected, still exists: where it does not, nothing is sent before it is connected again.
+    was connected, still exists: where it does not, nothing is sent before it is connected again. ``notices``: returns
+    further flags for the messages of a round that begins. ``survives``: if a rank is lost the others go on, see
+    :meth:`catch_up`; the results of collectives are kept for that.
     """
 
     def __init__(
@@ -94,15 +57,21 @@ class GradientExchange:
         config: Config,
         on_agreement: OnAgreement = lambda buffers, times: None,
         is_current: Callable[[Backend | None], bool] = lambda world: True,
+        notices: Callable[[], int] = lambda: 0,
+        *,
+        survives: bool = False,
     ) -> None:
-        self.group = Group()
-        self.fault = Fault(self.group.abort)
+        self.group = Group(KeptResults() if survives else None)
+        self.fault = Fault(self.group.abort, survives=survives)
         self.agreed = AgreedState(table, config, on_agreement, self.group)
-        self._is_current = is_current
+        self._is_current, self._notices = is_current, notices
         self.norm = GradientNorm()  # of the last step, where gradients are combined before it ends
         self._handed: dict[str, torch.Tensor | None] = {}  # gradients of this step, in readiness order
         self._round: Round | None = None  # under way
         self._why_given_up = ""  # while this rank gives a step up: why
+        self._rounds = 0  # that were received to their end
+        self._is_received = False  # the round under way was, and is neither committed nor discarded
+        self._parts = 0  # merge buffers of this step that are committed, in an earlier group
 
     # -- the group ------------------------------------------------------------------------------------------------
 
@@ -171,20 +140,21 @@ class GradientExchange:
         ``stays``: the caller keeps it in any case.
         """
         self.fault.check()
-        held, attempt = tensor, self._attempt()
+        held, attempt = tensor, None if self.fault.lost else self._attempt()
         # A tensor that joined the table since the last agreement has no place: the next agreement gives it one.
         if attempt is not None and not attempt.dirty and name in attempt.buffers.slot_of:
             try:
                 held = attempt.add(attempt.buffers.slot_of[name], tensor, stays=stays)
             except BaseException as error:  # as fault.recording() does, without a generator a tensor
                 self.fault.record(error)
-                raise
+                if self.fault.lost is None:
+                    raise
         self._handed[name] = held
         return held
 
     def agree(self) -> MergeBuffers:
         """Collective. Return the merge buffers. Before the first agreement, all ranks agree first."""
-        self.fault.check()
+        self._check()
         with self.fault.recording():
             return self.agreed.agree_anew([]) if self.agreed.buffers is None else self.agreed.buffers
 
@@ -199,7 +169,7 @@ class GradientExchange:
 
         Arguments are those of :meth:`finish`. Before the first agreement nothing is sent.
         """
-        self.fault.check()
+        self._check()
         with self.fault.recording():
             attempt = self._attempt(flags, due, nonfinite)
             if attempt is not None:
@@ -225,7 +195,7 @@ class GradientExchange:
         def late(name: str) -> torch.Tensor | Difference | None:
             return self._handed[name] if name in self._handed else gradient_of(name)
 
-        self.fault.check()
+        self._check()
         with self.fault.recording():
             attempt = self._attempt(flags, due, nonfinite)
             if attempt is None or not attempt.receive(late):
@@ -237,14 +207,25 @@ class GradientExchange:
                     raise AGMergeError("parameters changed while ranks agreed on them; change them between steps")
             if attempt.is_complete:  # a round of some merge buffers teaches nothing about the plan
                 self.agreed.times.observe(attempt.recorder)
+        return self._received(attempt)
+
+    def _received(self, attempt: Round) -> Combined:
+        """Collective. Return what a round has combined, to its end, or raise the error of all ranks."""
+        with self.fault.recording():
             error = resolve_nonfinite(attempt)
             if attempt.nonfinite:
                 attempt.undo()
+        self._is_received = True
         if error is not None:
             self.discard()
             raise error
-        now = self.agreed.config.sync.updates is None and self.agreed.config.sync.model is None
-        return Combined(attempt, self.agreed.config.sync.zero_unused, self.norm if now else None)
+        return self._combined(attempt)
+
+    def _combined(self, attempt: Round, *, is_part: bool = False) -> Combined:
+        sync, norm = self.agreed.config.sync, None
+        if sync.updates is None and sync.model is None:
+            norm = self.norm
+        return Combined(attempt, sync.zero_unused, norm, is_part=is_part, follows=self._parts > 0)
 
     def give_up(self, why: str) -> None:
         """Collective. End the round under way with nothing, on all ranks: theirs raise :class:`agmerge.AGMergeError`.
@@ -270,15 +251,90 @@ class GradientExchange:
         residual and momentum stay as before the step.
         """
         assert self._round is not None
-        self.agreed.end_step(self._round.left_out(unused=drops_unused))
-        self._handed, self._round = {}, None
+        is_part = not self._is_received
+        self.agreed.end_step(self._round.left_out(unused=drops_unused), counts=not is_part)
+        self._round = None
+        if not is_part:
+            self._end_round()
 
     def discard(self) -> None:
         """Discard the step: residuals and the compressor's state are as before it."""
         if self._round is not None:
             self._round.undo()
             self._round.buffers.flat.in_place.let_go()
-        self._handed, self._round = {}, None
+        self._round = None
+        self._end_round()
+
+    def _end_round(self) -> None:
+        """Forget the tensors of the round that has ended: the next one begins."""
+        self._handed, self._parts = {}, 0
+        if self._is_received:
+            self._rounds, self._is_received = self._rounds + 1, False
+            if self.group.kept is not None:
+                self.group.kept.conclude()
+
+    # -- without a rank that was lost -------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> Position:
+        """Return how far this rank is, to be compared with others of its group."""
+        if self._is_received:
+            return Position(self._rounds + 1, 0)
+        received = 0 if self._round is None or self._round.comes_to_nothing else self._round.received
+        return Position(self._rounds, max(self._parts, received))
+
+    def catch_up(self, survivors: Backend) -> Combined | None:
+        """Collective. Go on where that rank of ``survivors`` is that is furthest: its results count for all.
+
+        Returns what this rank has still got of the round under way; None: nothing, and all of it is to be exchanged
+        again. Either way the exchange is to be connected anew first, once what is returned is committed.
+        """
+        kept, attempt, own = self.group.kept, self._round, self.position
+        assert kept is not None
+        outcome = settle(survivors, own, kept, self.agreed.config.guards.timeout)
+        target = outcome.position
+        self.fault.record(None)
+        if target.rounds == own.rounds and target.buffers == self._parts:
+            self._give_round_up()
+            return None
+        assert attempt is not None, "others have received a message that this rank has not sent"
+        kept.replay(outcome.results)
+        try:
+            if target.rounds > own.rounds:
+                attempt.receive(lambda name: self._handed[name])  # sent already: nothing is asked for
+                return self._received(attempt)
+            attempt.receive_first(target.buffers)
+        finally:
+            kept.replay(None)
+        # Of those to be exchanged again: they may lie where the end of this round is about to write.
+        self._handed = {name: None if held is None else held.clone() for name, held in self._handed.items()}
+        attempt.cut(target.buffers)
+        part, self._parts = self._combined(attempt, is_part=True), target.buffers
+        return part
+
+    def meet(self, members: Backend, *, is_new: bool) -> Settled:
+        """Collective. Settle with ``members`` of a new group, between two steps; a newcomer is where the others are.
+
+        ``is_new``: this rank has nothing yet. The exchange is to be connected anew first.
+        """
+        kept, own = self.group.kept, NEW if is_new else self.position
+        assert kept is not None and not self.under_way
+        outcome = settle(members, own, kept, self.agreed.config.guards.timeout, gives=True)
+        self._rounds = max(outcome.position.rounds, 0)
+        return outcome
+
+    def _give_round_up(self) -> None:
+        """Forget the round under way, but not its tensors."""
+        if self._round is not None:
+            self._round.undo()
+            self._round.buffers.flat.in_place.let_go()
+        self._round = None
+
+    def _check(self) -> None:
+        """Raise the error that has ended the exchange, or that of a rank that was lost meanwhile."""
+        self.fault.check()
+        if self.fault.lost is not None:
+            raise self.fault.lost
 
     @property
     def under_way(self) -> bool:
@@ -313,10 +369,12 @@ class GradientExchange:
         kind = TwoLevelRound if buffers.config.merging.exchange == TWO_LEVEL else Round
         buffers.forget_round()
         numbers = None if due is None else due(len(buffers.plan.counts))
+        if self._parts:  # the others are committed
+            all_of_them = range(len(buffers.plan.counts)) if numbers is None else numbers
+            numbers = [number for number in all_of_them if number >= self._parts]
         clock = buffers.clock if self.agreed.times.measures_next(buffers.clock) else StoppedClock()
-        attempt = kind(
-            buffers, self.agreed.step, self.agreed.totals, dirty=dirty, flags=flags, due=numbers, clock=clock
-        )
+        step, totals, flags = self.agreed.step, self.agreed.totals, flags | self._notices()
+        attempt = kind(buffers, step, totals, dirty=dirty, flags=flags, due=numbers, clock=clock)
         attempt.guard.report(nonfinite)
         if self._why_given_up:
             attempt.guard.give_up(self._why_given_up)

@@ -42,23 +42,33 @@ class GradientNorm:
         self._known = False
 
     def take(
-        self, exact: Iterable[torch.Tensor], noisy: Iterable[torch.Tensor], noises: Sequence[Noise], *, may_hold: bool
+        self,
+        exact: Iterable[torch.Tensor],
+        noisy: Iterable[torch.Tensor],
+        noises: Sequence[Noise],
+        *,
+        may_hold: bool,
+        adds: bool = False,
     ) -> None:
         """Look at the combined gradients of a step, which may be changed afterwards. No device is waited for.
 
         Without noise they are read only once a norm has been asked for: a pass over a gradient costs 1 % of a step.
 
         ``exact``: contiguous tensors without noise; ``noisy``: those with the noise of ``noises``, one of each message.
-        ``may_hold``: whether all of them lie in memory that stays; else none is referred to after this call.
+        ``may_hold``: whether all of them lie in memory that stays; else none is referred to after this call. ``adds``:
+        they are others of the same step.
         """
-        self._noises, self._known, self._unread = tuple(noises), True, list(exact)
-        self._noisy = list(map(squares_of, noisy))
-        if self._noises or self._is_wanted or not may_hold:
+        if not adds:
+            self._exact, self._noisy, self._noises = [], [], ()
+        self._noises, self._known, self._unread = (*self._noises, *noises), True, list(exact)
+        self._noisy += map(squares_of, noisy)
+        if self._noises or self._is_wanted or adds or not may_hold:
             self._read()
 
     def _read(self) -> None:
         """Compute the squares of the gradients that were not read yet."""
-        self._exact, self._unread = list(map(squares_of, self._unread)), []
+        self._exact += map(squares_of, self._unread)
+        self._unread = []
 
     def norm(self) -> float:
         """Return the norm without the noise: an unbiased estimate of its square, of which the root is taken, or 0.

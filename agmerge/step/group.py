@@ -11,13 +11,18 @@ from agmerge.backends import Backend, topology
 from agmerge.backends.handshake import Fact, require_agreement
 from agmerge.backends.warm_up import warm_up
 from agmerge.step.config import TWO_LEVEL, Config
+from agmerge.step.kept_results import KeptBackend, KeptResults
 from agmerge.step.side_streams import SideStreams
 
 
 class Group:
-    """Ranks of one exchange, from :meth:`connect` to :meth:`leave`; none before and after."""
+    """Ranks of one exchange, from :meth:`connect` to :meth:`leave`; none before and after.
 
-    def __init__(self) -> None:
+    ``kept``: keeps the results of collectives, for ranks that go on when one is lost; None: they do not.
+    """
+
+    def __init__(self, kept: KeptResults | None = None) -> None:
+        self.kept = kept
         self.world: Backend | None = None  # from which it was connected
         self.comm: Backend | None = None  # of its own
         self.second: Backend | None = None  # another one of the same ranks, for second phases; None: not needed, so far
@@ -56,6 +61,9 @@ class Group:
         self._devices = devices
         if comm is None:
             return
+        if self.kept is not None:
+            self.comm = comm = KeptBackend(comm, self.kept)
+            self.second = None if second is None else KeptBackend(second, self.kept)
         self.side.serve(devices)
         advice = "Give every rank the same model and the same arguments."
         require_agreement(comm, facts, what="DistributedOptimizer", advice=advice, timeout=config.guards.timeout)
@@ -76,6 +84,8 @@ class Group:
         if 2 < self.comm.size == self.world.size and self.nodes is None:
             self.second = self.comm.duplicate("agmerge optimizer, second phases", config.guards.timeout)
             warm_up(self.second, self._devices, config.guards.timeout)
+            if self.kept is not None:
+                self.second = KeptBackend(self.second, self.kept)
 
     def assume(self, shard: tuple[int, int] | None) -> None:
         """Use a checkpoint's ``shard`` until there is a group, which has its own."""

@@ -7,7 +7,7 @@ residuals are as they were, so a round can be discarded and repeated after a new
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -57,6 +57,7 @@ class Round:
         self.used = [False] * len(buffers.layout.slots)  # by slot: any rank has a gradient, once all of them are there
         self.nonfinite = False  # a rank has found a gradient that is not finite: the attempt must leave no trace
         self.noises: list[Noise] = []  # of the updates that messages have brought
+        self.received = 0  # merge buffers of which all messages have been read, the first ones of the plan
         self.guard = NonFiniteGuard()
         self.recorder = StepRecorder(clock or buffers.clock, len(buffers.layout.slots), len(buffers.messages))
         self._under_way = MessagesUnderWay(buffers, totals, self.recorder)
@@ -86,6 +87,22 @@ class Round:
         for slot in self.slots() if unused else ():
             if not self.used[slot.index]:
                 yield slot
+
+    @property
+    def comes_to_nothing(self) -> bool:
+        """Return whether ranks are known to repeat or to skip it: whatever has been received does not count."""
+        return self.nonfinite or bool(self.flags_of_all & Flag.REPLAN)
+
+    def cut(self, buffers: int) -> None:
+        """End with the first ``buffers`` merge buffers, which have been received: the others never will be.
+
+        Their tensors count as not exchanged in this round.
+        """
+        first = range(buffers)
+        self._due = first if self._due is None else set(first).intersection(self._due)
+        left_out = {slot.index for slot in self.slots(due=False)}
+        self.nonfinite = False  # what is left out may have said so
+        self._settle([used or index in left_out for index, used in enumerate(self.used)])
 
     # -- 1. gradients in, messages out --------------------------------------------------------------------------
 
@@ -187,16 +204,36 @@ class Round:
         self.add_all(gradient_of)
         try:
             with self.buffers.side.within():
-                return self._receive()
+                agreed = self._receive(len(self._under_way.sent))
+                if agreed and not self.nonfinite:
+                    self._settle(self.used)
+                return agreed
         finally:
             self.let_go()
 
-    def _receive(self) -> bool:
-        """Collective. Wait for all messages and write every update; return the result of :meth:`receive`."""
+    def _settle(self, used: Sequence[bool]) -> None:
+        """Finish updates, all of which are there. ``used``: by slot, whether any rank has a gradient."""
+        self.buffers.flat.settle(used)
+        self.totals.sent(self.buffers.flat.updates.gather(self.buffers.flat.arenas), 0)
+
+    def receive_first(self, buffers: int) -> bool:
+        """Collective. Wait for the first so many merge buffers, which have been sent, and write their updates.
+
+        Those that have been received already, before an error, are left out. Returns as :meth:`receive` does.
+        """
+        try:
+            with self.buffers.side.within():
+                return self._receive(buffers)
+        finally:
+            self.let_go()
+
+    def _receive(self, buffers: int) -> bool:
+        """Collective. Wait for so many merge buffers and write their updates, as :meth:`receive_first` does."""
         self._under_way.queue(writes=not self.dirty)
-        agreed = is_first = True
-        for buffer, messages in enumerate(self._under_way.sent):
-            if not messages:
+        agreed = not self.flags_of_all & Flag.REPLAN
+        is_first = not self.received
+        for buffer, messages in enumerate(self._under_way.sent[:buffers]):
+            if buffer < self.received or not messages:
                 continue
             headers = self._under_way.headers(buffer)
             self.nonfinite |= any(header.flags & Flag.NONFINITE for header in headers)
@@ -208,9 +245,7 @@ class Round:
             for (message, _), header in zip(messages, headers, strict=True):
                 for slot, used in zip(message.slots, header.used, strict=True):
                     self.used[slot.index] |= used and agreed
-        if agreed and not self.nonfinite:
-            self.buffers.flat.settle(self.used)
-            self.totals.sent(self.buffers.flat.updates.gather(self.buffers.flat.arenas), 0)
+            self.received = buffer + 1
         return agreed
 
     def has_update(self, slot: Slot) -> bool:

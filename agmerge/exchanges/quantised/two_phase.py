@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agmerge.backends import Handle
-from agmerge.errors import MessageError
+from agmerge.errors import MessageError, NoAnswer
 from agmerge.exchanges.all_reduce import in_rank_order
 from agmerge.exchanges.base import AHEAD, ExchangeContext, InFlight, Noise, SegmentBuffers
 from agmerge.exchanges.message.format import RoundHeader
@@ -74,7 +74,7 @@ class TwoPhaseExchange(QuantisedExchange):
         There it does nothing but in :meth:`start`.
         """
         while self._first_phase and self._is_due(self._first_phase[0]):
-            self._add_up(self._first_phase.popleft())
+            self._add_up_next()
 
     def _is_due(self, pending: InFlight) -> bool:
         return len(self._first_phase) > AHEAD if pending.on_device else pending.handle.done()
@@ -82,7 +82,12 @@ class TwoPhaseExchange(QuantisedExchange):
     def _add_up_all(self) -> None:
         """Collective. Start all second phases, waiting for the first ones."""
         while self._first_phase:
-            self._add_up(self._first_phase.popleft())
+            self._add_up_next()
+
+    def _add_up_next(self) -> None:
+        """Collective. Start the next second phase. After an error it is the next one still."""
+        self._add_up(self._first_phase[0])
+        self._first_phase.popleft()
 
     def _add_up(self, pending: InFlight) -> None:
         """Collective. Add up this rank's shard of a message after its first phase, and start the second one."""
@@ -131,6 +136,8 @@ class TwoPhaseExchange(QuantisedExchange):
         """
         try:
             self._add_up_all()
+        except NoAnswer:  # an elastic group may end them with the results of others
+            raise
         except BaseException:
             self._first_phase.clear()  # their second phases would be calls that other ranks do not make
             raise

@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrappers connect in their first step, as they do in an elastic job."""
-    monkeypatch.setattr(workers, "elastic", lambda: True)
+    monkeypatch.setattr(workers, "launched_elastic", lambda: True)
     monkeypatch.setattr(horovod_elastic, "prepare", lambda kind: None)  # there is no Horovod to be told
 
 

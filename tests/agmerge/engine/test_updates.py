@@ -26,7 +26,7 @@ from agmerge.engine.sent_pieces import pieces_by_name
 from agmerge.options.arguments import Options
 from agmerge.options.meaning import check_meaning
 from agmerge.options.resolve import resolve
-from agmerge.step.gradient_exchange import Combined
+from agmerge.step.combined import Combined
 
 MODEL = seeded(mlp)
 STEPS = 7

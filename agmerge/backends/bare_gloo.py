@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gloo without a world of torch.distributed: process groups that can be left behind when one of their ranks is lost."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from agmerge.backends.base import Backend, Handle
+from agmerge.backends.torch import AT_ONCE, LEAST_BY_NEIGHBOURS
+from agmerge.backends.torch_errors import translated
+from agmerge.errors import CollectiveTimeout, PeerLost
+
+SLICE = 0.1  # seconds between two looks whether others have given the group up
+LOST = "{}: a worker of this group is lost ({})"
+
+
+class Broken:
+    """Whether a group has been given up, and why: the same object for all communicators of a generation."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.why = ""
+
+    def __bool__(self) -> bool:
+        return self._event.is_set()
+
+    def give_up(self, why: str) -> None:
+        """Give the group up, for good: its collectives raise."""
+        if not self:
+            self.why = why
+            self._event.set()
+
+
+class BareHandle(Handle):
+    """Handle of Gloo's work that also ends where others have given the group up. Keeps its tensors alive."""
+
+    def __init__(self, work: Any, name: str, ranks: Sequence[int], broken: Broken, *tensors: torch.Tensor) -> None:
+        super().__init__(name, ranks)
+        self._work, self._broken, self._tensors = work, broken, tensors
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def _wait(self, timeout: float) -> None:
+        left = timeout
+        while True:
+            if self._broken and not self._work.is_completed():
+                raise PeerLost(LOST.format(self._name, self._broken.why))
+            try:
+                with translated(self._name, f" within {timeout:g} s"):
+                    self._work.wait(timedelta(seconds=min(SLICE, left)))
+            except CollectiveTimeout:
+                left -= SLICE
+                if left <= 0:
+                    raise
+            except PeerLost as error:
+                self._broken.give_up(error.words)
+                raise
+            else:
+                self._tensors = ()
+                return
+
+
+class BareGloo(Backend):
+    """Backend over a ``ProcessGroupGloo`` of its own.
+
+    ``dist``: the module ``torch.distributed``. ``store``: of the group's own, which all ranks use. ``place``: (local
+    rank, local size). ``broken``: of the generation.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self, dist: Any, store: Any, rank: int, size: int, place: tuple[int, int], timeout: float, broken: Broken
+    ) -> None:
+        self._dist, self._store, self._timeout, self._broken = dist, store, timeout, broken
+        self.rank, self.size, (self.local_rank, self.local_size) = rank, size, place
+        self._children = 0
+        with translated("init()"):
+            self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+
+    @property
+    def through_host(self) -> bool:
+        return True
+
+    def scatters_by_all_reduce(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def _start(self, name: str, start: Callable[[], Any], *tensors: torch.Tensor) -> Handle:
+        if self._broken:
+            raise PeerLost(LOST.format(name, self._broken.why))
+        try:
+            with translated(name):
+                work = start()
+        except PeerLost as error:
+            self._broken.give_up(error.words)
+            raise
+        return BareHandle(work, name, range(self.size), self._broken, *tensors)
+
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
+        kind = getattr(self._dist.ReduceOp, op.upper())
+        return self._start(name, lambda: self._group.allreduce([tensor], kind), tensor)
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        if 2 < self.size <= AT_ONCE and 0 < tensor.nbytes < LEAST_BY_NEIGHBOURS:
+            copies = tensor.repeat(self.size)
+            return self._start(name, lambda: self._group.alltoall_base(out, copies, [], []), out, copies)
+        return self._start(name, lambda: self._group._allgather_base(out, tensor), out, tensor)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        out_splits: Sequence[int],
+        splits: Sequence[int],
+        name: str,
+    ) -> Handle:
+        lengths = list(out_splits), list(splits)
+        return self._start(name, lambda: self._group.alltoall_base(out, tensor, *lengths), out, tensor)
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        return self._start(name, lambda: self._group._reduce_scatter_base(out, tensor), out, tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
+        return self._start(name, lambda: self._group.broadcast(tensor, root), tensor)
+
+    def barrier(self, name: str) -> Handle:
+        return self.all_reduce(torch.zeros(1), name)
+
+    def duplicate(self, label: str, timeout: float) -> BareGloo:
+        self._children += 1
+        store = self._dist.PrefixStore(f"copy {self._children}", self._store)
+        place = self.local_rank, self.local_size
+        return BareGloo(self._dist, store, self.rank, self.size, place, timeout, self._broken)
+
+    def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> BareGloo | None:
+        self._children += 1
+        if self.rank not in ranks:
+            return None
+        store = self._dist.PrefixStore(f"part {self._children} of {list(ranks)}", self._store)
+        place, rank = (self.local_rank, self.local_size), list(ranks).index(self.rank)
+        return BareGloo(self._dist, store, rank, len(ranks), place, timeout, self._broken)
+
+    def drop(self) -> None:
+        group, self._group = self._group, None
+        if self._broken and group is not None:
+            # To destroy it is to wait for what is under way, perhaps for a worker that is lost: it stays.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    def close(self) -> None:
+        self.drop()

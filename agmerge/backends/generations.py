@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generations of an elastic job over Gloo: a thread watches the workers of this one, and forms the next.
+
+It forms it even while the script computes, in a long backward pass say: the script finds the new group at its next
+exchange.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from agmerge.backends import addresses, torch_store
+from agmerge.backends.bare_gloo import BareGloo, Broken
+from agmerge.backends.base import Backend
+from agmerge.backends.membership import HURRY, Generation, Membership
+from agmerge.errors import AGMergeError, NoAnswer
+
+BEAT = 0.2  # seconds between two signs of life
+NEWCOMERS = "newcomers are let in"
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Options of an elastic job, see docs/elastic.md.
+
+    ``lighthouse``: host:port of ``python -m agmerge lighthouse``; empty: as ``AGMERGE_LIGHTHOUSE`` says.
+    ``min_workers``: with fewer of them none trains. ``suspect``: seconds without a sign of life after which a worker
+    counts as lost. ``patience``: seconds to wait for the lighthouse, and for ``min_workers``.
+    """
+
+    lighthouse: str = ""
+    min_workers: int = 1
+    suspect: float = 5.0
+    patience: float = 600.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Generation, and this worker's communicator in it."""
+
+    generation: Generation
+    backend: BareGloo
+    broken: Broken
+
+
+class Generations:
+    """This worker's way through the generations of one job.
+
+    Collective: returns from the constructor when this worker is in a generation. ``timeout``: seconds, for connecting,
+    and longest of a collective.
+    """
+
+    def __init__(self, options: Elastic, timeout: float) -> None:
+        self._dist = _torch_distributed()
+        self._options, self._timeout = options, timeout
+        host, _, port = options.lighthouse.rpartition(":")
+        self._lighthouse = host, int(port)
+        own = _own_address(host)
+        name = addresses.interface(own)
+        if name and not os.environ.get(torch_store.INTERFACE):
+            os.environ[torch_store.INTERFACE] = name  # else Gloo listens where this machine's name leads
+        torch_store.check_interface()
+        # Serves the group of each generation in which this worker is the oldest.
+        self._server = self._dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        self._membership = Membership(
+            self._connect(options.patience), socket.gethostname(), own, self._server.port, options.min_workers
+        )
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None  # with which the thread has ended
+        self._newcomers_wait = self._closing = False
+        self._wake = threading.Event()
+        self._threads = [
+            threading.Thread(target=run, name=f"agmerge {name}", daemon=True)
+            for name, run in (("lives", self._live), ("watches", self._watch))
+        ]
+        self._threads[0].start()
+        self._group = self._formed(None, lets_in=False)
+        self._threads[1].start()
+        # A thread that comes back from torch's C++ once the interpreter has ended would end the process by SIGABRT.
+        atexit.register(self.close)
+
+    @property
+    def group(self) -> Group:
+        """Return the present generation."""
+        return self._group
+
+    @property
+    def newcomers_wait(self) -> bool:
+        """Return whether workers wait to be let in."""
+        return self._newcomers_wait
+
+    def after(self, present: Backend, why: str = "a worker is lost") -> Group:
+        """Collective. Give the group of ``present`` up, and return the one that follows it.
+
+        ``why``: ``NEWCOMERS`` lets in those that wait. Raises what has ended the search for one, such as
+        :class:`agmerge.TooFewWorkers`.
+        """
+        with self._changed:
+            if self._group.backend is present:
+                self._group.broken.give_up(why)
+                self._wake.set()
+            self._changed.wait_for(lambda: self._group.backend is not present or self._error is not None)
+            if self._error is not None:
+                raise self._error
+            return self._group
+
+    def close(self) -> None:
+        """Leave the job: the others go on."""
+        if self._closing:
+            return
+        self._closing = True
+        with suppress(RuntimeError):  # the lighthouse is gone
+            self._membership.leave()
+            self._membership.give_up(self._group.generation.number, "a worker has left")
+        self._wake.set()
+        for thread in self._threads:
+            thread.join(5 * BEAT)
+
+    def _connect(self, patience: float) -> Any:
+        """Return a connection to the job's store. Raises :class:`agmerge.AGMergeError` where there is none."""
+        host, port = self._lighthouse
+        try:
+            return self._dist.TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience)
+            )
+        except RuntimeError as error:
+            raise AGMergeError(
+                f"no lighthouse answers at {host}, port {port}, within {patience:g} s: start one there, by "
+                f"`python -m agmerge lighthouse --port {port}`, or set AGMERGE_LIGHTHOUSE to where it is ({error})"
+            ) from error
+
+    # -- threads ------------------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        """Give signs of life until the end."""
+        store, key = self._connect(self._options.patience), f"beat/{self._membership.own.number}"
+        while not self._closing:
+            try:
+                store.add(key, 1)
+            except RuntimeError:  # the lighthouse is gone, perhaps for a moment
+                with suppress(AGMergeError):
+                    store = self._connect(self._options.patience)
+            time.sleep(BEAT)
+
+    def _watch(self) -> None:
+        """Look for workers that are lost, and form the next generation whenever this one has broken."""
+        while not self._closing:
+            self._wake.wait(BEAT)
+            try:
+                why = self._why_broken()
+                if not why or self._closing:
+                    continue
+                self._wake.clear()
+                self._group.broken.give_up(why)
+                self._membership.give_up(self._group.generation.number, why)
+                formed = self._formed(self._group.generation, lets_in=why == NEWCOMERS)
+            except RuntimeError as error:
+                if isinstance(error, AGMergeError):
+                    with self._changed:
+                        self._error = error
+                        self._changed.notify_all()
+                    return
+                with suppress(AGMergeError):  # the lighthouse is gone: training goes on without it
+                    self._membership.reconnect(self._connect(self._options.patience))
+                continue
+            with self._changed:
+                self._group = formed
+                self._changed.notify_all()
+
+    def _why_broken(self) -> str:
+        """Return why this generation is to be given up; empty: it is not."""
+        generation, membership = self._group.generation, self._membership
+        own = self._group.broken.why
+        if own:
+            return own
+        said = membership.why_given_up(generation.number)
+        if said is not None:
+            return said
+        self._newcomers_wait = membership.newcomers_wait()
+        return self._lost(generation, self._options.suspect)
+
+    def _lost(self, generation: Generation, suspect: float) -> str:
+        """Return which worker has been silent for ``suspect`` seconds, in words; empty: none has."""
+        for rank, one in enumerate(generation.members):
+            if rank != generation.own and self._membership.silence(one.number) > suspect:
+                return f"no sign of worker {one.number} on {one.host} for {suspect:g} s"
+        return ""
+
+    def _formed(self, before: Generation | None, *, lets_in: bool) -> Group:
+        """Collective. Return the next generation, connected. One that breaks meanwhile is followed by another."""
+        while True:
+            before = self._membership.next(before, self._options.patience, lets_in=lets_in)
+            lets_in, broken = False, Broken()
+            try:
+                return Group(before, self._opened(before, broken), broken)
+            except NoAnswer as error:
+                self._membership.give_up(before.number, str(error))
+
+    def _opened(self, generation: Generation, broken: Broken) -> BareGloo:
+        """Collective. Connect the members of a generation."""
+        oldest, dist = generation.members[0], self._dist
+        hosts = [one.host for one in generation.members]
+        place = hosts[: generation.own].count(hosts[generation.own]), hosts.count(hosts[generation.own])
+
+        def connect() -> BareGloo:
+            store = dist.TCPStore(
+                oldest.address, oldest.port, is_master=False, wait_for_workers=False,
+                timeout=timedelta(seconds=self._timeout),
+            )  # fmt: skip
+            prefixed = dist.PrefixStore(f"generation {generation.number}", store)
+            return BareGloo(dist, prefixed, generation.own, len(hosts), place, self._timeout, broken)
+
+        return _unless(lambda: self._cannot_form(generation), connect, self._timeout)
+
+    def _cannot_form(self, generation: Generation) -> str:
+        return self._membership.why_given_up(generation.number) or self._lost(generation, HURRY)
+
+
+def _unless(why: Callable[[], str], call: Callable[[], BareGloo], timeout: float) -> BareGloo:
+    """Return the result of ``call()``, on a thread; raise once ``why()`` says why it will not come, or too late."""
+    results: list[BareGloo] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name="agmerge connects", daemon=True)
+    thread.start()
+    end = time.monotonic() + timeout
+    while thread.is_alive() and time.monotonic() < end:
+        thread.join(BEAT / 4)
+        reason = why() if thread.is_alive() else ""
+        if reason:
+            raise NoAnswer(f"init(): the workers of a generation could not connect: {reason}")
+    if results:
+        return results[0]
+    if errors and isinstance(errors[0], NoAnswer):
+        raise errors[0]
+    raise NoAnswer(f"init(): the workers of a generation could not connect ({errors[0] if errors else 'too late'})")
+
+
+def _own_address(lighthouse: str) -> str:
+    """Return the address at which other workers reach this one: the one that leads to the host of the lighthouse."""
+    own = addresses.towards(lighthouse)
+    if addresses.only_here(own) and not addresses.only_here(socket.gethostbyname(lighthouse)):
+        with suppress(OSError):  # the machine's own name leads to its loopback
+            own = addresses.reachable([lighthouse], os.environ)
+    return own or "127.0.0.1"
+
+
+def serve(port: int) -> Any:
+    """Return a store for the workers of a job, which this process serves as long as it is referred to."""
+    return _torch_distributed().TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+
+
+def _torch_distributed() -> Any:
+    import torch.distributed as dist
+
+    return dist

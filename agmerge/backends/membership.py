@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Membership of an elastic job: which workers there are, and which of them form the next generation.
+
+All of it lies in one of torch's stores, which ``python -m agmerge lighthouse`` serves: each worker has a number there,
+in the order of arrival, and raises a counter as long as it lives. A generation is decided by one ``compare_set``, so
+there is one decision, even if two workers make it. Workers that cannot reach the store are in none: there are never
+two trainings.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from agmerge.errors import AGMergeError, TooFewWorkers
+
+POLL = 0.02  # seconds between two looks at the store
+HURRY = 1.0  # seconds without a beat after which a worker that others wait for, to regroup, counts as lost
+
+
+class Store(Protocol):
+    """Store of torch's, as far as it is used: ``TCPStore``, and in memory ``HashStore``."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a value; wait for one."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, and return it."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all keys are there."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Write ``desired`` where the value is ``expected``, or there is none; return the value of then."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Worker as others see it."""
+
+    number: int  # in the order of arrival, from 1
+    host: str  # its machine's name
+    address: str  # at which others reach the store that it serves
+    port: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Workers that train together, from a change to the next one."""
+
+    number: int  # from 1
+    members: tuple[Worker, ...]  # in the order of their ranks: the oldest first
+    own: int  # this worker's rank
+    newcomers: tuple[int, ...]  # ranks of those that were not in the generation before
+
+
+class Membership:
+    """One worker's place in an elastic job.
+
+    ``store``: of the whole job. ``own``: this worker; its number is given here. ``least``: workers without which none
+    trains. ``now``: a clock, in seconds.
+    """
+
+    def __init__(
+        self, store: Store, host: str, address: str, port: int, least: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store, self._least, self._now = store, least, now
+        self.own = Worker(store.add("workers", 1), host, address, port)
+        store.set(f"worker/{self.own.number}", json.dumps(asdict(self.own)))
+        self._seen: dict[int, tuple[bytes, float]] = {}  # by number: its last beat, and when that was new here
+        self._arrived = 0  # workers that had come when the present generation began
+        self.beat()
+
+    def reconnect(self, store: Store) -> None:
+        """Use another connection to the store, which may have been started again, empty: say who this worker is."""
+        self._store = store
+        if not store.check([f"worker/{self.own.number}"]):
+            while store.add("workers", 0) < self.own.number:
+                store.add("workers", 1)
+            store.set(f"worker/{self.own.number}", json.dumps(asdict(self.own)))
+
+    # -- signs of life ------------------------------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """Say that this worker lives."""
+        self._store.add(f"beat/{self.own.number}", 1)
+
+    def silence(self, number: int) -> float:
+        """Return for how many seconds no new beat of a worker has been seen here; 0 at the first look."""
+        key, now = f"beat/{number}", self._now()
+        beat = self._store.get(key) if self._store.check([key]) else b""
+        before = self._seen.get(number)
+        if before is None or before[0] != beat:
+            self._seen[number] = (beat, now)
+        return now - self._seen[number][1]
+
+    def leave(self) -> None:
+        """Say that this worker takes part in no later generation."""
+        self._store.set(f"left/{self.own.number}", "")
+
+    def has_left(self, number: int) -> bool:
+        """Return whether a worker has said that it leaves."""
+        return self._store.check([f"left/{number}"])
+
+    # -- the present generation ---------------------------------------------------------------------------------------
+
+    def give_up(self, generation: int, why: str) -> None:
+        """Say that a generation has broken: all of its members are to form the next one."""
+        self._store.set(f"broken/{generation}", why)
+
+    def why_given_up(self, generation: int) -> str | None:
+        """Return why a member has given a generation up; None: no member has."""
+        key = f"broken/{generation}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def newcomers_wait(self) -> bool:
+        """Return whether workers have come since the present generation began."""
+        return self._store.add("workers", 0) > self._arrived
+
+    # -- the next one -------------------------------------------------------------------------------------------------
+
+    def next(self, before: Generation | None, patience: float, *, lets_in: bool) -> Generation:
+        """Collective. Return the next generation, once it is decided.
+
+        Args:
+
+            before: this worker's generation; None: it has none, and waits to be let in.
+            patience: seconds, after which :class:`TooFewWorkers` is raised.
+            lets_in: newcomers may be in it, where there is a generation already; all members say the same.
+        """
+        end = self._now() + patience
+        if before is None:
+            return self._join(end)
+        number = before.number + 1
+        self._store.set(f"asks/{number}/{self.own.number}", "")
+        while (decided := self._decided(number)) is None:
+            living = [one.number for one in before.members if self._lives(one.number, number)]
+            asking = [one for one in living if self._store.check([f"asks/{number}/{one}"])]
+            if asking == living and asking and asking[0] == self.own.number:
+                known = {one.number for one in before.members}
+                new = self._waiting(known) if lets_in else []
+                if len(asking) + len(new) >= self._least:
+                    self._decide(number, [*asking, *new])
+            self._pause(end, len(living))
+        return self._generation(number, decided, [one.number for one in before.members])
+
+    def _join(self, end: float) -> Generation:
+        """Return the first generation that this worker is in."""
+        number, came, since = 1, 0, self._now()
+        while True:
+            while (decided := self._decided(number)) is not None:
+                if self.own.number in decided:
+                    earlier = self._decided(number - 1) or []
+                    return self._generation(number, decided, earlier)
+                number += 1
+            if number == 1:  # none trains yet: the first of those that are there decides, once no other comes
+                there = self._waiting(set())
+                if len(there) != came:
+                    came, since = len(there), self._now()
+                if there[0] == self.own.number and len(there) >= self._least and self._now() - since >= HURRY:
+                    self._decide(1, there)
+            self._pause(end, came)
+
+    def _decide(self, number: int, members: Sequence[int]) -> None:
+        self._store.compare_set(f"members/{number}", "", json.dumps(list(members)))
+
+    def _decided(self, number: int) -> list[int] | None:
+        key = f"members/{number}"
+        members: list[int] | None = json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return members
+
+    def _lives(self, number: int, generation: int) -> bool:
+        """Return whether a member is to be waited for: it asks for the generation, or has beaten a moment ago."""
+        if self.has_left(number):
+            return False
+        return number == self.own.number or self.silence(number) < HURRY
+
+    def _waiting(self, known: Collection[int]) -> list[int]:
+        """Return the numbers of workers that live and are in no generation; ``known``: those of this one."""
+        first = max(self._arrived, max(known, default=0)) + 1
+        come = range(first, self._store.add("workers", 0) + 1)
+        return [one for one in come if one == self.own.number or (not self.has_left(one) and self.silence(one) < HURRY)]
+
+    def _generation(self, number: int, decided: Sequence[int], before: Sequence[int]) -> Generation:
+        self._arrived = max(self._arrived, *decided)
+        if self.own.number not in decided:
+            raise AGMergeError(
+                f"the other workers go on without this one, number {self.own.number}: it was silent for {HURRY:g} s or "
+                "more when they formed a group. Start it again: it comes back as a newcomer"
+            )
+        members = tuple(Worker(**json.loads(self._store.get(f"worker/{one}"))) for one in decided)
+        new = tuple(rank for rank, one in enumerate(decided) if one not in before)
+        return Generation(number, members, list(decided).index(self.own.number), new)
+
+    def _pause(self, end: float, there: int) -> None:
+        if self._now() > end:
+            raise TooFewWorkers(
+                f"an elastic job of at least {self._least} workers has had {there} for longer than it waits "
+                "(patience=). What is in memory can be saved; start more workers, or lower min_workers"
+            )
+        time.sleep(POLL)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of a worker in an elastic job: what newcomers are handed, and where they are let in.
+
+``agmerge.elastic.State`` is for jobs of ``agmerge.init(elastic=True)``; an elastic Horovod has a state of its own.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from agmerge.backends import Backend, timeouts
+from agmerge.backends.handshake import broadcast_bytes
+from agmerge.checkpoint import rank_state
+from agmerge.engine.optimizer_states import load_state
+from agmerge.errors import AGMergeError, NoAnswer, warn
+from agmerge.runtime import workers
+from agmerge.step.settling import Settled
+
+CHUNK = 1 << 26  # bytes of a message
+OWN = ("optimizer", "model", "scheduler")
+HOROVODS = "it is Horovod's: import horovod.torch.elastic, its State takes an agmerge.DistributedOptimizer"
+NOT_ELASTIC = (
+    "agmerge.elastic.State is for a job with workers that come and go: call agmerge.init(elastic=True) first "
+    "(docs/elastic.md)"
+)
+
+
+class State:
+    """Collective. Model, optimizer and numbers of a training, which newcomers are handed by the oldest worker.
+
+    All workers make it, once, before the first step; a worker that comes later starts with the values of the others.
+    Further keyword arguments become attributes, such as ``step=0``: numbers, texts, tensors, and lists and dictionaries
+    of these. ``optimizer``: an :class:`agmerge.DistributedOptimizer` or ``LocalOptimizer``. ``scheduler``: anything
+    with ``state_dict()`` and ``load_state_dict()``. ``on_change(before, now)``: is called on every worker after the
+    number of workers has changed, before the next step, to change the learning rate, say.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizer: Any,
+        scheduler: Any = None,
+        on_change: Callable[[int, int], None] | None = None,
+        **values: Any,
+    ) -> None:
+        if not workers.can_regroup():
+            raise AGMergeError(NOT_ELASTIC)
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._on_change, self._names, self._leaves = on_change, tuple(values), False
+        vars(self).update(values)
+        self._meet(workers.world(), is_new=True)
+        self._size = workers.size()
+
+    def commit(self) -> bool:
+        """Collective. Let newcomers in, if any wait; call it between two steps, on all workers alike.
+
+        Returns False on a worker that has called :meth:`leave`: it takes part no more, and ends its loop.
+        """
+        if self._leaves:
+            workers.shutdown()
+            return False
+        participation = self._optimizer._reducer.participation
+        if participation.lets_in:
+            self._let_in()
+        before, self._size = self._size, workers.size()
+        if before != self._size and self._on_change is not None:
+            self._on_change(before, self._size)
+        return True
+
+    def leave(self) -> None:
+        """Make the next :meth:`commit` the last one of this worker, as before its machine is taken away."""
+        self._leaves = True
+
+    def _let_in(self) -> None:
+        """Collective. Form a group with the workers that wait, and hand them the state."""
+        before, lets_in = workers.size(), True
+        while True:
+            try:
+                self._meet(workers.regroup(lets_in=lets_in), is_new=False)
+                break
+            except NoAnswer:  # another one was lost meanwhile
+                lets_in = False
+        if workers.size() > before:
+            self._optimizer._reducer.participation.count_arrivals(workers.size() - before)
+            warn(f"a worker was let in: {workers.size()} train from now on, {before} before", workers.rank())
+
+    def _meet(self, members: Backend, *, is_new: bool) -> None:
+        """Collective. Settle with the members of a new group; newcomers are handed the state of one of the others."""
+        reducer = self._optimizer._reducer
+        outcome = reducer.exchange.meet(members, is_new=is_new)
+        receivers = [rank for rank in outcome.new if rank != outcome.donor]
+        if receivers:
+            self._hand_over(members, outcome, receivers)
+
+    def _hand_over(self, members: Backend, outcome: Settled, receivers: list[int]) -> None:
+        """Collective. Send the donor's state to ``receivers``; the other members take no part in that."""
+        timeout = timeouts.default()
+        part = members.subgroup([outcome.donor, *receivers], "elastic state", timeout)
+        if part is not None:
+            data = self._packed() if part.rank == 0 else b""
+            data = _broadcast(part, data, timeout)
+            if part.rank:
+                self._load(data)
+            part.drop()
+        members.barrier("elastic state is there").wait(timeout)
+
+    # -- what is handed over ------------------------------------------------------------------------------------------
+
+    def _packed(self) -> bytes:
+        """Return this worker's state as a newcomer needs it: without what is this worker's own."""
+        state = self._optimizer.state_dict()
+        section = dict(state.pop(rank_state.SECTION))
+        section |= {plural: {} for plural in rank_state.LOST}
+        if section["updates"] is not None:
+            section["updates"] = rank_state.common_part(section["updates"])
+        whole = {
+            "section": {**section, "window": {}},
+            "optimizer": state,
+            "model": self._model.state_dict(),
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "values": {name: getattr(self, name) for name in self._names},
+        }
+        file = io.BytesIO()
+        torch.save(whole, file)
+        return file.getvalue()
+
+    def _load(self, data: bytes) -> None:
+        """Take over the state of a donor."""
+        whole = torch.load(io.BytesIO(data), weights_only=True)
+        self._model.load_state_dict(whole["model"])
+        if set(whole["values"]) != set(self._names):
+            raise AGMergeError(
+                f"agmerge.elastic.State has {sorted(self._names)} here and {sorted(whole['values'])} on the others: "
+                "run the same script on all workers"
+            )
+        load_state(self._optimizer._inner, whole["optimizer"])
+        rank_state.load(self._optimizer._reducer, whole["section"], own=True)
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(whole["scheduler"])
+        vars(self).update(whole["values"])
+
+
+def _broadcast(comm: Backend, data: bytes, timeout: float) -> bytes:
+    """Collective. Return rank 0's ``data``, in messages of at most ``CHUNK`` bytes."""
+    own = (-(-len(data) // CHUNK)).to_bytes(8, "little")
+    count = int.from_bytes(broadcast_bytes(comm, own, 0, "elastic state/parts", timeout), "little")
+    parts = [data[start * CHUNK : (start + 1) * CHUNK] for start in range(count)]
+    return b"".join(
+        broadcast_bytes(comm, parts[number] if parts[number:] else b"", 0, f"elastic state/{number}", timeout)
+        for number in range(count)
+    )
+
+
+def __getattr__(name: str) -> Any:
+    hint = f": {HOROVODS}" if name in ("run", "TorchState", "ElasticSampler", "ObjectState", "TensorFlowState") else ""
+    raise AttributeError(f"module 'agmerge.elastic' has no attribute {name!r}{hint}")

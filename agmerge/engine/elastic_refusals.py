@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings with which an exchange does not go on without a worker that is lost: refused in an elastic job, by name."""
+
+from __future__ import annotations
+
+import weakref
+
+from agmerge.runtime import workers
+from agmerge.step.config import AUTO, SPARSE, Config
+from agmerge.step.gradient_exchange import GradientExchange
+from agmerge.tensors.parameters import ParameterTable
+from sparsifiers import Kind
+
+REFUSED = "init(elastic=True): {what} cannot go on without a worker that is lost. {instead} (docs/elastic.md)"
+LEAVE_OUT = "Leave it out, or start without elastic=True"
+ON_DEVICE = "Parameters on the CPU are exchanged, by Gloo, so far"
+SECOND = "Give both a list, agmerge.DistributedOptimizer([first, second], ...), or close() the first"
+
+_process: weakref.ref[GradientExchange] | None = None  # the exchange of this process; written by admit alone
+
+
+def refuse(config: Config, members: ParameterTable) -> None:
+    """Raise ``ValueError`` for the first setting of ``config``, or parameter, that an elastic job cannot have."""
+    exchange, sync, updates, compressor = (
+        config.merging.exchange, config.sync, config.sync.updates, config.compression.compressor,
+    )  # fmt: skip
+    found = {
+        f"exchange={exchange!r}": exchange not in (AUTO, SPARSE),
+        f"compression={compressor.name!r}": Kind.LOW_RANK in compressor.kinds,
+        "merging='dear'": sync.model is not None,
+        "process_set=": bool(sync.process_set.ranks) or sync.process_set.horovod is not None,
+        "dense='partial'": config.compression.partial is not None,
+        "a GradScaler": config.guards.scaled and updates is None,
+        "fragments=": updates is not None and updates.fragments > 1,
+        "overlap=": updates is not None and updates.overlap > 0,
+    }
+    for what, is_there in found.items():
+        if is_there:
+            raise ValueError(REFUSED.format(what=what, instead=LEAVE_OUT))
+    for parameter in members.name_all():
+        if parameter.device.type != "cpu":
+            what = f"parameter {members.name_of(parameter)!r} on {parameter.device}"
+            raise ValueError(REFUSED.format(what=what, instead=ON_DEVICE))
+
+
+def refuse_feature(what: str) -> None:
+    """Raise ``ValueError`` in an elastic job: ``what``, in words, is not for it."""
+    if workers.can_regroup():
+        raise ValueError(REFUSED.format(what=what, instead=LEAVE_OUT))
+
+
+def admit(exchange: GradientExchange) -> None:
+    """Raise ``ValueError`` where this process has another exchange that is in use: ranks could not tell them apart."""
+    global _process
+    if workers.bound() is not None:
+        return
+    other = None if _process is None else _process()
+    if other is not None and not other.fault:
+        raise ValueError(REFUSED.format(what="a second optimizer", instead=SECOND))
+    _process = weakref.ref(exchange)

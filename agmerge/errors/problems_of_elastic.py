@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data of the catalogue: jobs with workers that come and go. The fields of a row are those of `Problem`."""
+
+from __future__ import annotations
+
+from agmerge.errors.problems_in_training import Row
+
+OF_ELASTIC: tuple[Row, ...] = (
+    (
+        "AGM014",
+        ("is no host:port. Start `python -m agmerge lighthouse`", "no lighthouse answers at"),
+        "The workers of an elastic job find each other at a lighthouse, and none was named, or none answers there.",
+        "Run `python -m agmerge lighthouse` on a machine that stays up; set `AGMERGE_LIGHTHOUSE` to what it prints.",
+        "elastic.md",
+    ),
+    (
+        "AGM015",
+        ("workers that come and go are connected by torch's Gloo", "agmerge.elastic.State is for a job with"),
+        "`init(elastic=True)` was left out, or was called with another backend than torch's.",
+        "Call `agmerge.init(elastic=True)` and name no backend.",
+        "elastic.md",
+    ),
+    (
+        "AGM209",
+        ("an elastic job of at least … workers",),
+        "Fewer workers are left than `min_workers`, and no other one has come within `patience` seconds.",
+        "Save what is in memory, or start more workers sooner; lower `min_workers`.",
+        "elastic.md",
+    ),
+    (
+        "AGM210",
+        ("the other workers go on without this one",),
+        "The others have heard nothing of this worker for too long, and have formed a group without it.",
+        "Start it again: it comes back as a newcomer. If it was only busy, raise `suspect`.",
+        "elastic.md",
+    ),
+    (
+        "AGM211",
+        ("a worker of this group is lost", "the workers of a generation could not connect"),
+        "A worker has died. A step goes on with the others by itself; a collective of the script does not.",
+        "Call it again on all workers, or leave such calls to `optimizer.step()` and `state.commit()`.",
+        "elastic.md",
+    ),
+    (
+        "AGM212",
+        ("a worker was lost while rank … was let in",),
+        "A newcomer was to be given the state of the others, when one of these died.",
+        "Start it again: it is let in at the next commit.",
+        "elastic.md",
+    ),
+    (
+        "AGM213",
+        ("a worker was lost: … workers go on", "a worker was let in: "),
+        "The number of workers has changed, and training goes on.",
+        "Nothing. To change the learning rate or the batch then, give `State` an `on_change`.",
+        "elastic.md",
+    ),
+    (
+        "AGM214",
+        ("bytes were expected of a rank that is ahead", "was started in a replay, which has ended"),
+        "Survivors of a lost worker do not agree on what a step has sent. That is a fault of ours.",
+        "Report it, with the arguments of the optimizer. Start again from a file.",
+        "elastic.md",
+    ),
+    (
+        "AGM308",
+        ("cannot go on without a worker that is lost",),
+        "The setting depends on a fixed number of workers, so an elastic job refuses it.",
+        "Leave it out, or start without `elastic=True`.",
+        "elastic.md",
+    ),
+    (
+        "AGM407",
+        ("agmerge.elastic.State has … here and",),
+        "Workers run other scripts, or other versions of one: their states have different entries.",
+        "Give every worker the same script.",
+        "elastic.md",
+    ),
+)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Survivors of a lost worker agree on where they are, and a rank that is ahead gives its results to the others.
+
+Of one group two ranks differ by one round at most, for a round needs a message of everybody. What anybody has received
+counts, with the contribution of the lost one; what none has comes to nothing, and is exchanged again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from agmerge.backends import Backend
+from agmerge.backends.handshake import broadcast_bytes, gather_texts
+from agmerge.errors import PeerLost
+from agmerge.step.kept_results import KeptResults, Results
+
+
+class Position(NamedTuple):
+    """Place of a rank in its exchanges: positions are ordered."""
+
+    rounds: int  # that have ended, committed or not
+    buffers: int  # merge buffers of the next round that have been received, the first ones of its plan
+
+
+NEW = Position(-1, 0)  # of a worker that has nothing yet
+UNEXPECTED = (
+    "a worker was lost while rank {ranks} was let in, and others are in the middle of a step: it cannot have their "
+    "state now. Start it again"
+)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Outcome: where all ranks are to go on, and the results that this one may need to get there."""
+
+    position: Position
+    results: Results  # empty: all ranks are there
+    donor: int  # the lowest rank that is there
+    new: tuple[int, ...] = ()  # ranks that have nothing yet
+
+
+def settle(comm: Backend, own: Position, kept: KeptResults, timeout: float, *, gives: bool = False) -> Settled:
+    """Collective. Return the position from which all ranks of ``comm`` go on: that of the rank that is furthest.
+
+    Args:
+
+        comm: the members of a new group.
+        own: this rank's position; ``NEW``: it has nothing yet, and needs the state of another.
+        kept: this rank's results; those of the lowest rank that is ahead are broadcast, if any rank needs them.
+        timeout: seconds, for each collective.
+        gives: newcomers can have this rank's state, which is between two steps.
+
+    Raises :class:`agmerge.PeerLost` on every rank where a newcomer is not expected: another worker was lost while it
+    was let in.
+    """
+    said = gather_texts(comm, json.dumps([own, gives]).encode(), "positions of survivors", timeout)
+    told = [(Position(*position), can_give) for position, can_give in map(json.loads, said)]
+    new = tuple(rank for rank, (position, _) in enumerate(told) if position == NEW)
+    old = [position for position, _ in told if position != NEW]
+    if new and not all(can_give for position, can_give in told if position != NEW):
+        raise PeerLost(UNEXPECTED.format(ranks=", ".join(map(str, new))), missing=new)
+    target, last = max(old, default=NEW), min(old, default=NEW)
+    donor, data = [position for position, _ in told].index(target), b""
+    if target == last:
+        return Settled(target, {}, donor, new)
+    if comm.rank == donor:
+        data = packed(kept.of_round(before=last.rounds < target.rounds))
+    return Settled(target, unpacked(broadcast_bytes(comm, data, donor, "results for survivors", timeout)), donor, new)
+
+
+def packed(results: Results) -> bytes:
+    """Return ``results`` as bytes, for :func:`unpacked`."""
+    names = json.dumps([(name, result.numel()) for name, result in results.items()]).encode()
+    return b"".join([len(names).to_bytes(8, "little"), names, *(one.numpy().tobytes() for one in results.values())])
+
+
+def unpacked(data: bytes) -> Results:
+    """Return the results of which :func:`packed` has made ``data``."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    results, whole = {}, torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    for name, length in json.loads(data[8:start]):
+        results[name] = whole[start : start + length]
+        start += length
+    return results

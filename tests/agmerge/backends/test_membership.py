@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Membership of an elastic job: one decision a generation, the oldest first, and nobody waits for a lost worker."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from agmerge.backends.membership import HURRY, Generation, Membership
+from agmerge.errors import AGMergeError, TooFewWorkers
+
+
+class Clock:
+    """Clock of a test, which runs only when it is told to."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Job:
+    """Job in one process. Its workers beat when ``beat`` says so."""
+
+    def __init__(self, least: int = 1) -> None:
+        self.store, self.clock, self.least = dist.HashStore(), Clock(), least
+        self.workers: list[Membership] = []
+
+    def arrive(self, count: int = 1) -> list[Membership]:
+        """Return so many new workers."""
+        new = [Membership(self.store, "host", "address", 1, self.least, self.clock) for _ in range(count)]
+        self.workers += new
+        return new
+
+    def together(self, asks: list[Callable[[], Generation]], living: list[Membership]) -> list[Any]:
+        """Call all of ``asks`` at once, while time passes and ``living`` beat; return results or errors."""
+        found: list[Any] = [None] * len(asks)
+
+        def body(number: int) -> None:
+            try:
+                found[number] = asks[number]()
+            except AGMergeError as error:
+                found[number] = error
+
+        threads = [threading.Thread(target=body, args=(number,), daemon=True) for number in range(len(asks))]
+        for thread in threads:
+            thread.start()
+        for _ in range(1000):
+            for one in living:
+                one.beat()
+            self.clock.seconds += HURRY / 20
+            for thread in threads:
+                thread.join(0.01)
+            if not any(thread.is_alive() for thread in threads):
+                return found
+        raise AssertionError("no generation was formed")
+
+    def first(self, count: int) -> list[Generation]:
+        """Return the first generation, as each of ``count`` workers sees it."""
+        new = self.arrive(count)
+        return self.together([lambda one=one: one.next(None, 60.0, lets_in=False) for one in new], new)  # type: ignore
+
+
+def numbers(generation: Generation) -> list[int]:
+    return [one.number for one in generation.members]
+
+
+def test_the_first_generation_has_all_that_are_there_by_age() -> None:
+    found = Job().first(3)
+    assert [numbers(one) for one in found] == [[1, 2, 3]] * 3
+    assert [one.own for one in found] == [0, 1, 2] and {one.number for one in found} == {1}
+    assert found[0].newcomers == (0, 1, 2)
+
+
+def test_survivors_keep_their_order_and_do_not_wait_for_the_dead() -> None:
+    job = Job()
+    before = job.first(3)
+    left = [0, 2]
+    found = job.together(
+        [lambda i=i: job.workers[i].next(before[i], 60.0, lets_in=False) for i in left],  # type: ignore[misc]
+        [job.workers[i] for i in left],
+    )
+    assert [numbers(one) for one in found] == [[1, 3]] * 2 and [one.own for one in found] == [0, 1]
+    assert found[0].number == 2 and found[0].newcomers == ()
+
+
+def test_who_computes_is_waited_for_as_long_as_it_lives() -> None:
+    """A worker that beats and does not ask keeps the others waiting: slow is not dead."""
+    job = Job()
+    before = job.first(2)
+    found = job.together([lambda: job.workers[0].next(before[0], 30.0, lets_in=False)], job.workers)
+    assert isinstance(found[0], TooFewWorkers)
+
+
+def test_newcomers_are_let_in_when_members_say_so() -> None:
+    job = Job()
+    before = job.first(2)
+    new = job.arrive()
+    assert job.workers[0].newcomers_wait()
+    asks = [lambda i=i: job.workers[i].next(before[i], 60.0, lets_in=False) for i in range(2)]
+    kept = job.together(asks, job.workers)  # type: ignore[arg-type]
+    assert [numbers(one) for one in kept] == [[1, 2]] * 2
+    asks = [lambda i=i: job.workers[i].next(kept[i], 60.0, lets_in=True) for i in range(2)]
+    asks.append(lambda: new[0].next(None, 60.0, lets_in=False))  # type: ignore[misc]
+    found = job.together(asks, job.workers)  # type: ignore[arg-type]
+    assert [numbers(one) for one in found] == [[1, 2, 3]] * 3 and found[0].newcomers == (2,)
+    assert not job.workers[0].newcomers_wait()
+
+
+def test_who_was_silent_and_comes_back_is_told() -> None:
+    job = Job()
+    before = job.first(3)
+    left = job.workers[:2]
+    job.together([lambda i=i: left[i].next(before[i], 60.0, lets_in=False) for i in range(2)], left)  # type: ignore
+    with pytest.raises(AGMergeError, match=r"go on without this one.*newcomer"):
+        job.workers[2].next(before[2], 60.0, lets_in=False)
+
+
+def test_too_few_workers_wait_and_then_say_so() -> None:
+    job = Job(least=2)
+    before = job.first(2)
+    found = job.together([lambda: job.workers[0].next(before[0], 10.0, lets_in=False)], job.workers[:1])
+    assert isinstance(found[0], TooFewWorkers) and "at least 2 workers has had 1" in str(found[0])
+
+
+def test_who_leaves_is_not_waited_for() -> None:
+    job = Job()
+    before = job.first(2)
+    job.workers[1].leave()
+    found = job.together([lambda: job.workers[0].next(before[0], 60.0, lets_in=False)], job.workers)
+    assert numbers(found[0]) == [1]

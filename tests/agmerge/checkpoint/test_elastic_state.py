@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``agmerge.elastic.State``: all workers begin with the oldest one's values, and refusals say why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import agmerge
+from tests.support import elastic
+
+
+def started(worker: int, *, dies: bool = False, **options: Any) -> dict[str, Any]:
+    """Return what a worker has after it has made its state; all workers begin with other values."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float(worker + 1))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1 * (worker + 1), momentum=0.9)
+    optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), timeout=20.0, **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 2)
+    changes: list[tuple[int, int]] = []
+    state = agmerge.elastic.State(
+        model=model, optimizer=optimizer, scheduler=scheduler, step=10 * worker, words=[worker],
+        on_change=lambda before, now: changes.append((before, now)),
+    )  # fmt: skip
+    first = (state.step, state.words, inner.param_groups[0]["lr"], float(next(model.parameters()).sum()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+        state.step += 1
+        assert state.commit()
+        if dies:
+            raise elastic.Killed
+    return {"first": first, "step": state.step, "elastic": optimizer.stats()["elastic"], "changes": changes}
+
+
+@pytest.mark.parametrize("options", [{}, {"sync": "updates"}, {"compression": "dgc"}], ids=str)
+def test_all_begin_with_the_values_of_the_oldest(options: dict[str, Any]) -> None:
+    results = elastic.run(3, lambda worker: started(worker, **options))
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        assert result["first"] == (0, [0], 0.1, 12.0) and result["step"] == 3
+        assert result["elastic"] == {"lost": 0, "arrived": 0, "repeated": 0, "seconds": 0.0}
+
+
+def test_a_change_of_workers_is_told_before_the_next_step() -> None:
+    *survivors, dead = elastic.run(3, lambda worker: started(worker, dies=worker == 2))
+    assert isinstance(dead, elastic.Killed)
+    for result in survivors:
+        if isinstance(result, BaseException):
+            raise result
+        assert result["changes"] == [(3, 2)] and result["elastic"]["lost"] == 1
+
+
+def test_outside_of_an_elastic_job_it_says_what_to_call() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(agmerge.AGMergeError, match=r"agmerge\.init\(elastic=True\)"):
+        agmerge.elastic.State(model=model, optimizer=optimizer)
+
+
+def test_horovods_names_lead_to_horovod() -> None:
+    with pytest.raises(AttributeError, match=r"horovod\.torch\.elastic"):
+        agmerge.elastic.TorchState  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"compression": "topk", "exchange": "oktopk"}, r"exchange='oktopk'"),
+        ({"compression": "topk", "exchange": "fastest"}, r"exchange='fastest'"),
+        ({"compression": "powersgd"}, r"compression='powersgd'"),
+        ({"process_set": [0, 1]}, r"process_set="),
+        ({"sync": "updates", "overlap": 1}, r"overlap="),
+        ({"sync": "updates", "every": 2, "fragments": 2}, r"fragments="),
+    ],
+)
+def test_settings_that_cannot_go_on_are_refused_by_name(options: dict[str, Any], words: str) -> None:
+    def body(worker: int) -> None:
+        model = torch.nn.Linear(64, 64)
+        with pytest.raises(ValueError, match=words):
+            agmerge.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options
+            )
+
+    assert elastic.run(2, body) == [None, None]

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker dies, and the others go on: equal to the bit after each step, with nothing lost or counted twice.
+
+The workers are threads (``tests/support/elastic.py``). An unlucky one receives less than others before the death, so
+that the three outcomes occur: everything of a round counts, a part of it, nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import agmerge
+import merging
+from agmerge.backends.local import Call
+from agmerge.step.gradient_exchange import GradientExchange
+from tests.support import elastic
+
+STEPS, SIZES = 6, (12, 16, 12)
+PLAN = merging.Plan([1, 1, 2])
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dense": {"compression": "none"},
+    "ordered": {"compression": "none", "dense_sum": "ordered"},
+    "sparse": {"compression": "topk", "density": 0.1, "exchange": "sparse"},
+    "dgc": {"compression": "dgc", "density": 0.1},
+    "quantised": {"compression": "eden"},
+    "feedback": {"compression": "int4", "memory": "residual"},
+    "auto": {},
+    "updates": {"sync": "updates", "density": 0.1},
+    "hold": {"sync": "updates", "density": 0.1, "carry": "hold", "wire": "fp32"},
+    "local": {"sync": "updates", "density": 0.1, "every": 2},
+}
+
+
+class Training:
+    """One training of an elastic group, of which ``victim`` dies in its call number ``dies_at`` (None: nobody)."""
+
+    def __init__(self, options: Mapping[str, Any], size: int, victim: int, dies_at: int | None) -> None:
+        self.options, self.size, self.victim, self.dies_at = options, size, victim, dies_at
+        self.calls: list[str] = []  # of the victim, in the first generation
+        self.outcomes: list[str] = []  # of each survivor: what of the broken round still came
+        self.model = torch.nn.Sequential(torch.nn.Linear(*SIZES[:2]), torch.nn.Tanh(), torch.nn.Linear(*SIZES[1:]))
+
+    def run(self, luck: elastic.BadLuck | None = None) -> list[Any]:
+        """Return, by worker, the workers and the shared parameters after each step; an error for one that has died."""
+        return elastic.run(self.size, self._train, self._kill, luck)
+
+    def _kill(self, worker: int, generation: int, call: Call) -> None:
+        if worker == self.victim and generation == 0:
+            self.calls.append(call.name)
+            if self.dies_at is not None and len(self.calls) > self.dies_at:
+                raise elastic.Killed
+
+    def _train(self, worker: int) -> list[tuple[int, torch.Tensor]]:
+        model = copy.deepcopy(self.model)
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = agmerge.DistributedOptimizer(
+            inner, model.named_parameters(), timeout=20.0, check_every=1, merging=PLAN, **self.options
+        )
+        source, trace = torch.Generator().manual_seed(worker), []
+        for _ in range(STEPS):
+            inputs = torch.randn(4, SIZES[0], generator=source)
+            optimizer.zero_grad()
+            (model(inputs) - inputs).square().mean().backward()
+            optimizer.step()
+            reducer = optimizer._reducer
+            shared = model.parameters() if reducer.combines_gradients else reducer.replica.shared.base.values()
+            trace.append((agmerge.size(), torch.cat([one.detach().flatten() for one in shared]).clone()))
+        return trace
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What of the broken round each survivor still got: "all", "part" or "nothing"."""
+    found: list[str] = []
+    catch_up = GradientExchange.catch_up
+
+    def watched(self: GradientExchange, survivors: Any) -> Any:
+        combined = catch_up(self, survivors)
+        found.append("nothing" if combined is None else "part" if combined.is_part else "all")
+        return combined
+
+    monkeypatch.setattr(GradientExchange, "catch_up", watched)
+    return found
+
+
+def check(results: list[Any], victim: int, size: int) -> None:
+    """All but the victim have made all steps, equal to the bit, the last ones without it."""
+    assert isinstance(results[victim], elastic.Killed)
+    survivors = [result for worker, result in enumerate(results) if worker != victim]
+    for result in survivors:
+        if isinstance(result, BaseException):
+            raise result
+    for step in range(STEPS):
+        for result in survivors[1:]:
+            assert torch.equal(result[step][1], survivors[0][step][1]), f"parameters differ after step {step}"
+    assert [workers for workers, _ in survivors[0]][-1] == size - 1
+
+
+def first_call_of_step(calls: list[str], step: int) -> int:
+    """Return the number of the call that begins step ``step``, of those whose messages are merge buffers."""
+    return [number for number, name in enumerate(calls) if name == "buffer 0"][step]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_survivors_go_on_equal_to_the_bit(setting: str, size: int) -> None:
+    options = SETTINGS[setting]
+    quiet = Training(options, size, size - 1, None)
+    quiet.run()
+    begin = first_call_of_step(quiet.calls, 1)
+    for victim, ahead in ((0, 1), (size - 1, 4)):  # in the second message of the step; behind its last one
+        results = Training(options, size, victim, begin + ahead).run()
+        check(results, victim, size)
+
+
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "auto"])
+def test_whoever_is_behind_gets_what_others_have(setting: str, outcomes: list[str]) -> None:
+    """An unlucky worker loses the result of the first, second ... message of a step, which the others have received."""
+    options = SETTINGS[setting]
+    quiet = Training(options, 3, 0, None)
+    quiet.run()
+    for call in range(first_call_of_step(quiet.calls, 1), first_call_of_step(quiet.calls, 2)):
+        for dies_at in (None, call + 1):  # when the unlucky one waits, or before its own next message
+            check(Training(options, 3, 0, dies_at).run(elastic.BadLuck(of=1, call=call, victim=0)), 0, 3)
+    assert {"all", "part"} <= set(outcomes), outcomes
+
+
+@pytest.mark.parametrize("setting", ["dense", "sparse", "hold"])
+def test_the_sum_of_all_gradients_is_applied_or_kept(setting: str) -> None:
+    """With one gradient for ever, and steps of 1: what was applied, and the mean of what is kept, is their sum."""
+    size, steps, dies_in = 3, 8, 3
+    gradients = [torch.randn(64, generator=torch.Generator().manual_seed(worker)) for worker in range(size)]
+    began: list[int] = []
+
+    def kill(worker: int, generation: int, call: Call) -> None:
+        if worker == 0 and call.name == "buffer 0":
+            began.append(generation)
+            if len(began) > dies_in:
+                raise elastic.Killed
+
+    def train(worker: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        parameter = torch.nn.Parameter(torch.zeros(64, 32))
+        inner = torch.optim.SGD([parameter], lr=1.0)
+        optimizer = agmerge.DistributedOptimizer(
+            inner, [("p", parameter)], timeout=20.0, check_every=1, **SETTINGS[setting]
+        )
+        for _ in range(steps):
+            parameter.grad = None
+            parameter.backward(gradients[worker][:, None].expand(64, 32).contiguous())
+            optimizer.step()
+        unsent = optimizer._reducer.replica.unsent().get("p", torch.zeros(64, 32))
+        shared = (
+            parameter.detach() if optimizer._reducer.combines_gradients else optimizer._reducer.replica.shared.base["p"]
+        )
+        return shared[:, 0].double(), unsent.double()[:, 0], steps
+
+    results = elastic.run(size, train, kill)
+    assert isinstance(results[0], elastic.Killed)
+    (shared, one, _), (_, other, _) = results[1:]  # type: ignore[misc]
+    first, rest = sum(gradients) / size * dies_in, (gradients[1] + gradients[2]) / 2 * (steps - dies_in)
+    applied_and_kept = -shared + (one + other) / 2
+    # The dead one has its own residual with it: what it had not sent, a third of it.
+    if setting == "dense":
+        assert torch.allclose(applied_and_kept.float(), first + rest, atol=1e-4)
+    else:
+        lost = (first + rest) - applied_and_kept.float()
+        share = gradients[0] * dies_in / size
+        assert bool(((lost.abs() <= share.abs() + 1e-4) & (lost * share >= -1e-4)).all())
+        assert not math.isclose(float(lost.norm()), 0.0)

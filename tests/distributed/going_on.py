@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker of an elastic job: trains to a number of steps, and writes a line after each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import agmerge
+
+folder, steps, setting = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+torch.manual_seed(os.getpid())
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64))
+agmerge.init(elastic=agmerge.Elastic(suspect=2.0, patience=30.0))
+inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), check_every=1, timeout=30.0, **setting)
+state = agmerge.elastic.State(model=model, optimizer=optimizer, step=0)
+with open(folder / f"{os.getpid()}.lines", "a", encoding="utf-8") as lines:
+    while state.step < steps:
+        inputs = torch.randn(8, 64)
+        optimizer.zero_grad()
+        (model(inputs) - inputs).square().mean().backward()
+        optimizer.step()
+        state.step += 1
+        reducer = optimizer._reducer
+        shared = model.parameters() if reducer.combines_gradients else reducer.replica.shared.base.values()
+        digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in shared)).hexdigest()
+        lines.write(json.dumps([state.step, agmerge.size(), digest, time.monotonic()]) + "\n")
+        lines.flush()
+        state.commit()
+        time.sleep(0.03)
+agmerge.shutdown()
