@@ -24,7 +24,7 @@ class ProbeResult:
 class Row:
     """Line of the doctor's table: something that works, or does not."""
 
-    kind: str  # "backend", "launcher" or "speed": the first column
+    kind: str  # "backend", "launcher", "speed" or "elastic": the first column
     name: str  # what it is called: the second column
     works: bool
     detail: str  # versions and libraries where it works, else why it does not

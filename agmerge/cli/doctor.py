@@ -31,6 +31,9 @@ PATIENT = 120  # seconds, for those that took longer
 LEVELS = {"baseline": "for any machine", "avx2": "AVX2", "avx512": "AVX-512", "neon": "NEON"}  # of the compiled loops
 REQUIRED = "torch"  # the backend without which nothing trains here: the first row, and the exit code
 
+ELASTIC = "Horovod Elastic"  # the name of its row
+GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"  # Horovod's own variable; 30 where it is not set
+
 # Loads the modules of horovodrun: they may be missing where Horovod itself works, after an upgrade of Python, say.
 HOROVODRUN = """
 import json, horovod.runner.launch as launch
@@ -98,6 +101,7 @@ def examine(
         horovodrun_row(backends["horovod"], probes["horovod"], probes["horovodrun"], mpirun),
         mpirun_row(mpirun),
         loops_row(levels),
+        *elastic_rows(probes["horovod"], os.environ),
     ]
 
 
@@ -144,6 +148,19 @@ def horovodrun_row(backend: Row, horovod: ProbeResult, horovodrun: ProbeResult, 
     if not controllers:
         return Row("launcher", "horovodrun", False, "neither Gloo nor an mpirun", anew)
     return Row("launcher", "horovodrun", True, f"{typed('horovodrun')}: {', '.join(controllers)}")
+
+
+def elastic_rows(horovod: ProbeResult, env: Mapping[str, str]) -> list[Row]:
+    """Return the row of Horovod Elastic: how late workers notice a lost one; none where Horovod has no Gloo.
+
+    ``horovod``: the result of its backend's probe. ``env``: the variables of this process.
+    """
+    if horovod.error or not horovod.facts["gloo"]:
+        return []
+    given = env.get(GLOO_TIMEOUT)
+    detail = f"a lost worker is noticed within {given or 30} s"
+    advice = "" if given else f"; {GLOO_TIMEOUT}=10 makes that sooner, if no step takes as long"
+    return [Row("elastic", ELASTIC, True, detail + advice)]
 
 
 def mpirun_row(version: str) -> Row:

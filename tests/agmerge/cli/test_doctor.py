@@ -46,7 +46,7 @@ def rows(mpirun: str = OPEN_MPI, **changed: ProbeResult) -> dict[str, Row]:
 
 def broken(table: Mapping[str, Row]) -> dict[str, str]:
     """What fixes the rows that do not work."""
-    assert list(table) == NAMES
+    assert [name for name in table if name != doctor.ELASTIC] == NAMES
     assert all(bool(row.fix) != row.works for row in table.values())
     return {name: row.fix for name, row in table.items() if not row.works}
 
@@ -136,6 +136,17 @@ def test_whether_the_compiled_loops_are_in_use(
     row = doctor.loops_row(levels)
     assert row.detail.startswith(detail) and row.fix.startswith(fix)
     assert row.works is bool(levels) and bool(row.fix) != row.works
+
+
+def test_how_late_a_lost_worker_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(doctor.GLOO_TIMEOUT, raising=False)
+    row = rows()[doctor.ELASTIC]
+    assert row.works and "within 30 s; HOROVOD_GLOO_TIMEOUT_SECONDS=10" in row.detail
+    monkeypatch.setenv(doctor.GLOO_TIMEOUT, "7")
+    assert rows()[doctor.ELASTIC].detail == "a lost worker is noticed within 7 s"
+    over_mpi = ProbeResult({"version": "0.28.1", "mpi": True, "gloo": False, "nccl": False})
+    for other in (over_mpi, ProbeResult(error="crashes: killed by signal 11")):
+        assert doctor.ELASTIC not in rows(horovod=other)
 
 
 def test_what_horovodrun_can_use() -> None:
