@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -173,3 +174,28 @@ def test_the_sum_of_all_gradients_is_applied_or_kept(setting: str) -> None:
         share = gradients[0] * dies_in / size
         assert bool(((lost.abs() <= share.abs() + 1e-4) & (lost * share >= -1e-4)).all())
         assert not math.isclose(float(lost.norm()), 0.0)
+
+
+@pytest.mark.parametrize("setting", ["dense", "sparse", "dgc", "quantised", "hold"])
+def test_several_die_one_of_them_while_others_regroup(setting: str) -> None:
+    """Of five workers four die, each in another call, until one trains alone: also in calls that settle and connect."""
+    options, size, source = SETTINGS[setting], 5, random.Random(setting)
+    for _ in range(3):
+        training = Training(options, size, victim=-1, dies_at=None)
+        ends = {worker: source.randrange(12, 60) for worker in range(1, size)}
+        made = dict.fromkeys(range(size), 0)
+
+        def kill(worker: int, generation: int, call: Call, ends: Any = ends, made: Any = made) -> None:
+            made[worker] += 1
+            if made[worker] > ends.get(worker, math.inf):
+                raise elastic.Killed
+
+        results: list[Any] = elastic.run(size, training._train, kill)
+        survivors = [result for result in results if not isinstance(result, elastic.Killed)]
+        for result in survivors:
+            if isinstance(result, BaseException):
+                raise result
+        assert results[0] in survivors
+        for step in range(STEPS):
+            for result in survivors[1:]:
+                assert torch.equal(result[step][1], survivors[0][step][1]), f"parameters differ after step {step}"
