@@ -16,10 +16,12 @@ import merging
 from agmerge.backends.local import Call, Group, LocalBackend
 from agmerge.errors import PeerLost
 from agmerge.runtime import workers
+from agmerge.runtime.pretended_link import linked
 
 __all__ = ["Call", "Inspection", "calls", "inspect", "jitter", "run"]
 
 T = TypeVar("T")
+_thread = threading.local()  # .group: of a rank that is a thread; written by run alone
 
 
 def run(
@@ -28,6 +30,7 @@ def run(
     *,
     inject: Callable[[Call], None] | None = None,
     return_errors: bool = False,
+    link: str = "",
 ) -> list[T]:
     """Call ``fn(rank)`` on ``n`` threads, each a rank of one in-memory group; return the results, rank by rank.
 
@@ -35,6 +38,8 @@ def run(
     rank), raise (a rank that fails), or change ``call.tensor`` in place (a damaged message). A rank with an
     ``fn`` that has ended is gone: others that wait for it get :class:`agmerge.PeerLost`. The first error that
     is not such a consequence is raised here; with ``return_errors`` the exceptions are among the results.
+    ``link``: each rank has a pretended link of this rate, such as ``"200mbit"``: its collectives end when that would
+    have carried their bytes.
 
     ``torch.manual_seed`` acts on the whole process: build a model once and give each rank a deepcopy.
     """
@@ -42,7 +47,8 @@ def run(
     results: list[T | BaseException | None] = [None] * n
 
     def body(rank: int) -> None:
-        workers.bind(LocalBackend(group, range(n), rank))
+        _thread.group = group
+        workers.bind(linked(LocalBackend(group, range(n), rank), link))
         try:
             results[rank] = fn(rank)
             group.leave(rank, "has already returned")
@@ -76,10 +82,10 @@ def calls() -> list[tuple[str, str, int]]:
 
     Only inside :func:`run`.
     """
-    backend = workers.world()
-    if not isinstance(backend, LocalBackend):
+    rank, group = workers.rank(), getattr(_thread, "group", None)
+    if group is None or workers.bound() is None:
         raise ValueError("agmerge.testing.calls() works inside agmerge.testing.run() only")
-    return list(backend.group.calls[backend.rank])
+    return list(group.calls[rank])
 
 
 @dataclass(frozen=True)

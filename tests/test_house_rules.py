@@ -23,7 +23,6 @@ ALLOWED = (
     ("agmerge/runtime/collectives/*", "ReduceOp", "checks what a script has given"),
     ("agmerge/runtime/collectives/operation.py", "Pending", "checks what a script has given"),
     ("agmerge/*", "OptimizerWrapper", "a script's optimizer may be wrapped already, and is refused or looked into"),
-    ("agmerge/testing.py", "LocalBackend", "a script may call it where there is no group in memory"),
     ("merging/*", "Planner", "checks what a script has given"),
     ("merging/*", "Cost", "checks what a script has given"),
     ("merging/profile.py", "Profile", "equality with any object"),

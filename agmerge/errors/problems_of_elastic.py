@@ -64,7 +64,7 @@ OF_ELASTIC: tuple[Row, ...] = (
     ),
     (
         "AGM308",
-        ("cannot go on without a worker that is lost",),
+        ("cannot go on without a worker that is lost", "pretends a link for a fixed number of workers"),
         "The setting depends on a fixed number of workers, so an elastic job refuses it.",
         "Leave it out, or start without `elastic=True`.",
         "elastic.md",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from agmerge.backends.generations import NEWCOMERS, Generations
 from agmerge.backends.generations import Elastic as Elastic
 from agmerge.backends.registry import ALONE, BACKENDS, detect
 from agmerge.errors import AGMergeError
+from agmerge.runtime import pretended_link
 from agmerge.runtime.peers import exit_guard, monitor
 
 # Backends of workers: a thread of an in-memory group has one of its own, all others share the process's.
@@ -76,7 +78,11 @@ def init(backend: str | None = None, *, elastic: bool | Elastic = False) -> None
         )
     if opened.size > 1 and not launched_elastic() and not monitor.is_open():
         monitor.open(opened.rank, monitor.over(opened, timeout))
-    _set_process(opened, looked=backend is None and not env.get("AGMERGE_BACKEND"))
+    rate = env.get(pretended_link.VARIABLE, "")
+    if rate and opened.rank == 0 and opened.size > 1:
+        sys.stderr.write(f"agmerge: {pretended_link.VARIABLE}={rate}: each worker's link is pretended to be so slow\n")
+    linked = pretended_link.linked(opened, rate) if opened.size > 1 else opened
+    _set_process(linked, looked=backend is None and not env.get("AGMERGE_BACKEND"))
 
 
 def listen() -> None:
@@ -109,6 +115,10 @@ def _options_of(elastic: bool | Elastic, env: Mapping[str, str]) -> Elastic:
 
 def _init_elastic(backend: str | None, options: Elastic) -> None:
     """Collective. Join an elastic job."""
+    if os.environ.get(pretended_link.VARIABLE):
+        raise AGMergeError(
+            f"init(elastic=True): {pretended_link.VARIABLE} pretends a link for a fixed number of workers; unset it"
+        )
     if backend not in (None, "torch"):
         raise AGMergeError(
             f"init(backend={backend!r}, elastic=True): workers that come and go are connected by torch's Gloo. Leave "

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from agmerge.backends import Backend, Handle
+from agmerge.backends.delegating import DelegatingBackend
 from agmerge.metrics import link_bytes
 
 Count = Callable[[int], None]  # is given the bytes of a collective that leave this rank
@@ -17,33 +18,15 @@ def nobody_counts(size: int) -> None:
     """Discard a count of ``size`` bytes."""
 
 
-class CountedBackend(Backend):
-    """Communicator that reports the bytes leaving this rank to ``count``, and delegates everything to ``inner``.
+class CountedBackend(DelegatingBackend):
+    """Communicator that reports the bytes leaving this rank to ``count``. Barriers do not count.
 
     Communicators made from it are not counted; their users count for themselves.
     """
 
     def __init__(self, inner: Backend, count: Count) -> None:
-        self._inner, self._count, self.name = inner, count, inner.name
-        self.rank, self.size = inner.rank, inner.size
-        self.local_rank, self.local_size = inner.local_rank, inner.local_size
-
-    @property
-    def stale(self) -> bool:
-        return self._inner.stale
-
-    @property
-    def through_host(self) -> bool:
-        return self._inner.through_host
-
-    def renewed(self) -> Backend:
-        return self._inner.renewed()
-
-    def summed_bytes(self, tensor: torch.Tensor) -> int:
-        return self._inner.summed_bytes(tensor)
-
-    def scatters_by_all_reduce(self, tensor: torch.Tensor) -> bool:
-        return self._inner.scatters_by_all_reduce(tensor)
+        super().__init__(inner)
+        self._count = count
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
         """Collective. See :meth:`Backend.all_reduce`."""
@@ -79,24 +62,3 @@ class CountedBackend(Backend):
         """Collective. See :meth:`Backend.broadcast`."""
         self._count(link_bytes.broadcast(tensor.nbytes, self.size, self.rank, root))
         return self._inner.broadcast(tensor, root, name)
-
-    def barrier(self, name: str) -> Handle:
-        """Collective. See :meth:`Backend.barrier`: nothing is counted."""
-        return self._inner.barrier(name)
-
-    def duplicate(self, label: str, timeout: float) -> Backend:
-        """Collective. See :meth:`Backend.duplicate`."""
-        return self._inner.duplicate(label, timeout)
-
-    def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> Backend | None:
-        """Collective. See :meth:`Backend.subgroup`."""
-        return self._inner.subgroup(ranks, label, timeout)
-
-    def drop(self) -> None:
-        self._inner.drop()
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-    def close(self) -> None:
-        self._inner.close()

@@ -13,8 +13,8 @@ import torch
 
 from agmerge.backends import Backend, Handle
 from agmerge.backends.base import matched
+from agmerge.backends.delegating import DelegatingBackend
 from agmerge.errors import AGMergeError, NoAnswer
-from agmerge.step.counted_links import CountedBackend, nobody_counts
 
 Results = Mapping[str, torch.Tensor]  # by name of the collective: uint8[bytes]
 
@@ -104,7 +104,7 @@ class KeptHandle(Handle):
             raise self._error or AGMergeError(f"{self._name} was started in a replay, which has ended")
 
 
-class KeptBackend(CountedBackend):
+class KeptBackend(DelegatingBackend):
     """Communicator of which the results that are the same on all ranks are kept in ``kept``.
 
     A collective that cannot start, since a rank is lost, ends with that error in its ``wait``: so whatever others may
@@ -112,7 +112,7 @@ class KeptBackend(CountedBackend):
     """
 
     def __init__(self, inner: Backend, kept: KeptResults) -> None:
-        super().__init__(inner, nobody_counts)
+        super().__init__(inner)
         self._kept = kept
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:

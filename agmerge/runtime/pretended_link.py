@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Link that is slower than the real one: a slow network on a laptop, without root.
+
+``AGMERGE_LINK=200mbit`` holds back the collectives of whatever backend is opened, and ``agmerge.testing.link`` those of
+ranks in memory. Each rank has a full-duplex port of that rate: a collective ends when the bytes that leave this rank in
+it, by the usual algorithm (:mod:`agmerge.metrics.link_bytes`), would have left, after those of the ones before.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from agmerge.backends import Backend, Handle
+from agmerge.backends.delegating import DelegatingBackend
+from agmerge.metrics import link_bytes
+
+VARIABLE = "AGMERGE_LINK"
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def bytes_a_second(rate: str) -> float:
+    """Return the bytes a second of ``rate``, as ``tc`` writes it: ``"200mbit"``. Raises ``ValueError`` for others."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.strip().lower())
+    if match is None or not float(match[1]):
+        raise ValueError(f"{VARIABLE}={rate!r}: give a number above 0 and one of {', '.join(UNITS)}, as in 200mbit")
+    return float(match[1]) * UNITS[match[2]] / 8
+
+
+class Port:
+    """Port of one rank, through which its bytes leave one after the other.
+
+    ``rate``: bytes a second. ``now``, ``sleep``: the clock, in seconds.
+    """
+
+    def __init__(
+        self, rate: float, now: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.now, self.sleep = now, sleep
+        self._rate, self._free, self._lock = rate, 0.0, threading.Lock()
+
+    def send(self, size: int) -> float:
+        """Return when ``size`` bytes that are handed over now will have left."""
+        with self._lock:
+            self._free = max(self._free, self.now()) + size / self._rate
+            return self._free
+
+
+class LinkedHandle(Handle):
+    """Handle of a collective that ends with ``inner``, and not before ``at``, seconds of the port's clock."""
+
+    def __init__(self, name: str, inner: Handle, port: Port, at: float) -> None:
+        super().__init__(name)
+        self._inner, self._port, self._at = inner, port, at
+
+    def done(self) -> bool:
+        return self._inner.done() and self._port.now() >= self._at
+
+    def wait(self, timeout: float) -> None:
+        """Return when the result is in place, and the link would have carried it. See :meth:`Handle.wait`."""
+        self._inner.wait(timeout)
+        left = self._at - self._port.now()
+        if left > 0:
+            self._port.sleep(left)
+
+    def _wait(self, timeout: float) -> None:
+        self.wait(timeout)
+
+
+class LinkedBackend(DelegatingBackend):
+    """Communicator with a pretended link. Those that are made from it share its port."""
+
+    def __init__(self, inner: Backend, port: Port) -> None:
+        super().__init__(inner)
+        self._port = port
+
+    def _held(self, name: str, inner: Handle, size: int) -> Handle:
+        return LinkedHandle(name, inner, self._port, self._port.send(size))
+
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
+        """Collective. See :meth:`Backend.all_reduce`."""
+        size = link_bytes.all_reduce(self._inner.summed_bytes(tensor), self.size)
+        return self._held(name, self._inner.all_reduce(tensor, name, op), size)
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        """Collective. See :meth:`Backend.all_gather`."""
+        return self._held(
+            name, self._inner.all_gather(out, tensor, name), link_bytes.all_gather(tensor.nbytes, self.size)
+        )
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        out_splits: Sequence[int],
+        splits: Sequence[int],
+        name: str,
+    ) -> Handle:
+        """Collective. See :meth:`Backend.all_to_all`."""
+        width = tensor.element_size()
+        sent = link_bytes.all_to_all([width * length for length in splits], self.rank)
+        received = link_bytes.all_to_all([width * length for length in out_splits], self.rank)
+        return self._held(name, self._inner.all_to_all(out, tensor, out_splits, splits, name), max(sent, received))
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        """Collective. See :meth:`Backend.reduce_scatter`."""
+        whole = self._inner.scatters_by_all_reduce(tensor)
+        moved = link_bytes.all_reduce if whole else link_bytes.reduce_scatter
+        size = moved(self._inner.summed_bytes(tensor), self.size)
+        return self._held(name, self._inner.reduce_scatter(out, tensor, name), size)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
+        """Collective. See :meth:`Backend.broadcast`."""
+        size = tensor.nbytes if self.size > 1 else 0
+        return self._held(name, self._inner.broadcast(tensor, root, name), size)
+
+    def renewed(self) -> Backend:
+        return LinkedBackend(self._inner.renewed(), self._port)
+
+    def duplicate(self, label: str, timeout: float) -> Backend:
+        """Collective. See :meth:`Backend.duplicate`."""
+        return LinkedBackend(self._inner.duplicate(label, timeout), self._port)
+
+    def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> Backend | None:
+        """Collective. See :meth:`Backend.subgroup`."""
+        made = self._inner.subgroup(ranks, label, timeout)
+        return None if made is None else LinkedBackend(made, self._port)
+
+
+def linked(backend: Backend, rate: str) -> Backend:
+    """Return ``backend`` with a pretended link of ``rate``, as :func:`bytes_a_second` reads it; empty: as it is."""
+    return LinkedBackend(backend, Port(bytes_a_second(rate))) if rate else backend
