@@ -1,4 +1,5 @@
-# make train       set up .venv, then train on the digits; NP=4 COMPRESSION=none MERGING=dear EPOCHS=5 ARGS="--seed 1" ...
+# make train       set up .venv, then train a small GPT over a pretended slow link: dense, with the default, with COMPRESSION=dgc
+# make train JOB=digits        train on the digits; NP=4 COMPRESSION=none MERGING=dear EPOCHS=5 ARGS="--seed 1" ...
 # make train LAUNCHER=horovodrun   (or mpirun; torchrun is the default) set up Horovod and MPI too
 # make train JOB=resnet50-cifar100 DATA=/data NP=8     a published experiment: docs/experiments.md; make small: data to try with
 # make test        set up .venv with Horovod and MPI, then run the tests (ARGS goes to pytest)
@@ -13,7 +14,6 @@
 PYTHON ?= python3
 NP ?= 2
 # What is empty is left to the example, and by the example to the library.
-JOB ?= digits
 DATA ?=
 COMPRESSION ?=
 DENSITY ?=
@@ -22,6 +22,8 @@ MERGING ?=
 EPOCHS ?=
 ARGS ?=
 LAUNCHER ?= torchrun
+# What a job alone can have leads to a job.
+JOB ?= $(if $(strip $(DATA)$(DENSITY)$(EXCHANGE)$(MERGING)$(EPOCHS)$(ARGS)$(filter-out torchrun,$(LAUNCHER))),digits,promise)
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -45,7 +47,7 @@ IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 LAUNCH_torchrun = $(RUN) -m torch.distributed.run --standalone --nproc_per_node=$(NP)
 LAUNCH_horovodrun = $(IN_VENV) $(VENV)/bin/horovodrun -np $(NP) $(RUN)
 LAUNCH_mpirun = $(IN_VENV) $(VENV)/bin/mpirun --allow-run-as-root --oversubscribe --bind-to none -np $(NP) $(RUN)
-NEEDS_JOB = $(if $(filter digits gpt-stdlib,$(JOB)),,$(EXAMPLES))
+NEEDS_JOB = $(if $(filter promise digits gpt-stdlib,$(JOB)),,$(EXAMPLES))
 NEEDS_horovodrun := $(HOROVOD)
 NEEDS_mpirun := $(HOROVOD)
 
@@ -59,10 +61,14 @@ help:
 
 train: $(BASE) $(NEEDS_JOB) $(NEEDS_$(LAUNCHER))
 	$(if $(LAUNCH_$(LAUNCHER)),,$(error LAUNCHER=$(LAUNCHER): choose torchrun, horovodrun or mpirun))
+ifeq ($(JOB),promise)
+	$(RUN) examples/promise.py --workers $(NP) $(call flag,compression,$(COMPRESSION))
+else
 	OMP_NUM_THREADS=1 $(LAUNCH_$(LAUNCHER)) \
 	    examples/train.py $(JOB) $(call flag,data,$(DATA)) \
 	    $(call flag,compression,$(COMPRESSION)) $(call flag,density,$(DENSITY)) \
 	    $(call flag,exchange,$(EXCHANGE)) $(call flag,merging,$(MERGING)) $(call flag,epochs,$(EPOCHS)) $(ARGS)
+endif
 
 small: $(EXAMPLES)
 	$(if $(DATA),,$(error DATA=DIR: the folder that small data is written to))

@@ -126,9 +126,13 @@ def test_make_train_passes_on_what_it_was_given_and_nothing_else() -> None:
         command = ["make", "-n", "--no-print-directory", f"PYTHON={sys.executable}", "train", *more]
         alone = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}  # nothing of a make around it
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True, env=alone)
-        return " ".join(done.stdout.partition("examples/train.py")[2].replace("\\\n", " ").split())
+        _, script, flags = done.stdout.partition("examples/")
+        return " ".join((script + flags).replace("\\\n", " ").split()).removeprefix("examples/train.py ")
 
-    assert told() == "digits"
+    assert told() == "examples/promise.py --workers 2"
+    assert told("NP=3", "COMPRESSION=sidco") == "examples/promise.py --workers 3 --compression sidco"
+    assert told("JOB=digits") == told("LAUNCHER=torchrun", "JOB=digits") == "digits"
+    assert told("JOB=digits", "COMPRESSION=none") == "digits --compression none"
     assert told("MERGING=dear", "COMPRESSION=bf16", "EPOCHS=3") == "digits --compression bf16 --merging dear --epochs 3"
     assert told("DENSITY=0.1", "EXCHANGE=auto", "ARGS=--seed 1") == "digits --density 0.1 --exchange auto --seed 1"
     assert told("JOB=lstm-ptb", "DATA=/data").endswith("lstm-ptb --data /data")
