@@ -58,10 +58,14 @@ class RankStatus:
         self.since, self.given_up = time.monotonic(), self.given_up or gave_up
 
     def fail_at(self, call: str) -> float:
-        """Record that there is no answer to ``call``; return for how many seconds it was waited for."""
-        waited = time.monotonic() - self.since if self.call == call else 0.0
-        self.call = call
-        return waited
+        """Record that there is no answer to ``call``; return for how many seconds it was waited for.
+
+        A call that could not even start was waited for from now on: what was before it is no part of the wait.
+        """
+        now = time.monotonic()
+        if self.call != call:
+            self.since, self.call = now, call
+        return now - self.since
 
     def describe(self) -> str:
         """Return phase and step for others to read, for example ``"is in a backward pass (step 5)"``."""

@@ -6,6 +6,7 @@ A stopped process waits no longer than others, by its own clock, but in vain: th
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -34,13 +35,15 @@ class Pauses:
     def __init__(self) -> None:
         self._last: tuple[float, float] | None = None  # monotonic clock and CPU time of the last beat
         self._pauses: deque[Pause] = deque(maxlen=REMEMBERED)
+        self._lock = threading.Lock()  # a pause is in the list or since the last beat, never in neither
 
     def beat(self) -> None:
         """Record that this process runs."""
-        pause = self._since_last()
-        self._last = (time.monotonic(), time.process_time())
-        if pause.seconds >= SHORTEST:
-            self._pauses.append(pause)
+        with self._lock:
+            pause = self._since_last()
+            self._last = (time.monotonic(), time.process_time())
+            if pause.seconds >= SHORTEST:
+                self._pauses.append(pause)
 
     def describe(self, moment: float, least: float = SHORTEST) -> str:
         """Return for how long this process did not run, to be read after "it"; empty if less than ``least`` seconds.
@@ -48,7 +51,8 @@ class Pauses:
         ``moment``: of the monotonic clock; only pauses that ended later count. A pause that
         has just ended, before its beat, does.
         """
-        pauses = [*self._pauses.copy(), self._since_last()]
+        with self._lock:
+            pauses = [*self._pauses, self._since_last()]
         pauses = [pause for pause in pauses if pause.end > moment and pause.seconds >= SHORTEST]
         seconds, cpu = sum(pause.seconds for pause in pauses), sum(pause.cpu for pause in pauses)
         if seconds < max(least, SHORTEST):

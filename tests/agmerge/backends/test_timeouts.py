@@ -121,6 +121,21 @@ def test_a_collective_that_cannot_start_tells_the_same() -> None:
     assert (error.call, error.step, error.waited) == ("buffer 1", 7, 0.0)
 
 
+def test_a_collective_that_cannot_start_is_waited_for_from_now_on() -> None:
+    """The time before it would make a process that had been stopped look as if it had waited all along."""
+
+    def body(rank: int) -> tuple[float, float]:
+        place = status.current()
+        place.enter("is in its script, before a backward pass", 7)
+        place.since -= 100.0
+        waited, since = place.fail_at("buffer 1"), place.since
+        assert place.fail_at("buffer 1") >= 0.0 and place.since == since  # the same call again: the same wait
+        return waited, time.monotonic() - since
+
+    (found,) = testing.run(1, body)
+    assert found[0] == 0.0 and found[1] < 50.0
+
+
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test before this one has left a step behind, which errors would name."""

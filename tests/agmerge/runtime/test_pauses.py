@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+
 import pytest
 
 from agmerge.runtime.peers import pauses
@@ -94,3 +97,22 @@ def test_only_so_many_are_remembered(clock: Clock) -> None:
         clock.passes(3.0)
         made.beat()
     assert made.describe(0.0).startswith(f"did not run for {3.0 * pauses.REMEMBERED:.1f} s")
+
+
+def test_a_pause_is_never_between_the_list_and_the_last_beat(clock: Clock) -> None:
+    """A beat that is interrupted where it has read the clock: whoever asks then hears of the pause all the same."""
+    made = running(clock)
+    clock.passes(14.0, cpu=0.01)
+    said: list[str] = []
+    asking = threading.Thread(target=lambda: said.append(made.describe(0.0)))
+
+    class Interrupting(deque[pauses.Pause]):
+        def append(self, pause: pauses.Pause) -> None:
+            asking.start()
+            asking.join(0.2)
+            super().append(pause)
+
+    made._pauses = Interrupting()
+    made.beat()
+    asking.join()
+    assert said[0].startswith("did not run for 14.0 s")
