@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,15 +26,21 @@ class Broken:
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._since = 0.0  # seconds of the monotonic clock
         self.why = ""
 
     def __bool__(self) -> bool:
         return self._event.is_set()
 
+    @property
+    def seconds(self) -> float:
+        """Return for how long it has been given up; 0: it has not."""
+        return time.monotonic() - self._since if self else 0.0
+
     def give_up(self, why: str) -> None:
         """Give the group up, for good: its collectives raise."""
         if not self:
-            self.why = why
+            self.why, self._since = why, time.monotonic()
             self._event.set()
 
 

@@ -25,6 +25,9 @@ from agmerge.backends.membership import HURRY, Generation, Membership
 from agmerge.errors import AGMergeError, NoAnswer
 
 BEAT = 0.2  # seconds between two signs of life
+ATTEMPT = 1.0  # seconds for which a lighthouse that is gone is looked for at a time
+READY = "ready"  # key in the store, since:
+SETTLES = 3.0  # seconds after its start in which a lighthouse lets no newcomers in: a job may be looking for it
 NEWCOMERS = "newcomers are let in"
 
 
@@ -71,9 +74,10 @@ class Generations:
         torch_store.check_interface()
         # Serves the group of each generation in which this worker is the oldest.
         self._server = self._dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        self._membership = Membership(
-            self._connect(options.patience), socket.gethostname(), own, self._server.port, options.min_workers
-        )
+        store = self._connect(options.patience)
+        with suppress(RuntimeError):  # a lighthouse that is not ready for so long: let it be
+            store.wait([READY], timedelta(seconds=10 * SETTLES))
+        self._membership = Membership(store, socket.gethostname(), own, self._server.port, options.min_workers)
         self._changed = threading.Condition()
         self._error: BaseException | None = None  # with which the thread has ended
         self._newcomers_wait = self._closing = False
@@ -98,6 +102,11 @@ class Generations:
         """Return whether workers wait to be let in."""
         return self._newcomers_wait
 
+    @property
+    def min_workers(self) -> int:
+        """Return with how many workers at least the job trains; fewer may end the step that is under way."""
+        return self._options.min_workers
+
     def after(self, present: Backend, why: str = "a worker is lost") -> Group:
         """Collective. Give the group of ``present`` up, and return the one that follows it.
 
@@ -108,7 +117,13 @@ class Generations:
             if self._group.backend is present:
                 self._group.broken.give_up(why)
                 self._wake.set()
-            self._changed.wait_for(lambda: self._group.backend is not present or self._error is not None)
+            # The thread raises after `patience`, unless it hangs where the network lets nothing through.
+            self._changed.wait_for(
+                lambda: self._group.backend is not present or self._error is not None,
+                self._options.patience + 10 * ATTEMPT,
+            )
+            if self._error is None and self._group.backend is present:
+                self._error = self._no_lighthouse()
             if self._error is not None:
                 raise self._error
             return self._group
@@ -118,25 +133,37 @@ class Generations:
         if self._closing:
             return
         self._closing = True
+        self._wake.set()
+        says = threading.Thread(target=self._say_goodbye, name="agmerge leaves", daemon=True)
+        says.start()  # on a thread: where the network lets nothing through it would never return
+        for thread in (says, *self._threads):
+            thread.join(5 * BEAT)
+
+    def _say_goodbye(self) -> None:
         with suppress(RuntimeError):  # the lighthouse is gone
             self._membership.leave()
             self._membership.give_up(self._group.generation.number, "a worker has left")
-        self._wake.set()
-        for thread in self._threads:
-            thread.join(5 * BEAT)
 
     def _connect(self, patience: float) -> Any:
         """Return a connection to the job's store. Raises :class:`agmerge.AGMergeError` where there is none."""
-        host, port = self._lighthouse
         try:
-            return self._dist.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience)
-            )
+            return self._connected(patience)
         except RuntimeError as error:
-            raise AGMergeError(
-                f"no lighthouse answers at {host}, port {port}, within {patience:g} s: start one there, by "
-                f"`python -m agmerge lighthouse --port {port}`, or set AGMERGE_LIGHTHOUSE to where it is ({error})"
-            ) from error
+            raise self._no_lighthouse() from error
+
+    def _connected(self, seconds: float) -> Any:
+        """Return a connection to the job's store. Raises ``RuntimeError`` if it cannot be had within ``seconds``."""
+        host, port = self._lighthouse
+        return self._dist.TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds)
+        )
+
+    def _no_lighthouse(self) -> AGMergeError:
+        host, port = self._lighthouse
+        return AGMergeError(
+            f"no lighthouse answers at {host}, port {port}, within {self._options.patience:g} s: start one there, by "
+            f"`python -m agmerge lighthouse --port {port}`, or set AGMERGE_LIGHTHOUSE to where it is"
+        )
 
     # -- threads ------------------------------------------------------------------------------------------------------
 
@@ -147,15 +174,19 @@ class Generations:
             try:
                 store.add(key, 1)
             except RuntimeError:  # the lighthouse is gone, perhaps for a moment
-                with suppress(AGMergeError):
-                    store = self._connect(self._options.patience)
+                with suppress(RuntimeError):
+                    store = self._connected(ATTEMPT)
             time.sleep(BEAT)
 
     def _watch(self) -> None:
         """Look for workers that are lost, and form the next generation whenever this one has broken."""
+        away = False  # the lighthouse is gone: training goes on without it, and no generation is formed
         while not self._closing:
             self._wake.wait(BEAT)
             try:
+                if away:
+                    self._membership.reconnect(self._connected(ATTEMPT), self._group.generation)
+                    away = False
                 why = self._why_broken()
                 if not why or self._closing:
                     continue
@@ -163,18 +194,25 @@ class Generations:
                 self._group.broken.give_up(why)
                 self._membership.give_up(self._group.generation.number, why)
                 formed = self._formed(self._group.generation, lets_in=why == NEWCOMERS)
-            except RuntimeError as error:
-                if isinstance(error, AGMergeError):
-                    with self._changed:
-                        self._error = error
-                        self._changed.notify_all()
+            except AGMergeError as error:
+                self._end_with(error)
+                return
+            except RuntimeError:
+                away = True
+                if self._group.broken.seconds > self._options.patience:
+                    self._end_with(self._no_lighthouse())
                     return
-                with suppress(AGMergeError):  # the lighthouse is gone: training goes on without it
-                    self._membership.reconnect(self._connect(self._options.patience))
                 continue
             with self._changed:
                 self._group = formed
                 self._changed.notify_all()
+
+    def _end_with(self, error: BaseException) -> None:
+        """End the job of this worker: its next collective raises, and then ``error`` is raised."""
+        self._group.broken.give_up(str(error))
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
 
     def _why_broken(self) -> str:
         """Return why this generation is to be given up; empty: it is not."""
@@ -261,8 +299,18 @@ def _own_address(lighthouse: str) -> str:
 
 
 def serve(port: int) -> Any:
-    """Return a store for the workers of a job, which this process serves as long as it is referred to."""
-    return _torch_distributed().TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    """Return a store for the workers of a job, which this process serves as long as it is referred to.
+
+    Newcomers come in after ``SETTLES`` seconds: first come the workers of a job whose lighthouse was started again.
+    """
+    store = _torch_distributed().TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+
+    def let_in() -> None:
+        time.sleep(SETTLES)
+        store.set(READY, "")
+
+    threading.Thread(target=let_in, name="agmerge lets in", daemon=True).start()
+    return store
 
 
 def _torch_distributed() -> Any:

@@ -10,6 +10,7 @@ two trainings.
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -48,6 +49,7 @@ class Worker:
     host: str  # its machine's name
     address: str  # at which others reach the store that it serves
     port: int
+    token: str  # its own: tells it from one that came to a lighthouse that was started again
 
 
 @dataclass(frozen=True)
@@ -71,19 +73,34 @@ class Membership:
         self, store: Store, host: str, address: str, port: int, least: int, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._store, self._least, self._now = store, least, now
-        self.own = Worker(store.add("workers", 1), host, address, port)
-        store.set(f"worker/{self.own.number}", json.dumps(asdict(self.own)))
+        self.own = Worker(store.add("workers", 1), host, address, port, secrets.token_hex(8))
+        store.set(f"worker/{self.own.number}", self._words)
         self._seen: dict[int, tuple[bytes, float]] = {}  # by number: its last beat, and when that was new here
         self._arrived = 0  # workers that had come when the present generation began
         self.beat()
 
-    def reconnect(self, store: Store) -> None:
-        """Use another connection to the store, which may have been started again, empty: say who this worker is."""
-        self._store = store
-        if not store.check([f"worker/{self.own.number}"]):
-            while store.add("workers", 0) < self.own.number:
-                store.add("workers", 1)
-            store.set(f"worker/{self.own.number}", json.dumps(asdict(self.own)))
+    @property
+    def _words(self) -> str:
+        return json.dumps(asdict(self.own))
+
+    def reconnect(self, store: Store, present: Generation) -> None:
+        """Use another connection to the store, which may have been started again, empty.
+
+        Says there who this worker is, and ``present``, its generation, so that newcomers find it. Raises
+        :class:`agmerge.AGMergeError` where another job has begun there meanwhile.
+        """
+        self._store, number = store, self.own.number
+        while store.add("workers", 0) < max(number, self._arrived):
+            store.add("workers", 1)
+        first = store.compare_set(f"worker/{number}", "", self._words).decode()
+        present_numbers = json.dumps([one.number for one in present.members])
+        decided = store.compare_set(f"members/{present.number}", "", present_numbers).decode()
+        if (first, decided) != (self._words, present_numbers):
+            raise AGMergeError(
+                "the lighthouse was started again, and other workers have begun to train there, without this one. End "
+                "one of the two jobs: the workers of this one can be started again, as newcomers of the other"
+            )
+        store.set("generation", str(present.number))
 
     # -- signs of life ------------------------------------------------------------------------------------------------
 
@@ -132,7 +149,8 @@ class Membership:
 
             before: this worker's generation; None: it has none, and waits to be let in.
             patience: seconds, after which :class:`TooFewWorkers` is raised.
-            lets_in: newcomers may be in it, where there is a generation already; all members say the same.
+            lets_in: newcomers may be in it, where there is a generation already, and it has at least as many workers
+                as train; all members say the same. False: all that are left, to end a step among themselves.
         """
         end = self._now() + patience
         if before is None:
@@ -145,20 +163,21 @@ class Membership:
             if asking == living and asking and asking[0] == self.own.number:
                 known = {one.number for one in before.members}
                 new = self._waiting(known) if lets_in else []
-                if len(asking) + len(new) >= self._least:
+                if not lets_in or len(asking) + len(new) >= self._least:
                     self._decide(number, [*asking, *new])
             self._pause(end, len(living))
         return self._generation(number, decided, [one.number for one in before.members])
 
     def _join(self, end: float) -> Generation:
         """Return the first generation that this worker is in."""
-        number, came, since = 1, 0, self._now()
+        number, came, since = self._latest(), 0, self._now()
         while True:
             while (decided := self._decided(number)) is not None:
                 if self.own.number in decided:
                     earlier = self._decided(number - 1) or []
                     return self._generation(number, decided, earlier)
                 number += 1
+            number = max(number, self._latest())
             if number == 1:  # none trains yet: the first of those that are there decides, once no other comes
                 there = self._waiting(set())
                 if len(there) != came:
@@ -166,6 +185,10 @@ class Membership:
                 if there[0] == self.own.number and len(there) >= self._least and self._now() - since >= HURRY:
                     self._decide(1, there)
             self._pause(end, came)
+
+    def _latest(self) -> int:
+        """Return a generation not later than the present one: not the first where the store was started again."""
+        return int(self._store.get("generation")) if self._store.check(["generation"]) else 1
 
     def _decide(self, number: int, members: Sequence[int]) -> None:
         self._store.compare_set(f"members/{number}", "", json.dumps(list(members)))

@@ -59,6 +59,7 @@ class State:
     def commit(self) -> bool:
         """Collective. Let newcomers in, if any wait; call it between two steps, on all workers alike.
 
+        With fewer than ``min_workers`` it waits for some. Raises :class:`agmerge.TooFewWorkers` after ``patience``.
         Returns False on a worker that has called :meth:`leave`: it takes part no more, and ends its loop.
         """
         if self._leaves:
@@ -66,6 +67,8 @@ class State:
             return False
         participation = self._optimizer._reducer.participation
         if participation.lets_in:
+            self._let_in()
+        while workers.has_too_few():
             self._let_in()
         before, self._size = self._size, workers.size()
         if before != self._size and self._on_change is not None:

@@ -14,7 +14,7 @@ import torch
 from agmerge.backends import status, torch_objects
 from agmerge.engine import elastic_refusals
 from agmerge.engine.replicas import compare_replicas
-from agmerge.errors import DISTRIBUTED_DATA_PARALLEL, OTHER_SHARDS, NoAnswer, warn
+from agmerge.errors import DISTRIBUTED_DATA_PARALLEL, OTHER_SHARDS, NoAnswer, TooFewWorkers, warn
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.runtime import process_sets, workers
@@ -27,6 +27,11 @@ from agmerge.step.round import GradientOf
 from agmerge.step.treatments import check_patterns
 from agmerge.tensors.parameters import ParameterTable
 from agmerge.version import __version__
+
+TOO_FEW = (
+    "an elastic job has {size} workers, fewer than its min_workers, and begins a step with them. Call commit() of "
+    "agmerge.elastic.State after each step: there it waits for others; or lower min_workers"
+)
 
 
 def open_exchange(
@@ -145,6 +150,8 @@ class Participation:
         Where workers can be lost, the exchange goes on among the survivors, in a group that ``connect`` connects to.
         Then all but the last of what is yielded are parts: the caller applies and commits each.
         """
+        if workers.has_too_few():
+            raise TooFewWorkers(TOO_FEW.format(size=workers.size()))
         while True:
             try:
                 connect()

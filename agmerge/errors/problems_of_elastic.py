@@ -22,9 +22,16 @@ OF_ELASTIC: tuple[Row, ...] = (
     ),
     (
         "AGM209",
-        ("an elastic job of at least … workers",),
+        ("an elastic job of at least … workers", "an elastic job has … workers, fewer than"),
         "Fewer workers are left than `min_workers`, and no other one has come within `patience` seconds.",
-        "Save what is in memory, or start more workers sooner; lower `min_workers`.",
+        "Call `state.commit()` after each step, which waits for others; save what is in memory; lower `min_workers`.",
+        "elastic.md",
+    ),
+    (
+        "AGM215",
+        ("the lighthouse was started again, and other workers",),
+        "A lighthouse was started again, and new workers found each other there before those of the job came back.",
+        "End one of the two jobs; start its workers again, as newcomers of the other.",
         "elastic.md",
     ),
     (

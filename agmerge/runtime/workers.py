@@ -211,6 +211,11 @@ def newcomers_wait() -> bool:
     return _job is not None and _job.newcomers_wait
 
 
+def has_too_few() -> bool:
+    """Return whether an elastic job has fewer workers now than are to train: the same on all of them."""
+    return _job is not None and size() < _job.min_workers
+
+
 def regroup(*, lets_in: bool = False) -> Backend:
     """Collective. Form the next group of all that are there still, and return its communicator of all workers.
 

@@ -18,7 +18,8 @@ folder, steps, setting = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.arg
 torch.manual_seed(os.getpid())
 torch.set_num_threads(1)
 model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64))
-agmerge.init(elastic=agmerge.Elastic(suspect=2.0, patience=30.0))
+options = {"suspect": 2.0, "patience": 30.0, **setting.pop("elastic", {})}
+agmerge.init(elastic=agmerge.Elastic(**options))
 inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
 optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), check_every=1, timeout=30.0, **setting)
 state = agmerge.elastic.State(model=model, optimizer=optimizer, step=0)

@@ -3,76 +3,16 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import HERE, environment, reserved_port
+from elastic_job import STEPS, job
+from lab import network
 
-STEPS = 300
-
-
-class Job:
-    """Lighthouse and workers of one job, in processes."""
-
-    def __init__(self, folder: Path, setting: dict[str, Any]) -> None:
-        self.folder, self.setting, self.port = folder, setting, reserved_port()
-        self.workers: list[subprocess.Popen[str]] = []
-        self.lighthouse = subprocess.Popen(
-            [sys.executable, "-m", "agmerge", "lighthouse", "--port", self.port],
-            env=environment(), stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self.lighthouse.stdout is not None
-        said = self.lighthouse.stdout.readline().strip()
-        assert said == f"AGMERGE_LIGHTHOUSE={socket.gethostname()}:{self.port}"
-
-    def start(self) -> subprocess.Popen[str]:
-        """Start one more worker."""
-        number = len(self.workers)
-        with open(self.folder / f"{number}.log", "w") as log:
-            script = [str(HERE / "going_on.py"), str(self.folder), str(STEPS), json.dumps(self.setting)]
-            where = environment(AGMERGE_LIGHTHOUSE=f"127.0.0.1:{self.port}")
-            self.workers.append(
-                subprocess.Popen([sys.executable, *script], env=where, stdout=log, stderr=subprocess.STDOUT, text=True)
-            )
-        return self.workers[-1]
-
-    def lines(self, worker: subprocess.Popen[str]) -> list[list[Any]]:
-        """Return what a worker has written so far: step, workers, digest, seconds."""
-        path = self.folder / f"{worker.pid}.lines"
-        whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
-        return [json.loads(line) for line in whole.splitlines()]
-
-    def logs(self) -> str:
-        """Return the ends of what all workers have printed."""
-        return "\n".join(path.read_text()[-1500:] for path in sorted(self.folder.glob("*.log")))
-
-    def wait_for(self, what: Callable[[], bool], seconds: float = 40.0) -> None:
-        """Wait until ``what()`` is true, or fail with what workers have printed."""
-        end = time.monotonic() + seconds
-        while not what():
-            assert time.monotonic() < end, self.logs()
-            time.sleep(0.02)
-
-
-@contextmanager
-def job(folder: Path, setting: dict[str, Any]) -> Iterator[Job]:
-    """Yield a job; none of its processes outlives the block."""
-    made = Job(folder, setting)
-    try:
-        yield made
-    finally:
-        for process in (*made.workers, made.lighthouse):
-            process.kill()
-            process.wait()
+WITHOUT_END = 10**6  # steps
 
 
 @pytest.mark.timeout(150)
@@ -92,23 +32,79 @@ def test_the_others_go_on_and_who_comes_is_a_peer(tmp_path: Path, setting: dict[
         here.wait_for(lambda: all(len(here.lines(one)) >= 20 for one in (first, second, third)))
         oldest = first  # any of them: which one is it says the lighthouse, not the order of starts
         oldest.kill()
-        here.wait_for(lambda: here.lines(third)[-1][1] == 2)
+        here.wait_for(lambda: here.size(third) == 2)
         fourth = here.start()
         here.wait_for(lambda: len(here.lines(fourth)) >= 10)
         second.send_signal(signal.SIGSTOP)
-        here.wait_for(lambda: here.lines(third)[-1][1] == 2)
+        here.wait_for(lambda: here.size(third) == 2)
         second.send_signal(signal.SIGCONT)
         for worker in (third, fourth):
             assert worker.wait(60) == 0, here.logs()
         assert second.wait(60) != 0 and "go on without this one" in here.logs()
 
-        by_step: dict[int, set[str]] = {}
-        for worker in here.workers:
-            for step, _, digest, _ in here.lines(worker):
-                by_step.setdefault(step, set()).add(digest)
-        assert {step: found for step, found in by_step.items() if len(found) > 1} == {}
+        assert here.differing() == {}
         steps = [line[0] for line in here.lines(third)]
-        assert steps == list(range(1, STEPS + 1))
+        assert steps == list(range(steps[0], STEPS + 1))  # it may have come later than the others
         assert [line[0] for line in here.lines(fourth)][0] > 20
         sizes = [size for _, size, _, _ in here.lines(third)]
-        assert sizes[0] == 3 and sizes[-1] == 2 and {2, 3} == set(sizes)
+        assert sizes[-1] == 2 and {2, 3} == set(sizes)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(150)
+def test_a_lighthouse_may_end_and_be_started_again(tmp_path: Path) -> None:
+    """Training goes on without it; then a worker dies, another comes, and both are seen as ever (F8)."""
+    with job(tmp_path, {}) as here:
+        first, second = (here.start(steps=WITHOUT_END) for _ in range(2))
+        here.wait_for_steps(10, first, second)
+        here.lighthouse.kill()
+        here.lighthouse.wait()
+        here.wait_for_steps(30, first, second)
+        second.kill()
+        here.shine()
+        here.wait_for(lambda: here.size(first) == 1)
+        third = here.start(steps=WITHOUT_END)
+        here.wait_for(lambda: here.size(first) == 2)
+        here.wait_for_steps(10, first, third)
+        assert here.differing() == {}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(150)
+def test_too_few_workers_wait_in_memory_and_one_of_other_options_is_sent_away(tmp_path: Path) -> None:
+    """With one of at least two nothing trains; a newcomer with another compressor raises, alone (F9, F14)."""
+    with job(tmp_path, {"elastic": {"min_workers": 2}}) as here:
+        first, second = (here.start(steps=WITHOUT_END) for _ in range(2))
+        here.wait_for_steps(10, first, second)
+        second.kill()
+        second.wait()
+        stranger = here.start(steps=WITHOUT_END, compression="eden-8")
+        assert stranger.wait(60) != 0 and "compression" in here.log(stranger), here.logs()
+        steps = here.lines(first)[-1][0]
+        third = here.start(steps=WITHOUT_END)
+        here.wait_for_steps(10, third)
+        assert here.size(first) == 2 and here.differing() == {}
+        assert here.lines(third)[0][0] <= steps + 2, "went on from where it was"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(150)
+def test_one_that_is_cut_off_ends_and_the_others_go_on(tmp_path: Path) -> None:
+    """Its packets are dropped, not refused; without the lighthouse it trains no more (F6, F7)."""
+    if why := network.usable():
+        pytest.skip(f"no hosts on this machine: {why}")
+    with network.Network(3) as hosts:
+
+        def at(host: int) -> list[str]:
+            return ["ip", "netns", "exec", hosts.space(host)]
+
+        with job(tmp_path, {"elastic": {"min_workers": 2, "patience": 8.0}}, at, hosts.address) as here:
+            workers = [here.start(host, WITHOUT_END) for host in range(3)]
+            here.wait_for_steps(10, *workers)
+            switch = ["ip", "netns", "exec", hosts.space("s")]
+            subprocess.run([*switch, *"ip link set p2 down".split()], check=True)
+            here.wait_for(lambda: here.size(workers[0]) == 2)
+            here.wait_for_steps(10, *workers[:2])
+            assert workers[2].wait(120) != 0, here.logs()  # once its collective has timed out, and its patience
+            assert "no lighthouse answers" in here.log(workers[2]) or "at least 2 workers" in here.log(workers[2])
+            assert here.differing() == {}

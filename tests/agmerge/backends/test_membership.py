@@ -121,11 +121,46 @@ def test_who_was_silent_and_comes_back_is_told() -> None:
         job.workers[2].next(before[2], 60.0, lets_in=False)
 
 
-def test_too_few_workers_wait_and_then_say_so() -> None:
+def test_too_few_workers_end_their_step_and_then_wait_for_others() -> None:
+    """Among themselves while a step is under way; where newcomers may come in they wait, and say so in the end."""
     job = Job(least=2)
     before = job.first(2)
     found = job.together([lambda: job.workers[0].next(before[0], 10.0, lets_in=False)], job.workers[:1])
-    assert isinstance(found[0], TooFewWorkers) and "at least 2 workers has had 1" in str(found[0])
+    assert numbers(found[0]) == [1]
+    waited = job.together([lambda: job.workers[0].next(found[0], 10.0, lets_in=True)], job.workers[:1])
+    assert isinstance(waited[0], TooFewWorkers) and "at least 2 workers has had 1" in str(waited[0])
+
+
+def test_a_store_that_was_started_again_learns_of_the_job() -> None:
+    """Of its workers, of which the youngest was lost, and its generation: newcomers find it and come in."""
+    job = Job()
+    before = job.first(3)
+    job.store = dist.HashStore()
+    for one in (2, 0):
+        job.workers[one].reconnect(job.store, before[one])
+        job.workers[one].reconnect(job.store, before[one])  # the connection was lost once more, the store was not
+    (new,) = job.arrive()
+    assert new.own.number == 4 and job.workers[0].newcomers_wait()
+    left = [0, 2]
+    asks = [lambda i=i: job.workers[i].next(before[i], 60.0, lets_in=True) for i in left]
+    asks.append(lambda: new.next(None, 60.0, lets_in=False))  # type: ignore[misc]
+    found = job.together(asks, [*(job.workers[i] for i in left), new])  # type: ignore[arg-type]
+    assert [numbers(one) for one in found] == [[1, 3, 4]] * 3 and found[0].number == 2
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_there_are_no_two_jobs_where_strangers_come_first(decided: bool) -> None:
+    """Workers of a job come back to a lighthouse where others have their numbers already, or train already."""
+    job = Job()
+    before = job.first(2)
+    old = job.workers
+    job.store, job.workers = dist.HashStore(), []
+    if decided:
+        job.first(3)
+    else:
+        job.arrive()
+    with pytest.raises(AGMergeError, match="was started again, and other workers"):
+        old[0].reconnect(job.store, before[0])
 
 
 def test_who_leaves_is_not_waited_for() -> None:
