@@ -134,22 +134,26 @@ def all_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("all_turns")
 @pytest.mark.parametrize("slower", [0, 1])
 def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By turns. When backward's times on this machine fall so, there are two sparse plans beside the dense one."""
     monkeypatch.setattr(measurer, "measure_costs", costing(1e-9, 1e-7))
-    monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda one: [2.0, 1.0] if slower == 0 else [1.0, 2.0])
+    took = lambda trial: [1.0 if all(plan.dense) == (slower == 0) else 2.0 for plan in trial.plans]  # noqa: E731
+    monkeypatch.setattr(plan_trial.PlanTrial, "seconds", took)
 
-    def body(rank: int, model: nn.Module) -> list[bool]:
+    def body(rank: int, model: nn.Module) -> list[tuple[bool, str]]:
         optimizer = trained(rank, model, FIRST, wire="fp32")
         seen = []
-        for step in range(FIRST, FIRST + 2 * plan_trial.TURN * plan_trial.ROUNDS + 1):
+        for step in range(FIRST, FIRST + 3 * plan_trial.TURN * plan_trial.ROUNDS + 1):
             plan = optimizer.plan
             assert plan is not None
-            seen.append(all(plan.dense))
+            seen.append((all(plan.dense), repr(plan)))
             train(model, optimizer, rank, range(step, step + 1))
         return seen
 
     seen = agreed(on_ranks(2, MODEL, body))
-    turns = [False] * plan_trial.TURN + [True] * plan_trial.TURN
-    assert seen == turns * plan_trial.ROUNDS + [slower == 0]
+    tried = list(dict.fromkeys(seen))
+    assert {is_dense for is_dense, _ in tried} == {True, False} and len(tried) in (2, 3)
+    turns = [plan for plan in tried for _ in range(plan_trial.TURN)] * plan_trial.ROUNDS
+    assert seen[: len(turns)] == turns and seen[len(turns)][0] == (slower == 0)
 
 
 @pytest.mark.usefixtures("all_turns")
