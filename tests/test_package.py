@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sdist builds; its wheel holds every module and needs neither Horovod nor MPI; `make test-all` tries it alone."""
+"""The sdist builds; its wheel holds every module and needs neither Horovod nor MPI.
+
+Without a compiler, since that is quick; `make test-all` builds the wheel with compiled loops, and tries it alone.
+"""
 
 from __future__ import annotations
 
@@ -76,8 +79,16 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout."""
-    return build(sdist, tmp_path_factory.mktemp("wheel"))
+    """The wheel of this checkout where there is no compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", "no-such-compiler")
+        return build(sdist, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def fast(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel with compiled loops."""
+    return build(sdist, tmp_path_factory.mktemp("fast"))
 
 
 def build(sdist: Path, folder: Path) -> Path:
@@ -92,7 +103,8 @@ def modules() -> set[str]:
     return {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
 
 
-def test_the_wheel_holds_every_module_and_the_typing_marker(wheel: Path) -> None:
+def test_without_a_compiler_the_wheel_is_pure_and_holds_every_module_and_the_typing_marker(wheel: Path) -> None:
+    assert compiled(wheel) == [] and wheel.name.endswith("-py3-none-any.whl")
     names = set(ZipFile(wheel).namelist())
     assert len(modules()) > 30
     assert modules() == {name for name in names if name.endswith(".py")}
@@ -108,21 +120,20 @@ COMPILER = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), r
 
 
 @COMPILER
-def test_one_wheel_holds_the_compiled_loops_for_every_python(wheel: Path) -> None:
-    assert "-cp310-abi3-" in wheel.name
-    (name,) = compiled(wheel)
+@pytest.mark.long
+def test_one_wheel_holds_every_module_and_the_compiled_loops_for_every_python(fast: Path) -> None:
+    assert "-cp310-abi3-" in fast.name
+    (name,) = compiled(fast)
     assert ".abi3." in name or sys.platform == "win32"
-    assert b".debug_info" not in ZipFile(wheel).read(name)
-    assert wheel.stat().st_size < 1.25e6
+    assert b".debug_info" not in ZipFile(fast).read(name)
+    assert fast.stat().st_size < 1.25e6
+    assert modules() <= set(ZipFile(fast).namelist())
 
 
-def test_without_a_compiler_the_wheel_is_pure(sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_a_release_needs_a_compiler(sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    wheel = build(sdist, tmp_path)
-    assert compiled(wheel) == []
-    assert wheel.name.endswith("-py3-none-any.whl")
-    assert modules() <= set(ZipFile(wheel).namelist())
-    monkeypatch.setenv("AGMERGE_REQUIRE_KERNEL", "1")  # as for a release
+    monkeypatch.setenv("AGMERGE_REQUIRE_KERNEL", "1")
     with pytest.raises(AssertionError, match="no-such-compiler"):
         build(sdist, tmp_path)
 
@@ -154,13 +165,6 @@ def test_the_metadata_leads_somewhere(wheel: Path) -> None:
     assert targets and [target for target in targets if not target.startswith(("https://", "#"))] == []
 
 
-def test_the_command_is_on_the_path(wheel: Path, tmp_path: Path) -> None:
-    call([*PIP, "install", "--no-deps", "--target", str(tmp_path), str(wheel)], tmp_path)
-    program = "import sys; sys.path.insert(0, sys.argv.pop(1)); from importlib.metadata import entry_points\n"
-    program += "sys.exit(*(each.load()() for each in entry_points(group='console_scripts', name='agmerge')))"
-    assert "doctor" in call([sys.executable, "-I", "-c", program, str(tmp_path)], tmp_path)
-
-
 def works(wheel: Path, python: list[str], place: Path, before: str = "") -> None:
     """Assert that `python -c`, with the wheel in `place`, imports all of it from there and makes a step."""
     imported = call([*python, before + IMPORT_ALL, str(place)], place).split()
@@ -174,20 +178,24 @@ def works(wheel: Path, python: list[str], place: Path, before: str = "") -> None
 
 
 def test_the_wheel_works_where_all_that_it_does_not_need_cannot_be_imported(wheel: Path, tmp_path: Path) -> None:
+    """And its command, ``agmerge``, is there."""
     call([*PIP, "install", "--no-deps", "--target", str(tmp_path), str(wheel)], tmp_path)
     hidden = "import sys; sys.path.insert(0, sys.argv[1]); "
     hidden += f"sys.modules.update(dict.fromkeys({FOREIGN}))\n"
     works(wheel, [sys.executable, "-I", "-c"], tmp_path, hidden)
+    program = "import sys; sys.path.insert(0, sys.argv.pop(1)); from importlib.metadata import entry_points\n"
+    program += "sys.exit(*(each.load()() for each in entry_points(group='console_scripts', name='agmerge')))"
+    assert "doctor" in call([sys.executable, "-I", "-c", program, str(tmp_path)], tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_wheel_works_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_works_in_a_clean_environment(fast: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=False)
     python = str(tmp_path / "env" / "bin" / "python")
     # torch first, pinned: a range would take the newest build and gigabytes of what only GPUs need.
     pinned = re.search(r"^torch==\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     assert pinned
     call([*PIP, "--python", python, "install", pinned.group()], tmp_path)
-    call([*PIP, "--python", python, "install", str(wheel)], tmp_path)
-    works(wheel, [python, "-I", "-c"], tmp_path)
+    call([*PIP, "--python", python, "install", str(fast)], tmp_path)
+    works(fast, [python, "-I", "-c"], tmp_path)

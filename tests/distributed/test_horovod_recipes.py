@@ -165,9 +165,8 @@ def test_the_synthetic_benchmark_prints_horovods_lines_and_writes_all_figures(tm
     assert expected.items() <= found["settings"].items()
 
 
-@pytest.mark.parametrize(
-    "more", [pytest.param("--gradient-predivide-factor 2", marks=pytest.mark.long), "--use-mixed-precision"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("more", ["--gradient-predivide-factor 2", "--use-mixed-precision"])
 def test_the_mnist_example_learns_and_prints_horovods_lines(more: str) -> None:
     launcher = "horovodrun, Gloo"
     need(launcher)

@@ -34,15 +34,15 @@ import merging
 Results = dict[str, list[Any]]
 
 
-OVER = "horovodrun, MPI"  # starts mpirun, so that only what is Horovod's own is tried with it always
+OVER = "horovodrun, MPI"  # starts mpirun, as the second launcher of MPI
 SHORT = [(name, 2) for name in LAUNCHERS if name != OVER]
 LONG = [(OVER, 2), *((name, 4) for name in LAUNCHERS)]
 CASES = [pytest.param(one, id=f"{one[0]}, {one[1]} workers") for one in SHORT]
 CASES += [pytest.param(one, id=f"{one[0]}, {one[1]} workers", marks=pytest.mark.long) for one in LONG]
 
-# What the library alone decides takes half a minute in the cycles of Horovod over Gloo. `make test` has it there of
-# torch and of Horovod over MPI; of the others what each collective gives, to the bit (`every_collective`).
-SLOW = ("horovodrun, Gloo", "mpirun, mpi4py")
+# What the library alone decides takes half a minute in Horovod's cycles. `make test` has it of torch; of the others
+# what each collective gives, to the bit (`every_collective`).
+SLOW = ("horovodrun, Gloo", "mpirun", "mpirun, mpi4py")
 HEAVY = ("planners", "exchanges", "updates")
 LIGHT = tuple(name for name in SCENARIOS if name not in HEAVY)
 QUICK = [pytest.param(one, id=f"{one[0]}, {one[1]} workers") for one in SHORT if one[0] not in SLOW]
@@ -268,6 +268,7 @@ def test_the_modules_own_collectives(case: tuple[str, int], found: Results) -> N
     check_collectives(*case, found)
 
 
+@pytest.mark.long
 def test_horovodrun_starts_the_same_over_mpi(launches: Launches) -> None:
     need(OVER)
     found = launches.of(OVER, 2, "collectives", "density_one", "changes")
@@ -276,6 +277,7 @@ def test_horovodrun_starts_the_same_over_mpi(launches: Launches) -> None:
     assert all(found[name] == reference[name] for name in ("density_one", "changes"))
 
 
+@pytest.mark.long
 def test_four_workers_in_a_few_scenarios(launches: Launches) -> None:
     """All of them with four take a minute and more; from three on a native sum depends on the place of an element."""
     found = launches.of("torchrun", 4, "collectives", "awkward", "density_one")
@@ -327,6 +329,7 @@ def test_a_script_keeps_its_own_process_group(tmp_path: Path) -> None:
     assert results(tmp_path, 2)["borrowed"] == [["torch", 2.0, 0], ["torch", 2.0, 0]]
 
 
+@pytest.mark.long  # in memory: tests/test_example_train.py
 def test_the_main_job_reaches_its_accuracy(tmp_path: Path) -> None:
     out = tmp_path / "digits.json"
     options = ["--compression", "topk", "--density", "0.01", "--log-dir", str(tmp_path), "--json", str(out)]

@@ -56,7 +56,7 @@ def fingerprint() -> str:
     return whole.hexdigest()
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2"])
+@pytest.mark.parametrize("capability", ["default", pytest.param("avx2", marks=pytest.mark.long)])
 def test_bits_do_not_depend_on_the_instructions_of_the_processor(capability: str) -> None:
     code = f"import sys; sys.path[:0] = {sys.path!r}; import test_quantiser_bits as t; print(t.fingerprint())"
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}

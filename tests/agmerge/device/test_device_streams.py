@@ -128,6 +128,7 @@ def test_gradients_of_one_merge_buffer_may_come_in_several_streams() -> None:
         assert [race for books in trained[0].books for race in books.races] == []
 
 
+@pytest.mark.long
 def test_each_wait_that_is_left_out_is_missed() -> None:
     cases: dict[str, list[str]] = {}  # by line that waits
     for case in CASES:

@@ -193,7 +193,9 @@ def fingerprint() -> str:
     return whole.hexdigest()
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize(
+    "capability", ["default", *(pytest.param(one, marks=pytest.mark.long) for one in ("avx2", "avx512"))]
+)
 def test_bits_do_not_depend_on_the_instructions_of_the_processor(capability: str) -> None:
     """torch takes the best that there is of those that it is told."""
     code = f"import sys; sys.path[:0] = {sys.path!r}; import test_codecs_signs as t; print(t.fingerprint())"
