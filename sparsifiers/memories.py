@@ -120,7 +120,7 @@ class Memory:
         raise NotImplementedError(f"{self} has no momentum for what is sent whole")
 
     def options(self) -> dict[str, object]:
-        """Return the hyper-parameters as plain values: memory(name, **options()) is this memory again."""
+        """Return the hyper-parameters as plain values: ``memory(name, **options())`` is this memory again."""
         return {}
 
     def __repr__(self) -> str:

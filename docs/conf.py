@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of Sphinx for the site: ``make docs``. Pages are Markdown that can be read as they are, too."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from agmerge.errors.catalogue import SITE, SOURCE  # noqa: E402
+from agmerge.version import __version__  # noqa: E402
+
+project, author, version, release = "agmerge", "agmerge developers", __version__, __version__
+project_copyright = "agmerge developers, Apache License 2.0"
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["kubernetes", "pictures"]
+myst_heading_anchors = 4
+myst_enable_extensions = ["attrs_block"]
+myst_links_external_new_tab = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_inherit_docstrings = True
+maximum_signature_line_length = 80
+# Docstrings name private classes, parts of torch and parameters, too: these are no links.
+nitpicky = False
+suppress_warnings = ["ref.python", "misc.highlighting_failure"]
+copybutton_prompt_text = "$ "
+html_theme = "pydata_sphinx_theme"
+html_baseurl = SITE
+html_title = "agmerge"
+html_static_path = ["_static"]
+html_css_files = ["theme.css"]
+html_extra_path = ["pictures"]
+html_theme_options = {
+    "navigation_depth": 2,
+    "show_nav_level": 1,
+    "header_links_before_dropdown": 6,
+    "secondary_sidebar_items": ["page-toc"],
+    "use_edit_page_button": False,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
+FIELD = re.compile(r"(\w+(?:, \w+)*): \S")  # in docstrings: the name of an argument or attribute, and what it is
+OUTSIDE = re.compile(r"(\]\(|src=\"|srcset=\")\.\./([^)\"\s]+)")
+
+
+def link_to_source(_: Sphinx, __: str, text: list[str]) -> None:
+    """Let links to files outside of docs/ lead to the repository, of the version that the page is of."""
+    text[0] = OUTSIDE.sub(rf"\1{SOURCE}/blob/v{__version__}/\2", text[0])
+
+
+def list_fields(_: Sphinx, __: str, ___: str, ____: object, _____: object, lines: list[str]) -> None:
+    """Make a list of lines such as "name: what it is", and code of what stands between single backticks."""
+    made: list[str] = []
+    in_list = False
+    for line in lines:
+        line = re.sub(r"(?<![`:\w])`([^`]+)`(?![`_])", r"``\1``", line)
+        starts = FIELD.match(line)
+        if starts and (in_list or not made or not made[-1]):
+            line, in_list = f"* ``{starts[1]}``{line[starts.end(1) :]}", True
+        elif in_list and line.startswith("    "):
+            line = f"  {line.lstrip()}"
+        elif line and in_list:
+            made.append("")
+            in_list = False
+        made.append(line)
+    lines[:] = made
+
+
+def setup(app: Sphinx) -> None:
+    """Register what changes pages before they are read."""
+    os.environ.setdefault("AGMERGE_CACHE", "off")
+    app.connect("source-read", link_to_source)
+    app.connect("autodoc-process-docstring", list_fields)
