@@ -60,7 +60,12 @@ def test_process():
 
 @pytest.mark.parametrize(
     ("options", "passed"),
-    [([], 9 + 6 + 3 + 1 + 1), (["-m", "not long"], 3 + 6 + 3 + 1), (["--once"], 3), (["-k", "x-2-2"], 1)],
+    [
+        pytest.param([], 9 + 6 + 3 + 1 + 1, marks=pytest.mark.long),
+        (["-m", "not long"], 3 + 6 + 3 + 1),
+        (["--once"], 3),
+        pytest.param(["-k", "x-2-2"], 1, marks=pytest.mark.long),
+    ],
 )
 def test_how_much_is_run(options: list[str], passed: int, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(SOURCE)

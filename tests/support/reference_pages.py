@@ -57,8 +57,8 @@ def arguments() -> str:
         "<!-- Made by tests/support/reference_pages.py: change the docstring, and run it. -->",
         "# Arguments of DistributedOptimizer",
         "",
-        "All by name but the first ten, which are Horovod's. `agmerge.integrations.*.compress` and `LocalOptimizer` take",
-        "those that mean something there. What means nothing, by itself or with the others, is an error.",
+        "All by name but the first ten, which are Horovod's. `agmerge.integrations.*.compress` and `LocalOptimizer`",
+        "take those that mean something there. What means nothing, by itself or with the others, is an error.",
     ]
     starts = {first: heading for heading, first in GROUPS}
     for name, default in given.items():
@@ -83,7 +83,7 @@ def command_line() -> str:
         "<!-- Made by tests/support/reference_pages.py: change agmerge/__main__.py, and run it. -->",
         "# Command line",
         "",
-        "`python -m agmerge COMMAND`, or `agmerge COMMAND` where the wheel is installed. `--help` of each says the same.",
+        "`python -m agmerge COMMAND`, or `agmerge COMMAND`. `--help` of each says the same.",
     ]
     for name, command, help_ in commands():
         lines += ["", f"## {name}", "", f"{help_[0].upper()}{help_[1:]}.", ""]

@@ -73,7 +73,7 @@ def test_an_argument_comes_before_the_environment(monkeypatch: pytest.MonkeyPatc
     on_ranks(2, MODEL, lambda rank, model: train(model, wrap(model, timeout=60.0), rank, range(2)), inject=slow)
 
 
-@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_the_error_knows_buffer_step_and_rank(at: int) -> None:
     errors: list[agmerge.CollectiveTimeout] = []
     told = threading.Barrier(3)  # nobody leaves before all have been told: that would be another error
@@ -176,7 +176,7 @@ with timeouts.or_die(0.5, sys.argv[1] == "armed"):
 """
 
 
-@pytest.mark.parametrize(("armed", "code"), [("armed", 1), ("not", 0)])
+@pytest.mark.parametrize(("armed", "code"), [("armed", 1), pytest.param("not", 0, marks=pytest.mark.long)])
 def test_a_call_that_lets_no_other_thread_run_ends_the_process(armed: str, code: int) -> None:
     ended = subprocess.run([sys.executable, "-c", HANGS, armed], capture_output=True, text=True, timeout=100)
     assert ended.returncode == code

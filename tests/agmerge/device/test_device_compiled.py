@@ -25,6 +25,7 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_hooks_come_and_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[bool] = []

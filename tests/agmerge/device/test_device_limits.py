@@ -116,7 +116,7 @@ def two_ranks_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
 # What differs from another row by how it selects alone, in thousands of launches, is for `make test-all`.
 ESTIMATED = ("threshold", "gaussiank", "sidco-e", "sidco-gp", "sidco-gamma", "redsync", "redsync-trim")
 ALIKE = (*ESTIMATED, "adtopk-row", "adtopk-fill")
-ROWS = [pytest.param(*row, marks=pytest.mark.long if row[0] != "sparse" and row[1] in ALIKE else ()) for row in LIMITS]
+ROWS = [pytest.param(*row, marks=pytest.mark.long if row[1] in ALIKE else ()) for row in LIMITS]
 
 
 @pytest.mark.parametrize("exchange, compression", ROWS)

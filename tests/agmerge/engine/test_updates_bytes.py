@@ -86,6 +86,7 @@ def test_what_is_left_is_what_there_was_less_what_receivers_read(wire: str, carr
     on_ranks(2, Matrix(33), body)
 
 
+@pytest.mark.long
 def test_noise_that_is_hardly_ever_sent_stays_bounded_and_does_not_drift() -> None:
     """An element in 512 is sent in each of 2000 steps: what is carried comes to an end, as error feedback has it.
 
