@@ -8,6 +8,8 @@
 # make test-all    the tests that take minutes too, and the unit tests once more for every level of arithmetic that is here
 # make bench       step times beside other libraries on slow networks (root; an hour; ARGS="--rates 200mbit --models gpt2")
 # make gpu         judge the GPUs of this machine, and write gpu.json, to mail back; without one it says what it would have done
+# make docs        the site, in build/site
+# make docs-check  the site without warnings, its search, and every code block of README.md and docs/
 # make lint        ruff and mypy
 # make clean       remove .venv, build products and caches; runs/ and the user's cache of Horovod wheels stay
 
@@ -38,6 +40,7 @@ BASE := $(call stamp,base,requirements.txt setup.py $(KERNEL))
 EXAMPLES := $(call stamp,examples,requirements.txt setup.py $(KERNEL) requirements-examples.txt)
 TEST := $(call stamp,test,requirements.txt setup.py $(KERNEL) requirements-examples.txt requirements-test.txt)
 TRITON := $(call stamp,triton,requirements.txt setup.py $(KERNEL) requirements-test.txt requirements-triton.txt)
+DOCS := $(call stamp,docs,requirements.txt setup.py $(KERNEL) requirements-examples.txt requirements-test.txt requirements-docs.txt)
 HOROVOD := $(call stamp,horovod,requirements.txt setup.py $(KERNEL) requirements-horovod.txt agmerge/cli/build_horovod.py)
 # The settings of Horovod's own build count too.
 HOROVOD := $(HOROVOD)-$(shell env | grep '^HOROVOD_' | sort | cksum | cut -d ' ' -f 1)
@@ -55,7 +58,7 @@ flag = $(if $(2),--$(1) $(2))
 
 # Two pips must not write into one .venv.
 .NOTPARALLEL:
-.PHONY: help train small unit check test test-all bench gpu lint clean
+.PHONY: help train small unit check test test-all bench gpu docs docs-check lint clean
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
@@ -93,6 +96,14 @@ bench: $(TEST) $(HOROVOD)
 gpu: $(BASE)
 	$(RUN) benchmarks/gpu_report.py $(ARGS)
 
+docs: $(DOCS)
+	$(RUN) -m sphinx --jobs auto -b html docs build/site
+
+docs-check: $(DOCS)
+	$(RUN) -m sphinx --fresh-env --fail-on-warning --keep-going --jobs auto -b html docs build/site
+	$(RUN) tests/support/site_search.py build/site
+	$(RUN) -m pytest -n 2 tests/test_docs_blocks.py tests/test_docs_names.py tests/test_readme.py $(ARGS)
+
 lint: $(TEST)
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
@@ -105,7 +116,7 @@ $(BASE):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo 'agmerge needs Python 3.10 or newer; name one: make PYTHON=python3.12 ...' >&2; exit 1; }
 	@echo 'Setting up $(VENV) from requirements.txt (minutes the first time)'
-	@rm -f $(VENV)/.base-* $(VENV)/.triton-* $(VENV)/.examples-* $(VENV)/.test-* $(VENV)/.horovod-*
+	@rm -f $(VENV)/.base-* $(VENV)/.triton-* $(VENV)/.docs-* $(VENV)/.examples-* $(VENV)/.test-* $(VENV)/.horovod-*
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps --editable .
@@ -121,6 +132,12 @@ $(TEST): $(BASE)
 	@echo 'Adding requirements-test.txt to $(VENV)'
 	@rm -f $(VENV)/.test-*
 	$(PIP) -r requirements-test.txt
+	@touch $@
+
+$(DOCS): $(TEST)
+	@echo 'Adding requirements-docs.txt to $(VENV)'
+	@rm -f $(VENV)/.docs-*
+	$(PIP) -r requirements-docs.txt
 	@touch $@
 
 $(TRITON): $(TEST)

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from pathlib import Path
 
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +28,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["kubernetes", "pictures"]
+exclude_patterns = ["kubernetes", "pictures", "_data"]
 myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_block"]
 myst_links_external_new_tab = False
@@ -54,6 +57,8 @@ html_theme_options = {
 }
 FIELD = re.compile(r"(\w+(?:, \w+)*): \S")  # in docstrings: the name of an argument or attribute, and what it is
 OUTSIDE = re.compile(r"(\]\(|src=\"|srcset=\")\.\./([^)\"\s]+)")
+# Words that people search for, and the page that they look for: entries of its index, which searches show first.
+WORDS: dict[str, str] = json.loads((ROOT / "docs" / "_data" / "search_words.json").read_text(encoding="utf-8"))
 
 
 def link_to_source(_: Sphinx, __: str, text: list[str]) -> None:
@@ -79,8 +84,17 @@ def list_fields(_: Sphinx, __: str, ___: str, ____: object, _____: object, lines
     lines[:] = made
 
 
+def enter_words(app: Sphinx, page: nodes.document) -> None:
+    """Enter the words of a page into the index."""
+    target = app.env.docname + "-words"
+    entries = [("single", word, target, "main", None) for word, name in WORDS.items() if name == app.env.docname]
+    if entries:
+        page[0].insert(1, [addnodes.index(entries=entries), nodes.target("", "", ids=[target])])
+
+
 def setup(app: Sphinx) -> None:
     """Register what changes pages before they are read."""
     os.environ.setdefault("AGMERGE_CACHE", "off")
     app.connect("source-read", link_to_source)
+    app.connect("doctree-read", enter_words)
     app.connect("autodoc-process-docstring", list_fields)

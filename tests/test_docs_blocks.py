@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every code block of README.md and docs/ runs, but for a few that say why not; pages made of the code are its."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import doc_blocks, reference_pages
+from support.doc_blocks import ROOT, SETUPS, TORCHRUN, Block
+from torch import nn
+
+import agmerge
+from agmerge import testing
+
+BLOCKS = doc_blocks.blocks()
+RUN = [block for block in BLOCKS if not block.why_not]
+DOCS = ROOT / "docs"
+MB, LATE = "MB a worker to there", "seconds to dense's loss"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("block", RUN, ids=[f"{block.page}:{block.line}" for block in RUN])
+def test_a_block_runs(block: Block, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(block.script(), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "AGMERGE_TIMEOUT": "60"}
+    command = [sys.executable, *SETUPS[block.setup][1], str(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+
+
+def test_nearly_every_block_is_run() -> None:
+    """At least nine of ten; of the others the reason is given."""
+    assert len(RUN) >= 0.9 * len(BLOCKS), [(block.page, block.line, block.why_not) for block in BLOCKS if block.why_not]
+    assert {block.setup for block in RUN} == set(SETUPS)
+    assert all(len(block.why_not) > 5 for block in BLOCKS if block.why_not)
+    assert TORCHRUN[-1] == "--nproc_per_node=2"
+
+
+@pytest.mark.parametrize("page", reference_pages.PAGES)
+def test_pages_that_are_made_of_the_code_are_as_the_code_is(page: str) -> None:
+    made = reference_pages.PAGES[page]()
+    assert (DOCS / page).read_text(encoding="utf-8") == made, "run python tests/support/reference_pages.py"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_three_figures_are_those_that_were_measured(page: str) -> None:
+    """Each of them is computed from docs/_data/figures.json, and that from the table of the page it names."""
+    known = json.loads((DOCS / "_data" / "figures.json").read_text(encoding="utf-8"))
+    table = (ROOT / known["page"]).read_text(encoding="utf-8")
+    for name, row in known["rows"].items():
+        (cells,) = re.findall(rf"^\| {re.escape(name)} \|(.* {row[MB]:,} \|)$", table, re.MULTILINE)
+        assert {str(value) for value in row.values()} <= set(cells.replace(",", "").split())
+    dense, default = known["rows"].values()
+    sent = [row[MB] / row[LATE] * row["seconds a step"] for row in (dense, default)]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for line in (
+        f"{known['what']} | DDP | the default",
+        f"a step | {dense['seconds a step']:.1f} s | {default['seconds a step']:.2g} s",
+        f"bytes a step | all | {sent[0] / sent[1]:.0f} times fewer",
+        f"to the loss of 400 dense steps | {dense[LATE]} s | {default[LATE]} s",
+    ):
+        assert f"| {line} |" in text
+
+
+def test_every_variable_of_the_environment_has_a_line() -> None:
+    packages = [path for name in ("agmerge", "sparsifiers", "merging") for path in (ROOT / name).rglob("*.py")]
+    sources = [path.read_text(encoding="utf-8") for path in (*packages, ROOT / "setup.py")]
+    used = {name for source in sources for name in re.findall(r"\bAGMERGE_[A-Z_]+\b", source)}
+    told = set(re.findall(r"^\| `(\w+)`", (DOCS / "environment.md").read_text(encoding="utf-8"), re.MULTILINE))
+    assert len(used) > 5 and used == told
+
+
+def test_every_key_of_the_statistics_is_told() -> None:
+    def body(rank: int) -> set[str]:
+        model = nn.Linear(4, 4)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        return set(agmerge.DistributedOptimizer(inner, model.named_parameters()).stats())
+
+    text = agmerge.DistributedOptimizer.stats.__doc__ or ""
+    keys = testing.run(1, body)[0]
+    assert len(keys) > 15 and {key for key in keys if f"``{key}``" not in text} == set()
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    there = {path.stem for path in DOCS.glob("*.md")} - {"index"}
+    assert set(re.findall(r"^[^\n<]+ <(\w+)>$", index, re.MULTILINE)) == there
