@@ -2,7 +2,8 @@
 """Code blocks of README.md and docs/, each made a script that runs: a set-up, the block, and an end.
 
 A comment before a block, which no reader sees, names what it needs: ``<!-- runs: wrapped -->`` one of SETUPS, or
-``<!-- not run: two hosts -->`` the reason why it cannot. Of a diff the new lines are taken.
+``<!-- not run: two hosts -->`` the reason why it cannot. ``<!-- runs: continued -->`` is for a page that is read from
+its beginning: the blocks before it run, too. Of a diff the new lines are taken.
 """
 
 from __future__ import annotations
@@ -133,14 +134,17 @@ class Block:
 
 def blocks() -> list[Block]:
     """Return all blocks of README.md and docs/."""
-    found = []
+    found: list[Block] = []
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = path.read_text(encoding="utf-8")
         for kind, said, language, code in ((*match.groups(), match)[:4] for match in FENCE.finditer(text)):
             line = text[: text.index(code)].count("\n")
             name = str(path.relative_to(ROOT))
             new = after_the_change(code) if language == "diff" else code
-            found.append(Block(name, line, new, said if kind == "runs" else "plain", said if kind == "not run" else ""))
+            setup, why_not = (said if kind == "runs" else "plain"), (said if kind == "not run" else "")
+            if setup == "continued":
+                new, setup = found[-1].code + new, found[-1].setup
+            found.append(Block(name, line, new, setup, why_not))
     return found
 
 
