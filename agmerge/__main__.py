@@ -39,10 +39,16 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--planner", default="agmerge", help="whose plan --save keeps (default: agmerge)")
     advise = commands.add_parser(
         "advise",
-        help="predict what each strategy would cost in an unchanged script, here",
-        epilog="Under the script's own launcher: torchrun --nproc_per_node=2 -m agmerge advise train.py --lr 0.1",
+        help="try compressors in the first steps of an unchanged script, and say whether to use agmerge, and how",
+        epilog="It starts two workers here; over several machines put the script's own launcher before it, as in "
+        "torchrun --nnodes=2 ... -m agmerge advise train.py --lr 0.1. Exit codes: 0 with lines to paste, 3 where "
+        "agmerge is of no use, 4 where nothing can be said.",
     )
-    advise.add_argument("script", help="a training script with agmerge.DistributedOptimizer")
+    advise.add_argument("--json", action="store_true", help="print what was measured, and the advice, as JSON")
+    advise.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="for its steps (default: 600)")
+    advise.add_argument("--workers", type=int, default=2, help="to start here, where no launcher does (default: 2)")
+    advise.add_argument("--result", default="", help=argparse.SUPPRESS)
+    advise.add_argument("script", help="a training script with DistributedDataParallel, or with agmerge")
     advise.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     lighthouse = commands.add_parser(
         "lighthouse",
@@ -77,7 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.command == "advise":
         from agmerge.cli import advise
 
-        return advise.main(chosen.script, chosen.arguments)
+        return advise.main(
+            chosen.script,
+            chosen.arguments,
+            as_json=chosen.json,
+            patience=chosen.patience,
+            workers=chosen.workers,
+            result=chosen.result,
+        )
     if chosen.command == "lighthouse":
         from agmerge.cli import lighthouse
 

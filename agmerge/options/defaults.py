@@ -149,14 +149,14 @@ def resolve_auto(options: Options, optimizer: torch.optim.Optimizer | None) -> A
         return "topk"
     about_selection = _about_selection(options)
     if about_selection or options.density is not None:
-        name = _selection(optimizer, options.memory)
+        name = sparsifier_for(optimizer, options.memory)
         if options.density is None:
             _say_once(ASKS.format(given=" and ".join(about_selection), name=name))
         return name
     return choice_for(optimizer, options)
 
 
-def _selection(optimizer: torch.optim.Optimizer | None, memory: Any) -> str:
+def sparsifier_for(optimizer: torch.optim.Optimizer | None, memory: Any = None) -> str:
     """Return the sparsifier that goes with an optimizer, and a memory, None where the script gives none."""
     if memory is None:
         if optimizer is None:

@@ -16,6 +16,7 @@ import sparsifiers
 from agmerge.options import defaults
 from agmerge.tensors.parameters import optimizers_of
 from sparsifiers import Kind
+from sparsifiers.quantising.choice import NONE
 
 ENOUGH = 1.0  # % of the loss: there is no notice of a lower cost
 
@@ -110,6 +111,16 @@ def known_cost(config: Any, optimizer: torch.optim.Optimizer) -> Cost | None:
 def cheaper(cost: Cost, optimizer: torch.optim.Optimizer) -> str:
     """Return a compressor that costs less: the default's with the fewest bits, if the table has no other."""
     return cost.instead or defaults.candidates_for(optimizer)[-1]
+
+
+def told_cost(name: str, bound: float | None, optimizer: torch.optim.Optimizer) -> str:
+    """Return in words how much of the loss a compressor costs. ``bound``: its density or rank."""
+    cost = _cost(name, bound, optimizer)
+    if cost is not None:
+        return f"{cost.percent} % of a small language model's, in our runs"
+    if name in defaults.candidates_for(optimizer):
+        return "less than 1 %, in our runs" if name != NONE else "nothing"
+    return "not measured with this optimizer"
 
 
 def _named(config: Any) -> Iterator[tuple[str, float | None]]:

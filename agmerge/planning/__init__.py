@@ -10,7 +10,7 @@ What is chosen with a plan: ``sparse_choice`` of selections (codec, exchange, or
 to try; ``codec_choice`` and ``codec_costs``: the rule for codecs, and its measurements), or ``quantiser_choice``
 of gradients in few bits (``quantiser_costs``). ``plan_choice``: the best plan, and its prediction. ``plan_trial``:
 steps under several plans, in turn. ``first_choices``: budgets by importance and the cutoff of ``dense="partial"``,
-once. ``advice``: the text of ``python -m agmerge advise``.
+once. ``advice``: what ``python -m agmerge advise`` makes of measured steps.
 
 May import step/, options/, metrics/ and below, and the package ``merging``.
 """

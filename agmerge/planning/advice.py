@@ -1,154 +1,124 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prediction of each strategy's cost on this machine and network, from the measurements of a run.
+"""Advice from measured step times: whether agmerge is of use here, and the lines for the script.
 
-It uses the measured curves, so it takes seconds, not a training run for each strategy. ``python -m agmerge advise``
-prints it, see ``cli/advise.py``.
+Pure functions; ``python -m agmerge advise`` measures and prints, see ``cli/advise.py``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-import merging
-from agmerge.planning.measuring import BY_NAME, LOW_RANK
-from agmerge.planning.plan_choice import mode_of
-from merging import Measurements
-from merging.measured import sent_whole, step_end
-from sparsifiers import budget
-
-DENSITIES = (0.1, 0.01, 0.001)
-RANKS = (1, 4, 16)
-WORTH = 0.03  # a gain below this share of the step is not worth compressing for
-# Results of docs/parity.md for small models, by density: with Adam's relatives, and with SGD and momentum.
-KNOWN = {
-    True: {
-        0.1: "with AdamW it cost 0.1 to 5.7 % of the loss of small language models",
-        0.01: "with AdamW it cost 22 to 40 % of the loss of small language models",
-        0.001: "with AdamW it cost 31 % of the loss of a small language model",
-    },
-    False: {
-        0.1: "not measured with SGD; 1 % cost 0 to 0.3 points of digits, 8 to 18 % of a small language model's loss",
-        0.01: "with SGD it cost 0 to 0.3 points of accuracy on digits, 8 to 18 % of the loss of a small language model",
-        0.001: "with SGD it cost 0.7 to 0.9 points of accuracy on digits",
-    },
+WORTH = 1.1  # times as fast: less is no reason to change a script
+NOT_HERE = "do not use agmerge here"
+DENSE = "none"  # the compressor's name
+DDP, TRAINER, ACCELERATE, LIGHTNING, OURS = "DistributedDataParallel", "Trainer", "Accelerate", "Lightning", "agmerge"
+# Where to paste what, by what the script uses.
+LINES = {
+    DDP: (
+        "after DistributedDataParallel(...) and the optimizer, and start the script as ever",
+        ("import agmerge", "compressed = agmerge.integrations.ddp.compress(model, optimizer=optimizer)"),
+    ),
+    TRAINER: (
+        "between Trainer(...) and trainer.train()",
+        ("import agmerge", "compression = agmerge.integrations.transformers.compress(trainer)"),
+    ),
+    ACCELERATE: (
+        "after accelerator.prepare(...)",
+        ("import agmerge", "compressed = agmerge.integrations.accelerate.compress(accelerator, model)"),
+    ),
+    LIGHTNING: (
+        "as the Trainer's strategy",
+        ("import agmerge", "strategy = agmerge.integrations.lightning.CompressedDDPStrategy()"),
+    ),
+    OURS: (
+        "in place of the optimizer's line",
+        ("optimizer = agmerge.DistributedOptimizer(optimizer, model.named_parameters())",),
+    ),
 }
 
 
 @dataclass(frozen=True)
-class Row:
-    """Prediction of one strategy."""
+class Candidate:
+    """Compressor that was tried in steps of the script."""
 
-    strategy: str  # as it is printed
-    step: float  # seconds
-    finish: float  # seconds from the start of backward to the end of the last exchange
-    buffers: int  # merge buffers
-    dense: int  # of these, those that are sent dense
-    density: float | None = None  # None: dense tensors or factors are sent
+    name: str
+    seconds: float  # of a step: the median of the slowest worker
+    is_default: bool  # the default chooses among these; others are had by name
+    cost: str  # what it costs of the loss, in words
 
 
-def predicted_step(plan: merging.Plan, measured: Measurements, overhead: float) -> float:
-    """Return the seconds of a step under ``plan``. ``overhead``: its seconds without backward and exchanges."""
-    return overhead + step_end(plan, measured, mode_of(plan, measured))
+@dataclass(frozen=True)
+class Facts:
+    """What was found in a script and measured of it. ``now``: seconds of a step as the script is."""
+
+    framework: str  # one of LINES
+    optimizer: str  # the name of its class
+    workers: int
+    parameters: int
+    now: float
+    candidates: tuple[Candidate, ...]
 
 
-def compare(measured: Measurements, step: float, finish: float) -> tuple[Row, ...]:
-    """Return the strategies, fastest first. ``step``, ``finish``: measured seconds of a step, and of its last exchange.
+@dataclass(frozen=True)
+class Advice:
+    """What to do. ``gain``: how many times as fast a step would be. ``lines``: to paste; none where it is of no use."""
 
-    A strategy changes when the last exchange ends; the overhead of a step (forward, update) is taken as measured.
-    Densities and ranks change how much is sent; selection, or projection, costs as much as that of the compressor in
-    use.
+    use: bool
+    why: str
+    gain: float
+    where: str
+    lines: tuple[str, ...]
+
+
+def choose(facts: Facts) -> Advice:
+    """Return the advice for a script.
+
+    The default is advised if one of its candidates is ``WORTH`` times as fast as the script is now. What costs more of
+    the loss is never advised, only told.
     """
-    planner = merging.get("agmerge")
-    overhead = max(0.0, step - finish)
-    rows = []
-    for name, chosen, assumed in _candidates(measured):
-        plan, mode = merging.best(planner, assumed)
-        end = step_end(plan, assumed, mode)
-        flags = plan.dense if mode != "dense" else (True,) * len(plan.counts)
-        compressed = None if all(flags) else chosen
-        rows.append(Row(name, overhead + end, end, len(plan.counts), sum(flags), compressed))
-    return tuple(sorted(rows, key=lambda row: row.step))
+    best = min((one for one in facts.candidates if one.is_default), key=lambda one: one.seconds)
+    gain = facts.now / best.seconds
+    fastest = min(facts.candidates, key=lambda one: one.seconds)
+    told = ""
+    if not fastest.is_default and best.seconds / fastest.seconds >= WORTH:
+        speed = times(facts.now / fastest.seconds)
+        told = f" By name there is compression={fastest.name!r}, {speed} (loss: {fastest.cost})."
+    if gain < WORTH or best.name == DENSE:
+        why = f"{NOT_HERE}: a step takes {milliseconds(facts.now)} now, and {milliseconds(best.seconds)} at best."
+        return Advice(False, why + told, gain, "", ())
+    where, lines = LINES[facts.framework]
+    why = (
+        f"use the default: steps of {milliseconds(best.seconds)} in place of {milliseconds(facts.now)}, {times(gain)}."
+    )
+    return Advice(True, why + told, gain, where, lines)
 
 
-def _candidates(measured: Measurements) -> Iterator[tuple[str, float | None, Measurements]]:
-    """Yield each strategy: its name, its density if it has one, and the measurements as they would be."""
-    if measured.dense is None:
-        yield "as it is", None, measured
-        return
-    yield "dense", None, sent_whole(measured)
-    rank = dict(measured.facts).get(LOW_RANK)
-    if rank is None:
-        for density in DENSITIES:
-            yield f"sparse, density {density:g}", density, replace(at(measured, density), dense=None)
-            yield f"auto, density {density:g}", density, at(measured, density)
-    elif rank == BY_NAME:
-        yield "compressed, as it is", None, replace(measured, dense=None)
-        yield "auto, as it is", None, measured
-    else:
-        for other in RANKS:
-            scaled = at_rank(measured, int(rank), other)
-            yield f"low rank, rank {other}", None, replace(scaled, dense=None)
-            yield f"auto, rank {other}", None, scaled
+def milliseconds(seconds: float) -> str:
+    """Return seconds as text."""
+    return f"{1e3 * seconds:.3g} ms"
 
 
-def at(measured: Measurements, density: float) -> Measurements:
-    """Return the measurements as they would be at another density: exempt tensors stay as they are."""
-    return _with_loads(measured, lambda numel, load: min(budget(density, numel), numel))
+def times(gain: float) -> str:
+    """Return a gain as text."""
+    return f"{gain:.2g} times as fast"
 
 
-def at_rank(measured: Measurements, rank: int, other: int) -> Measurements:
-    """Return the measurements of ``rank`` as they would be at another one: dense tensors stay as they are.
-
-    In truth, matrices with fewer rows or columns than ``other`` have smaller factors.
-    """
-    return _with_loads(measured, lambda numel, load: min(math.ceil(load * other / rank), numel))
-
-
-def _with_loads(measured: Measurements, load_of: Callable[[int, int], int]) -> Measurements:
-    """Return the measurements with other loads.
-
-    ``load_of``: maps elements and load of a compressed tensor to its load.
-    """
-    profile = measured.profile
-    load = [
-        load_of(numel, load) if work else load
-        for numel, work, load in zip(profile.numel.tolist(), profile.work.tolist(), profile.load.tolist(), strict=True)
-    ]
-    return replace(measured, profile=merging.Profile(**{**profile.plain(), "load": np.array(load)}))
-
-
-def text(rows: Sequence[Row], step: float, predicted: float, optimizer: str) -> str:
-    """Return the table and a recommendation, with known accuracy figures for this class of ``optimizer``.
-
-    ``step``: measured seconds; ``predicted``: the prediction for the same steps. A gain that is no larger than the
-    difference of the two is not recommended.
-    """
-    lines = [f"{'strategy':24} {'ms a step':>10} {'gain':>7} {'merge buffers':>14} {'dense':>6}"]
-    for row in rows:
-        gain = f"{step / row.step:.2f}x" if row.step else "-"
-        lines.append(f"{row.strategy:24} {1e3 * row.step:10.2f} {gain:>7} {row.buffers:14} {row.dense:6}")
-    off = abs(predicted - step) / step
-    lines.append(f"measured now: {1e3 * step:.2f} ms a step; predicted of it: {1e3 * predicted:.2f} ms")
-    dense = next((row for row in rows if row.strategy == "dense"), None)
-    if dense is None:
-        lines.append("merging='dear' has no choice of exchanges, so only its own could be predicted")
-    elif dense.step <= rows[0].step * (1 + WORTH):
-        lines.append("recommendation: do not compress (compression='none'): dense is as fast as anything here")
-    elif dense.step <= rows[0].step * (1 + off):
-        lines.append(
-            f"recommendation: unsure. {rows[0].strategy} is predicted {dense.step / rows[0].step:.2f} times as fast "
-            f"as dense, but the prediction of the steps just measured is {100 * off:.0f} % off. Try both"
-        )
-    else:
-        lines.append(f"recommendation: {rows[0].strategy}, {dense.step / rows[0].step:.2f} times as fast as dense")
-    if dense is not None and dense.step > rows[0].step * (1 + WORTH):
-        if rows[0].density is not None:
-            known = KNOWN["adam" in optimizer.lower()][rows[0].density] + " (our runs, docs/parity.md)"
-            lines.append(f"accuracy with {optimizer}: {known}. Compare a short run with dense")
-        elif rows[0].dense < rows[0].buffers:
-            lines.append(f"accuracy with {optimizer}: it depends on the rank. Compare a short run with dense")
+def text(facts: Facts, advice: Advice) -> str:
+    """Return the table of what was measured, and the advice."""
+    about = f"{facts.parameters / 1e6:.3g} million parameters, {facts.optimizer}, {facts.framework}"
+    lines = [f"{about}, {facts.workers} workers", "", f"{'':26}{'ms a step':>10}  {'x now':>6}  costs of the loss"]
+    if facts.framework != OURS:  # there it is compared with dense
+        lines.append(f"{'as it is':26}{1e3 * facts.now:10.1f}  {1:6.2f}")
+    for one in sorted(facts.candidates, key=lambda one: one.seconds):
+        name = f"{one.name}{' (of the default)' if one.is_default else ''}"
+        lines.append(f"{name:26}{1e3 * one.seconds:10.1f}  {facts.now / one.seconds:6.2f}  {one.cost}")
+    lines += ["", advice.why]
+    if advice.lines:
+        lines += ["", f"Put this {advice.where}:", "", *(f"    {line}" for line in advice.lines)]
     return "\n".join(lines)
+
+
+def median_of_slowest(seconds: Sequence[Sequence[float]]) -> float:
+    """Return the largest of the workers' medians. ``seconds``: of steps, by worker."""
+    return max(sorted(own)[len(own) // 2] for own in seconds)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planning with low rank: loads are those of factors, every planner plans, auto chooses, reports and advice say so."""
+"""Planning with low rank: loads are those of factors, every planner plans, auto chooses, reports say so."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, train, wrap
 from support.low_rank_conservation import LOW_RANK, Books, assert_nothing_is_lost, bases, run
 from torch import nn
 
 import agmerge
 import merging
-from agmerge import testing
-from agmerge.cli import advise
-from agmerge.planning import advice, cost_probe, measurer
+from agmerge.planning import cost_probe, measurer
 from agmerge.planning.probe_budget import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
@@ -181,55 +178,7 @@ def test_who_looks_changes_no_bit(compression: str, exchange: str) -> None:
     assert found == on_ranks(2, MODEL, lambda rank, model: body(rank, model, False))
 
 
-# -- advice -----------------------------------------------------------------------------------------------------------
-
-
-def measured(facts: dict[str, str], compressed: float = 2e-6, dense: float | None = 1e-6) -> Measurements:
-    """Three matrices and what is exempt; these seconds an element of load and of numel."""
-    names, numel = ["a", "b", "c", "d"], [40_000, 40_000, 1000, 100]
-    profile = merging.Profile(
-        names, numel, [0.0, 0.01, 0.01, 0.01], work=[40_000, 40_000, 1000, 0], load=[1600, 1600, 400, 50]
-    )
-    return Measurements(
-        profile=profile,
-        sparsify=Curve((0, 100_000), (0.0, 1e-4)),
-        exchange=Curve((0, 1_000_000), (1e-4, 1e-4 + compressed * 1e6)),
-        dense=None if dense is None else Curve((0, 1_000_000), (1e-4, 1e-4 + dense * 1e6)),
-        modes=("ahead",),
-        workers=2,
-        facts=tuple(facts.items()),
-    )
-
-
-def test_advice_goes_by_rank_where_factors_were_measured() -> None:
-    rows = advice.compare(measured({"low rank": "4"}, 1e-4, 1e-4), 0.1, 0.08)
-    assert [row.step for row in rows] == sorted(row.step for row in rows)
-    by_name = {row.strategy: row for row in rows}
-    ranks = [f"low rank, rank {rank}" for rank in (1, 4, 16)]
-    assert set(by_name) == {"dense", *ranks, *(f"auto, rank {rank}" for rank in (1, 4, 16))}
-    finishes = [by_name[name].finish for name in ranks]
-    assert finishes == sorted(finishes) and finishes[0] < finishes[-1]
-    for name, finish in zip(ranks, finishes, strict=True):
-        auto = by_name[name.replace("low rank", "auto")].finish
-        assert auto <= finish * (1 + 1e-9) and auto <= by_name["dense"].finish * (1 + 1e-9)
-
-
-def test_at_another_rank_exempt_tensors_are_as_they_were() -> None:
-    """What would be larger than its tensor is sent whole."""
-    assert advice.at_rank(measured({}), 4, 1).profile.load.tolist() == [400, 400, 100, 50]
-    assert advice.at_rank(measured({}), 4, 16).profile.load.tolist() == [6400, 6400, 1000, 50]
-
-
-@pytest.mark.parametrize("dense", [1e-4, 1e-9, None])
-@pytest.mark.parametrize("value", ["4", "by name"])
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-def test_advice_says_nothing_of_densities(optimizer: str, value: str, dense: float | None) -> None:
-    rows = advice.compare(measured({"low rank": value}, 1e-6, dense), 0.1, 0.08)
-    printed = advice.text(rows, 0.1, 0.1, optimizer)
-    assert "density" not in printed and "22 to 29 %" not in printed
-    assert ("do not compress" in printed) is (dense == 1e-9)
-    assert ("it depends on the rank" in printed) is (dense == 1e-4)
-    assert len(rows) == (1 if dense is None else 3 if value == "by name" else 7)
+# -- measurements -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -254,32 +203,20 @@ def test_measurements_say_of_what_rank_they_are(options: dict[str, Any], fact: s
     on_ranks(2, MODEL, body)
     found = Measurements.load(path)
     assert dict(found.facts).get("low rank") == fact
-    assert len(advice.compare(found, 0.1, 0.05)) == (3 if fact == "by name" else 7)
     for name in PLANNERS:
         merging.best(merging.get(name), found)
 
 
 @pytest.mark.slow
-def test_advise_and_plan_print_their_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plan_prints_its_table_and_keeps_a_plan(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
 
-    def body(rank: int, net: nn.Module) -> int:
-        inner = torch.optim.SGD(net.parameters(), lr=0.1)
-        optimizer = advise.AdvisedOptimizer(inner, net.named_parameters(), compression="acpsgd", exchange="sparse")
-        for step in range(100):
-            optimizer.zero_grad()
-            loss_of(net, rank, step).backward()
-            try:
-                optimizer.step()
-            except advise.Enough:
-                if rank == 0:
-                    testing.inspect(optimizer).measurements.save(path)
-                return step
-        return -1
+    def body(rank: int, model: nn.Module) -> None:
+        measured = trained(rank, model, FIRST + 1, compression="acpsgd").measure()
+        if rank == 0:
+            measured.save(path)
 
-    assert advise.STEPS <= agreed(on_ranks(2, MODEL, body)) <= advise.STEPS + 2
-    printed = capsys.readouterr().out
-    assert all(f"rank {rank}" in printed for rank in (1, 4, 16)) and "recommendation" in printed
+    on_ranks(2, MODEL, body)
     planned = tmp_path / "plan.json"
     command = [sys.executable, "-m", "agmerge", "plan", str(path), "--save", str(planned)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns of compressors in the steps of a training script: each has some steps, several times, and is timed."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from agmerge.options.defaults import candidates_for, sparsifier_for
+
+WARM = 3  # steps before anything is timed: first touches of memory, first connections
+TURN = 4  # steps of a turn that are timed; one before them is not
+ROUNDS = 2  # turns of each compressor
+# By name, beside the default's, with the density or the rank that their cost in loss is of.
+OTHERS: dict[str, float | None] = {"eden-1": None, "topk": 0.01, "dgc": 0.01, "acpsgd": 4}
+STEPS = (1 + WARM) + (1 + ROUNDS * TURN) + ROUNDS * 7 * (1 + TURN)  # at most
+
+
+class Enough(BaseException):
+    """Signal that ends a script with measured steps. No error, and not for ``except Exception`` to catch."""
+
+
+class Swappable(Protocol):
+    """Whatever exchanges gradients, with a compressor that can be changed between steps."""
+
+    def set_compressor(self, compression: Any, **options: Any) -> None:
+        """Collective. Compress otherwise from the next step on."""
+
+
+class Turns:
+    """Turns of one script. ``begin``: puts an exchange of ours in place of the script's, and returns it.
+
+    ``seconds``: of the timed steps on this rank, by compressor; ``""``: as the script was, if ``as_it_is`` was timed.
+    """
+
+    def __init__(
+        self, optimizer: Any, begin: Callable[[torch.optim.Optimizer], Swappable], *, as_it_is: bool = True
+    ) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self.defaults = candidates_for(optimizer)
+        left_out = "dgc" if sparsifier_for(optimizer) == "topk" else "topk"
+        self._names = [*self.defaults, *(name for name in OTHERS if name not in (left_out, *self.defaults))]
+        self._begin, self._as_it_is, self._last = begin, as_it_is, 0.0
+        self._story = self._in_turns(optimizer)
+        next(self._story)
+
+    def step(self) -> bool:
+        """Count a step that has ended; return whether all turns are over. The same on all ranks."""
+        return next(self._story, True) is True
+
+    def _in_turns(self, optimizer: Any) -> Iterator[bool]:
+        """Yield False until the next step has ended."""
+        yield from self._timed(WARM, None)
+        if self._as_it_is:
+            yield from self._timed(ROUNDS * TURN, self.seconds.setdefault("", []))
+        with notices_left_out():
+            exchange = self._begin(optimizer)
+        for _ in range(ROUNDS):
+            for name in self._names:
+                with notices_left_out():
+                    exchange.set_compressor(name)
+                yield from self._timed(TURN, self.seconds.setdefault(name, []))
+
+    def _timed(self, steps: int, seconds: list[float] | None) -> Iterator[bool]:
+        """Yield False until so many steps have ended, and one before them; note how long they took."""
+        yield False
+        for _ in range(steps):
+            began = time.perf_counter()
+            yield False
+            if seconds is not None:
+                seconds.append(time.perf_counter() - began)
+
+
+@contextmanager
+def notices_left_out() -> Iterator[None]:
+    """Leave out inside what a compressor's name is answered with: the table says it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
