@@ -2,7 +2,7 @@
 """Run ``python -m agmerge advise script.py ...``: try compressors in the first steps of a script, and say what to do.
 
 The script is one that has never heard of this library, or one that uses it; it runs under its launcher, and is ended
-on every rank after some sixty steps. Nothing of it is written or changed.
+on every rank after some eighty steps. Nothing of it is written or changed.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ GIVEN: dict[str, Any] = {
 NOT_USED, NO_ANSWER = 3, 4  # exit codes: "do not use agmerge here", and that nothing can be said
 LAUNCHED = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "PMI_RANK", "SLURM_PROCID")  # variables of launchers
 ONE_WORKER = "one worker exchanges nothing: start at least two, for example by --workers 2, without a launcher"
-FRAMES = {"transformers.trainer": advice.TRAINER, "lightning": advice.LIGHTNING}  # by modules that call a model
+FRAMES = {name: advice.LIGHTNING for name in ("lightning", "pytorch_lightning")} | {
+    "transformers.trainer": advice.TRAINER
+}  # by modules that call a model
 
 
 class Advisor:
     """Watch over one script. ``as_json``: print the result as JSON. There is one in a process."""
 
-    def __init__(self, script: str, as_json: bool) -> None:
-        self.script, self._as_json = script, as_json
+    def __init__(self, script: str, as_json: bool, result: str) -> None:
+        self.script, self._as_json, self._result = script, as_json, result
         self.models: list[DistributedDataParallel] = []
         self.code: int | None = None  # the exit code, once it is known
         self.steps = 0  # of the first optimizer that steps
@@ -80,6 +82,7 @@ class Advisor:
         """Count a step of any optimizer of torch's."""
         if self._ours:
             return
+        self.leave_if_done()
         self._main = self._main or optimizer
         if optimizer is not self._main:
             return
@@ -135,6 +138,19 @@ class Advisor:
         self.code = NO_ANSWER
         raise Enough
 
+    def leave_if_done(self) -> None:
+        """End the process where the script has caught what was to end it, and goes on."""
+        if self.code is not None:
+            sys.stdout.flush()
+            os._exit(self.exit_code())
+
+    def exit_code(self) -> int:
+        """Return this process's exit code, and write the script's into the file of ``--result``."""
+        code = self.ended()
+        if self._result and os.environ.get("RANK") == "0":
+            Path(self._result).write_text(str(code))
+        return 0 if self._result or code == NOT_USED else code
+
     def ended(self) -> int:
         """Return the exit code for a script that has come to its end."""
         if self.code is not None:
@@ -156,6 +172,7 @@ def advised(advisor: Advisor) -> type[agmerge.DistributedOptimizer]:
     class AdvisedOptimizer(agmerge.DistributedOptimizer):
         def _set_up(self, optimizer: Any, named: Any, options: Options, *, are_new: bool) -> None:
             advisor.uses_ours()
+            advisor.leave_if_done()
             dear = isinstance(options.merging, str) and spelling(options.merging) == "dear"
             if options.sync == UPDATES or dear or options.process_set is not None:
                 advisor.give_up(
@@ -165,6 +182,7 @@ def advised(advisor: Advisor) -> type[agmerge.DistributedOptimizer]:
             super()._set_up(optimizer, named, replace(options, **GIVEN, density=None, exchange="auto"), are_new=are_new)
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            advisor.leave_if_done()
             loss = super().step(closure)
             advisor.steps += 1
             if agmerge.size() == 1:
@@ -195,13 +213,15 @@ def main(script: str, arguments: Sequence[str], *, as_json: bool, patience: floa
     if not os.path.isfile(script):
         sys.stderr.write(f"agmerge advise: there is no script {script}\n")
         return NO_ANSWER
+    if workers < 2 or not patience > 0:
+        sys.stderr.write(
+            f"agmerge advise: --workers {workers} --patience {patience:g}: two workers and more, seconds > 0\n"
+        )
+        return NO_ANSWER
     if not any(name in os.environ for name in LAUNCHED):
         flags = [*(["--json"] if as_json else []), "--patience", str(patience)]
         return start(script, arguments, flags, workers)
-    code = watched(Advisor(script, as_json), arguments, patience)
-    if result and os.environ.get("RANK") == "0":
-        Path(result).write_text(str(code))
-    return 0 if result or code == NOT_USED else code
+    return watched(Advisor(script, as_json, result), arguments, patience)
 
 
 def watched(advisor: Advisor, arguments: Sequence[str], patience: float) -> int:
@@ -226,10 +246,10 @@ def watched(advisor: Advisor, arguments: Sequence[str], patience: float) -> int:
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
         runpy.run_path(script, run_name="__main__")
-    except Enough:
+    except (Enough, SystemExit):
         pass
     finally:
         over.set()
         for hook in hooks:
             hook.remove()
-    return advisor.ended()
+    return advisor.exit_code()

@@ -89,7 +89,7 @@ def command_line() -> str:
         lines += ["", f"## {name}", "", f"{help_[0].upper()}{help_[1:]}.", ""]
         lines += ["| | |", "|---|---|"]
         for action in command._actions:
-            if action.help and "--help" not in action.option_strings:
+            if action.help and action.help != argparse.SUPPRESS and "--help" not in action.option_strings:
                 shown = ", ".join(action.option_strings) or action.dest
                 metavar = action.metavar if action.option_strings and action.metavar else ""
                 told = action.help.replace("|", "\\|")

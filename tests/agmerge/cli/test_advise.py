@@ -101,7 +101,7 @@ HEAD = "import sys, torch, torch.distributed as dist\nfrom torch.nn.parallel imp
 LOOP = (
     "try:\n    for step in range(10000):\n        optimizer.zero_grad()\n"
     "        model(torch.randn(8, 64)).square().mean().backward()\n        optimizer.step()\n"
-    "finally:\n    print('steps', step + 1)\n"
+    "finally:\n    sys.stdout.write(f'steps {step + 1}\\n')\n"
 )
 SCRIPTS = {
     "ddp": HEAD + "dist.init_process_group('gloo')\nmodel = DistributedDataParallel(torch.nn.Linear(64, 64))\n"
@@ -110,7 +110,11 @@ SCRIPTS = {
     "ours": HEAD + "import agmerge\nagmerge.init()\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(64, 64)\n"
     "inner = torch.optim.AdamW(model.parameters())\n"
     "optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters())\n" + LOOP,
-    "short": "import sys\nprint('ran with', sys.argv[1:])\n",
+    "short": "import sys\nprint('ran with', sys.argv[1:])\nsys.exit()\n",
+    "stubborn": HEAD + "dist.init_process_group('gloo')\nmodel = DistributedDataParallel(torch.nn.Linear(64, 64))\n"
+    "optimizer = torch.optim.AdamW(model.parameters())\nfor step in range(10000):\n    optimizer.zero_grad()\n"
+    "    model(torch.randn(8, 64)).square().mean().backward()\n"
+    "    try: optimizer.step()\n    except: print('caught')\n",
     "trainer": "import torch, tempfile\n"
     "from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments\n"
     "model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2))\n"
@@ -142,8 +146,16 @@ def test_a_script_that_never_heard_of_us_is_measured_and_ended(tmp_path: Path, n
     assert (found["workers"], found["parameters"], found["optimizer"]) == (2, 64 * 64 + 64, "AdamW")
     assert {"none", "int8", "eden-4", "eden-2", "topk"} <= {one["name"] for one in found["candidates"]}
     assert all(one["seconds"] > 0 for one in found["candidates"]) and found["now"] > 0
-    steps = [int(count) for count in re.findall(r"steps (\d+)", out)]  # two workers, who may write on one line
+    steps = [int(count) for count in re.findall(r"steps (\d+)", out)]
     assert len(steps) == 2 and max(steps) <= STEPS + 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_a_script_that_catches_everything_ends_all_the_same(tmp_path: Path) -> None:
+    code, out, error = asked(tmp_path, "stubborn", "--json")
+    assert code in (0, advise.NOT_USED), error
+    assert out.count('"framework"') == 1 and out.count("caught") == 2
 
 
 @pytest.mark.long
@@ -172,3 +184,5 @@ def test_a_script_that_is_not_there_is_named(capfd: pytest.CaptureFixture[str]) 
     given: dict[str, Any] = {"as_json": False, "patience": 1.0, "workers": 2, "result": ""}
     assert advise.main("nowhere.py", [], **given) == advise.NO_ANSWER
     assert "there is no script nowhere.py" in capfd.readouterr().err
+    assert advise.main(__file__, [], **{**given, "workers": 0}) == advise.NO_ANSWER
+    assert "--workers 0" in capfd.readouterr().err
