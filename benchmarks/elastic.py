@@ -110,8 +110,8 @@ def changes(folder: Path, kills: int, model: str, setting: str) -> dict[str, lis
     return found
 
 
-def cost(folder: Path, rounds: int, model: str, setting: str) -> float:
-    """Return seconds of a step with ``elastic=True`` / without, medians of blocks by turns."""
+def cost(folder: Path, rounds: int, model: str, setting: str, steps: int) -> list[float]:
+    """Return seconds of a step with ``elastic=True`` / without: medians of launches of so many ``steps``, by turns."""
     ratios = []
     for number in range(rounds):
         medians = {}
@@ -123,7 +123,7 @@ def cost(folder: Path, rounds: int, model: str, setting: str) -> float:
                 more = {"AGMERGE_LIGHTHOUSE": f"127.0.0.1:{PORT}"}
             common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29800 + number)}
             workers = [
-                start(folder, 60, model, setting, **(more or {**common, "RANK": str(rank)})) for rank in range(3)
+                start(folder, steps, model, setting, **(more or {**common, "RANK": str(rank)})) for rank in range(3)
             ]
             for one in workers:
                 one.wait(600)
@@ -133,7 +133,7 @@ def cost(folder: Path, rounds: int, model: str, setting: str) -> float:
             times = lines(folder, workers[0].pid)[25:]
             medians[elastic] = statistics.median(b[0] - a[0] for a, b in pairwise(times))
         ratios.append(medians[True] / medians[False])
-    return statistics.median(ratios)
+    return ratios
 
 
 def main() -> None:
@@ -141,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=4, help="blocks with and without elastic=True; 0: none")
+    parser.add_argument("--steps", type=int, default=60, help="of each of these blocks, 25 of which are not counted")
     parser.add_argument("--rate", default="", help="of the link, as tc writes it; empty: no limit")
     parser.add_argument("--model", choices=["gpt2", "mlp"], default="gpt2")
     parser.add_argument("--setting", default='{"merging": "threshold", "compression": "eden"}', help="JSON")
@@ -159,12 +160,13 @@ def main() -> None:
         folder = Path(place)
         (folder / "worker.py").write_text(WORKER)
         found = changes(folder, chosen.kills, chosen.model, chosen.setting) if chosen.kills else {}
-        ratio = cost(folder, chosen.rounds, chosen.model, chosen.setting) if chosen.rounds else None
+        ratios = cost(folder, chosen.rounds, chosen.model, chosen.setting, chosen.steps) if chosen.rounds else []
     for what, seconds in found.items():
         print(f"{what}: median {statistics.median(seconds):.2f} s, worst {max(seconds):.2f} s, of {len(seconds)}")
-    if ratio is not None:
-        print(f"a step with elastic=True takes {ratio:.3f} of the time of one without")
-    print(json.dumps({"rate": chosen.rate, "model": chosen.model, "pauses": found, "elastic": ratio}))
+    if ratios:
+        told = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        print(f"a step with elastic=True takes {told} of the time of one without")
+    print(json.dumps({"rate": chosen.rate, "model": chosen.model, "pauses": found, "elastic": ratios}))
 
 
 if __name__ == "__main__":

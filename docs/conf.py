@@ -31,13 +31,10 @@ source_suffix = {".md": "markdown"}
 exclude_patterns = ["kubernetes", "pictures", "_data"]
 myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_block"]
-myst_links_external_new_tab = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
-autodoc_inherit_docstrings = True
 maximum_signature_line_length = 80
 # Docstrings name private classes, parts of torch and parameters, too: these are no links.
-nitpicky = False
 suppress_warnings = ["ref.python", "misc.highlighting_failure"]
 copybutton_prompt_text = "$ "
 html_theme = "pydata_sphinx_theme"
@@ -45,7 +42,6 @@ html_baseurl = SITE
 html_title = "agmerge"
 html_static_path = ["_static"]
 html_css_files = ["theme.css"]
-html_extra_path = ["pictures"]
 html_theme_options = {
     "navigation_depth": 2,
     "show_nav_level": 1,
@@ -62,7 +58,7 @@ WORDS: dict[str, str] = json.loads((ROOT / "docs" / "_data" / "search_words.json
 
 
 def link_to_source(_: Sphinx, __: str, text: list[str]) -> None:
-    """Let links to files outside of docs/ lead to the repository, of the version that the page is of."""
+    """Rewrite links to files outside of docs/ as links to the repository, at the version of the page."""
     text[0] = OUTSIDE.sub(rf"\1{SOURCE}/blob/v{__version__}/\2", text[0])
 
 

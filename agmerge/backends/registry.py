@@ -99,13 +99,22 @@ def open_backend(name: str, env: Mapping[str, str], timeout: float, listen: List
     return staging.staged(BACKENDS[name].open(env, timeout, listen))
 
 
+def has_launcher(env: Mapping[str, str]) -> bool:
+    """Return whether a launcher has started this process, one of any number of workers."""
+    return any(name in env for name in _sizes()) or slurm.launched(env)
+
+
 def size_variable(env: Mapping[str, str], backend: str) -> str | None:
     """Return the name of a variable in which a launcher says that it has started several workers; None: it has not.
 
     ``backend``: the name of the one that is asked to connect them.
     """
-    names = dict.fromkeys(name for module in BACKENDS.values() for name in module.SIZES)
-    several = next((name for name in names if int(env.get(name) or 1) > 1), None)
+    several = next((name for name in _sizes() if int(env.get(name) or 1) > 1), None)
     if several is None and not BACKENDS[backend].READS_SLURM and slurm.launched(env):
         return slurm.SIZE
     return several
+
+
+def _sizes() -> dict[str, None]:
+    """Return the names of the variables in which launchers say how many workers there are, in the backends' order."""
+    return dict.fromkeys(name for module in BACKENDS.values() for name in module.SIZES)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run ``python -m agmerge advise script.py ...``: try compressors in the first steps of a script, and say what to do.
 
-The script is one that has never heard of this library, or one that uses it; it runs under its launcher, and is ended
-on every rank after some eighty steps. Nothing of it is written or changed.
+The script is one that has never heard of this library, or one that uses it. It runs in workers that are started here,
+or under its own launcher, and is ended on every rank after some eighty steps. Its file is not changed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import agmerge
+from agmerge.backends import registry
 from agmerge.backends.horovod_mpi import cores
 from agmerge.cli.advise_turns import OTHERS, STEPS, Enough, Swappable, Turns
 from agmerge.options.arguments import Options
@@ -34,17 +35,16 @@ from agmerge.step.updates import UPDATES
 from sparsifiers.quantising.choice import NONE
 from sparsifiers.registry import spelling
 
-GIVEN: dict[str, Any] = {
-    "compression": NONE,
-    "merging": "threshold",
-    "check_every": 0,
-}  # no plan changes while steps are timed
+# No plan changes while steps are timed.
+GIVEN: dict[str, Any] = {"compression": NONE, "merging": "threshold", "check_every": 0}
 NOT_USED, NO_ANSWER = 3, 4  # exit codes: "do not use agmerge here", and that nothing can be said
-LAUNCHED = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "PMI_RANK", "SLURM_PROCID")  # variables of launchers
 ONE_WORKER = "one worker exchanges nothing: start at least two, for example by --workers 2, without a launcher"
-FRAMES = {name: advice.LIGHTNING for name in ("lightning", "pytorch_lightning")} | {
-    "transformers.trainer": advice.TRAINER
-}  # by modules that call a model
+# By the modules that call a model.
+CALLERS = {
+    "transformers.trainer": advice.TRAINER,
+    "lightning": advice.LIGHTNING,
+    "pytorch_lightning": advice.LIGHTNING,
+}
 
 
 class Advisor:
@@ -71,7 +71,7 @@ class Advisor:
         while frame.f_back is not None:
             frame = frame.f_back
             callers.append(str(frame.f_globals.get("__name__", "")))
-        found = (name for start, name in FRAMES.items() if any(caller.startswith(start) for caller in callers))
+        found = (name for start, name in CALLERS.items() if any(caller.startswith(start) for caller in callers))
         self._framework = next(found, advice.ACCELERATE if uses_accelerate() else advice.DDP)
 
     def uses_ours(self) -> None:
@@ -113,9 +113,8 @@ class Advisor:
     def conclude(self, turns: Turns, optimizer: torch.optim.Optimizer, framework: str) -> None:
         """Collective. Print the advice on rank 0, and end the script on every rank."""
         seconds = {name: advice.median_of_slowest(agmerge.allgather_object(own)) for name, own in turns.seconds.items()}
-        defaults = turns.defaults
         candidates = tuple(
-            advice.Candidate(name, took, name in defaults, told_cost(name, OTHERS.get(name), optimizer))
+            advice.Candidate(name, took, name in turns.defaults, told_cost(name, OTHERS.get(name), optimizer))
             for name, took in seconds.items()
             if name
         )
@@ -146,18 +145,14 @@ class Advisor:
 
     def exit_code(self) -> int:
         """Return this process's exit code, and write the script's into the file of ``--result``."""
-        code = self.ended()
+        code = self.code
+        if code is None:  # the script has come to its end
+            seen = f"{self.steps} steps of an optimizer, {len(self.models)} DistributedDataParallel"
+            sys.stderr.write(f"agmerge advise: {self.script} ended too early, after {seen}; {STEPS} steps are needed\n")
+            code = NO_ANSWER
         if self._result and os.environ.get("RANK") == "0":
             Path(self._result).write_text(str(code))
         return 0 if self._result or code == NOT_USED else code
-
-    def ended(self) -> int:
-        """Return the exit code for a script that has come to its end."""
-        if self.code is not None:
-            return self.code
-        seen = f"{self.steps} steps of an optimizer, {len(self.models)} DistributedDataParallel"
-        sys.stderr.write(f"agmerge advise: {self.script} ended too early, after {seen}; {STEPS} steps are needed\n")
-        return NO_ANSWER
 
 
 def uses_accelerate() -> bool:
@@ -196,6 +191,7 @@ def advised(advisor: Advisor) -> type[agmerge.DistributedOptimizer]:
 
 def start(script: str, arguments: Sequence[str], flags: Sequence[str], workers: int) -> int:
     """Start workers on this machine, by torchrun, each of which runs ``script``; return the exit code."""
+    sys.stderr.write(f"agmerge advise: runs {STEPS} steps or so of {script}, which writes what it writes in them\n")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "code"
         run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}", "-m", "agmerge", "advise"]
@@ -218,7 +214,7 @@ def main(script: str, arguments: Sequence[str], *, as_json: bool, patience: floa
             f"agmerge advise: --workers {workers} --patience {patience:g}: two workers and more, seconds > 0\n"
         )
         return NO_ANSWER
-    if not any(name in os.environ for name in LAUNCHED):
+    if not registry.has_launcher(os.environ):
         flags = [*(["--json"] if as_json else []), "--patience", str(patience)]
         return start(script, arguments, flags, workers)
     return watched(Advisor(script, as_json, result), arguments, patience)
@@ -229,7 +225,6 @@ def watched(advisor: Advisor, arguments: Sequence[str], patience: float) -> int:
     script = advisor.script
     agmerge.DistributedOptimizer = agmerge.optimizer.DistributedOptimizer = advised(advisor)  # type: ignore[misc]
     hooks = register_module_forward_pre_hook(advisor.called), register_optimizer_step_post_hook(advisor.stepped)
-
     over = threading.Event()
 
     def guard() -> None:
@@ -240,8 +235,6 @@ def watched(advisor: Advisor, arguments: Sequence[str], patience: float) -> int:
             os._exit(NO_ANSWER)
 
     threading.Thread(target=guard, name="agmerge advise", daemon=True).start()
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"agmerge advise: runs {STEPS} steps or so of {script}, which writes what it writes in them\n")
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:

@@ -45,7 +45,7 @@ class Turns:
         self.defaults = candidates_for(optimizer)
         left_out = "dgc" if sparsifier_for(optimizer) == "topk" else "topk"
         self._names = [*self.defaults, *(name for name in OTHERS if name not in (left_out, *self.defaults))]
-        self._begin, self._as_it_is, self._last = begin, as_it_is, 0.0
+        self._begin, self._as_it_is = begin, as_it_is
         self._story = self._in_turns(optimizer)
         next(self._story)
 
@@ -78,7 +78,7 @@ class Turns:
 
 @contextmanager
 def notices_left_out() -> Iterator[None]:
-    """Leave out inside what a compressor's name is answered with: the table says it."""
+    """Hide warnings inside, such as the notice of what a named compressor cost: the table says it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

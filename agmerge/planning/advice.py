@@ -6,12 +6,14 @@ Pure functions; ``python -m agmerge advise`` measures and prints, see ``cli/advi
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparsifiers.quantising.choice import NONE
+
 WORTH = 1.1  # times as fast: less is no reason to change a script
 NOT_HERE = "do not use agmerge here"
-DENSE = "none"  # the compressor's name
 DDP, TRAINER, ACCELERATE, LIGHTNING, OURS = "DistributedDataParallel", "Trainer", "Accelerate", "Lightning", "agmerge"
 # Where to paste what, by what the script uses.
 LINES = {
@@ -84,7 +86,7 @@ def choose(facts: Facts) -> Advice:
     if not fastest.is_default and best.seconds / fastest.seconds >= WORTH:
         speed = times(facts.now / fastest.seconds)
         told = f" By name there is compression={fastest.name!r}, {speed} (loss: {fastest.cost})."
-    if gain < WORTH or best.name == DENSE:
+    if gain < WORTH or best.name == NONE:
         why = f"{NOT_HERE}: a step takes {milliseconds(facts.now)} now, and {milliseconds(best.seconds)} at best."
         return Advice(False, why + told, gain, "", ())
     where, lines = LINES[facts.framework]
@@ -121,4 +123,4 @@ def text(facts: Facts, advice: Advice) -> str:
 
 def median_of_slowest(seconds: Sequence[Sequence[float]]) -> float:
     """Return the largest of the workers' medians. ``seconds``: of steps, by worker."""
-    return max(sorted(own)[len(own) // 2] for own in seconds)
+    return max(map(statistics.median, seconds))

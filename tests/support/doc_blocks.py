@@ -127,6 +127,10 @@ class Block:
     setup: str  # one of SETUPS
     why_not: str  # it is not run; empty: it is
 
+    def is_in(self, other: Block) -> bool:
+        """Return whether the script of ``other``, of the same page, begins with this one."""
+        return self.page == other.page and self != other and other.code.startswith(self.code)
+
     def script(self) -> str:
         """Return the whole script."""
         return SETUPS[self.setup][0] + "#" * 60 + "\n" + self.code + END
@@ -137,9 +141,9 @@ def blocks() -> list[Block]:
     found: list[Block] = []
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = path.read_text(encoding="utf-8")
-        for kind, said, language, code in ((*match.groups(), match)[:4] for match in FENCE.finditer(text)):
-            line = text[: text.index(code)].count("\n")
-            name = str(path.relative_to(ROOT))
+        for match in FENCE.finditer(text):
+            kind, said, language, code = match.groups()
+            line, name = text[: match.start(4)].count("\n"), str(path.relative_to(ROOT))
             new = after_the_change(code) if language == "diff" else code
             setup, why_not = (said if kind == "runs" else "plain"), (said if kind == "not run" else "")
             if setup == "continued":

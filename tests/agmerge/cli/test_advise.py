@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from agmerge.backends import registry
 from agmerge.cli import advise
 from agmerge.cli.advise_turns import OTHERS, ROUNDS, STEPS, TURN, WARM, Turns
 from agmerge.options.named_costs import told_cost
@@ -127,7 +128,7 @@ SCRIPTS = {
 def asked(tmp_path: Path, name: str, *flags: str) -> tuple[int, str, str]:
     """Exit code and output of advise, for one of SCRIPTS, in two workers that it starts itself."""
     (tmp_path / "train.py").write_text(SCRIPTS[name])
-    started = {key: value for key, value in os.environ.items() if key not in advise.LAUNCHED}
+    started = {key: value for key, value in os.environ.items() if key not in registry._sizes()}
     ended = subprocess.run(
         [sys.executable, "-m", "agmerge", "advise", *flags, "train.py", "--lr", "1"],
         cwd=tmp_path, env={**started, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=150,
