@@ -83,9 +83,9 @@ def count(arguments: argparse.Namespace) -> tuple[Books, int]:
         device.books.races[:0] = races  # of all steps
         return device.books
 
-    # What waits for other ranks in a hook cannot do so on autograd's device thread, which all ranks share here.
+    # What needs other ranks in a hook cannot have them on autograd's device thread, which all ranks share here.
     waits = arguments.exchange in ("oktopk", "masked", "two-level")
-    own_thread = waits or arguments.compression in sparsifiers.quantisers()
+    own_thread = waits or sparsifiers.is_quantiser(arguments.compression)
     with nullcontext() if arguments.torch else fused.installed():
         books = on_devices(arguments.workers, body, own_thread=own_thread, watched={0})[0]
     return books, sum(weight.numel() for weight in model.parameters())

@@ -130,6 +130,8 @@ class Exchange(ABC):
     carries_dense: bool = True  # dense segments may share its messages
     mixes_classes: ClassVar[bool] = True  # a message may have segments of several tensor classes
     pipelines_parts: ClassVar[bool] = False  # several messages of one merge buffer overlap in time
+    # `finish` writes over gradients: on a device, too, only when the headers have been read.
+    overwrites: ClassVar[bool] = False
 
     def __init__(self, context: ExchangeContext) -> None:
         self.context, self.store = context, context.store
@@ -214,7 +216,7 @@ class Exchange(ABC):
     def wait_on_stream(self, pending: InFlight) -> None:
         """Collective. Make the device's stream wait, in place of the host in :meth:`wait`. Only if :meth:`can_queue`.
 
-        ``finish`` may follow at once: its work is queued behind that.
+        ``finish`` may follow at once, unless it ``overwrites``: its work is queued behind that.
         """
         raise NotImplementedError(f"{type(self).__name__}: a device cannot wait for {pending.name}; use wait()")
 

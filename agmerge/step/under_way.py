@@ -64,8 +64,9 @@ class MessagesUnderWay:
     def queue(self, *, writes: bool) -> None:
         """Collective. Queue all device work on arriving messages, and wait for the headers of these.
 
-        Of a merge buffer all messages are queued, or none is. ``writes``: their updates, too. Should the round have to
-        be repeated, its gradients do not lie where updates were written: see :meth:`Round.add`.
+        Of a merge buffer all messages are queued, or none is. ``writes``: their updates, too, but for exchanges that
+        overwrite gradients. Should the round have to be repeated, its gradients do not lie where updates were written:
+        see :meth:`Round.add`.
         """
         queued = []
         for buffer, messages in enumerate(self.sent):
@@ -75,7 +76,8 @@ class MessagesUnderWay:
                     message.exchange.wait_on_stream(in_flight)
                 self._recorder.mark(buffer)
                 for message, in_flight in messages if writes else ():
-                    message.exchange.finish(in_flight)
+                    if not message.exchange.overwrites:
+                        message.exchange.finish(in_flight)
                 self._recorder.mark(buffer)
                 queued += [in_flight for _, in_flight in messages]
         self._said = said_by_all(queued, self._buffers.config.guards.timeout)
@@ -99,14 +101,14 @@ class MessagesUnderWay:
 
         Updates that were queued are left to devices.
         """
-        if self._is_queued(buffer):
-            return []
-        noises = []
+        noises, is_queued = [], self._is_queued(buffer)
         for message, in_flight in self.sent[buffer] if writes else ():
-            message.exchange.finish(in_flight)
+            if message.exchange.overwrites or not is_queued:
+                message.exchange.finish(in_flight)
             noise = message.exchange.noise(in_flight)
             noises += [] if noise is None else [noise]
-        self._recorder.mark(buffer)
+        if not is_queued:
+            self._recorder.mark(buffer)
         self.poll()
         return noises
 

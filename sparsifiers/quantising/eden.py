@@ -36,7 +36,7 @@ class Eden(Quantiser):
             raise ValueError(f"eden has 1, 2, 3 or 4 bits a coordinate, not {bits!r}")
         self.bits = bits
         self.name, self.noise = f"eden-{bits}", NOISE[bits]
-        self._levels = torch.tensor(LEVELS[bits], dtype=torch.float32)
+        self._levels: dict[torch.device, Tensor] = {}  # by device, where copies of the host would wait each time
 
     def loops(self) -> int:
         return self.bits
@@ -62,7 +62,7 @@ class Eden(Quantiser):
         numbers = torch.zeros_like(magnitudes, dtype=torch.uint8)
         for threshold in thresholds(self.bits):
             numbers += magnitudes > root * threshold
-        levels = self._levels.to(blocks.device)[numbers.int()]
+        levels = self._levels_on(blocks.device)[numbers.int()]
         scale = energy / folded(magnitudes.mul_(levels)) * _power_of_two(exponents)
         scale = torch.where(scale >= LEAST, scale.clamp(max=MOST), 0.0)
         written = as_bits(torch.where(exponents == 255, torch.nan, scale))
@@ -79,12 +79,18 @@ class Eden(Quantiser):
         numbers = torch.zeros(count, size, dtype=torch.int32, device=device)
         for bit in range(self.bits - 1):
             numbers += planes[:, bit + 1].int() << bit
-        levels = self._levels.to(device)[numbers]
+        levels = self._levels_on(device)[numbers]
         read = hadamard(torch.where(planes[:, 0] == 1, -levels, levels))  # of integers: exact in any order
         twice = hadamard(read * draws.signs(count, size, 1, device))
         read = torch.where(again.unsqueeze(1), twice, read)
         read.mul_(draws.signs(count, size, 0, device))
         return read.mul_(scale.float().abs_().unsqueeze(1))
+
+    def _levels_on(self, device: torch.device) -> Tensor:
+        """Return the levels of magnitudes, float32[2 ** (bits - 1)]."""
+        if device not in self._levels:
+            self._levels[device] = torch.tensor(LEVELS[self.bits], dtype=torch.float32, device=device)
+        return self._levels[device]
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:

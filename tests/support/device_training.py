@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 import agmerge
 import merging
+import sparsifiers
 from agmerge import testing
 
 SHAPES = [(64, 48), (48,), (48, 64), (64,)]
 PLAN = merging.Plan((2, 2))
-# Exchanges that wait for other ranks in a hook: their hooks must come on the ranks' own threads.
+# Exchanges that need other ranks in a hook: their hooks must come on the ranks' own threads.
 WAITS_IN_HOOKS = ("oktopk", "masked", "two-level")
 
 
@@ -118,7 +119,8 @@ def train(
         warnings.simplefilter("ignore")
         if place == "cpu":
             return testing.run(size, body)
-        return on_devices(size, body, own_thread=options.get("exchange") in WAITS_IN_HOOKS, watched={0})
+        needs = options.get("exchange") in WAITS_IN_HOOKS or sparsifiers.is_quantiser(options.get("compression", ""))
+        return on_devices(size, body, own_thread=needs, watched={0})
 
 
 def host(tensor: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ class QuantisedExchange(Exchange):
 
     sparse = False
     prepares = Kind.QUANTISED
+    overwrites = True
 
     def __init__(self, context: ExchangeContext, shards: int) -> None:
         super().__init__(context)
@@ -75,7 +76,8 @@ class QuantisedExchange(Exchange):
         """Write the records of one tensor, and return its squares, float64[1]. ``values``: 1-D; None: zeros."""
         layout = self._layouts[name]
         message = self._message(name, layout, slot.tensor_class.device)
-        squares = torch.zeros(1, dtype=torch.float64, device=message.device)
+        # Kept: written in the stream of the gradient, it is read in another one.
+        squares = self.keep(("squares", slot.index), 1, torch.float64, message.device).zero_()
         key = self._key(slot, step, 0, self.comm.rank)
         for piece, where in layout.pieces_of[slot.index]:
             if values is None:
@@ -103,8 +105,8 @@ class QuantisedExchange(Exchange):
         if name not in self._layouts or self._layouts[name].first[0].header.segments != segments:
             self.expect(name, segments)
         layout, device = self._layouts[name], loads[0].work.device
-        message, state = self._message(name, layout, device), State(layout, torch.zeros(1, dtype=torch.float64))
-        state.squares = state.squares.to(device)
+        message = self._message(name, layout, device)
+        state = State(layout, torch.zeros(1, dtype=torch.float64, device=device))
         if not control.flags & Flag.REPLAN:
             for load in loads:
                 for slot in quantised_slots([load.segment]):
@@ -143,14 +145,19 @@ class QuantisedExchange(Exchange):
 
     # -- messages are read --------------------------------------------------------------------------------------------
 
+    def can_queue(self, pending: InFlight) -> bool:
+        return pending.has_streams
+
     def _sum_of(self, run: Run, rows: Tensor) -> Tensor:
         """Return the scaled sum of plain values, from uint8[W, bytes], added in rank order."""
         dtype = run.segment.tensor_class.dtype
         return in_rank_order(torch.stack([row.view(dtype) for row in rows])).mul_(self.scale)
 
-    def _damaged(self, shard: ShardLayout, rows: Tensor, pending: InFlight) -> list[int]:
-        """Return the ranks of which the message of the first phase has changed on its way."""
-        return shard.damaged(rows, lambda sender: self._key(None, pending.control.step, 0, sender))
+    def _damaged(
+        self, shard: ShardLayout, rows: Tensor, pending: InFlight, *, sealed: bool | None = None
+    ) -> list[int]:
+        """Return the ranks of which the message of the first phase has changed on its way; see ``ShardLayout``."""
+        return shard.damaged(rows, lambda sender: self._key(None, pending.control.step, 0, sender), sealed=sealed)
 
     def _decode(self, pending: InFlight, shard: ShardLayout, rows: Sequence[Tensor], phase: int, scale: float) -> None:
         """Write the updates of quantised tensors: of each piece of ``shard``, the sum of ``rows`` times ``scale``.

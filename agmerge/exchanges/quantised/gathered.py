@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from agmerge.backends import Handle
-from agmerge.exchanges.all_reduce import in_rank_order
 from agmerge.exchanges.base import ExchangeContext, InFlight, Noise
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.quantised.exchange import QuantisedExchange, State, quantised_slots, refuse_damaged
@@ -33,11 +32,25 @@ class GatheredExchange(QuantisedExchange):
         Raises :class:`agmerge.MessageError`, the same on every rank, for a message that has changed on its way.
         """
         pending.handle.wait(self.timeout)
+        return self._checked(pending, pending.received.view(self.comm.size, -1))
+
+    def wait_on_stream(self, pending: InFlight) -> None:
+        """Collective. Make the device's stream wait for all messages."""
+        pending.handle.wait_on_stream(self.timeout)
+        rows = pending.received.view(self.comm.size, -1)
+        pending.said.append(rows[:, : pending.extra.layout.first[0].announced])
+
+    def read(self, pending: InFlight, said: Sequence[Tensor]) -> RoundHeader:
+        """Check what all ranks have announced, and return the merged header."""
+        return self._checked(pending, said[0], sealed=False)
+
+    def _checked(self, pending: InFlight, rows: Tensor, *, sealed: bool | None = None) -> RoundHeader:
+        """Return the merged header of all messages, ``rows``; see :meth:`wait` and ``ShardLayout``."""
         state: State = pending.extra
-        shard, rows = state.layout.first[0], pending.received.view(self.comm.size, -1)
-        control = shard.header.read_headers(rows, pending.control, pending.name)
-        refuse_damaged(pending.name, self._damaged(shard, rows, pending))
-        state.squares = in_rank_order(shard.squares(rows).view(-1, 1))
+        shard = state.layout.first[0]
+        control = shard.header.read_headers(rows, pending.control, pending.name, sealed=sealed)
+        refuse_damaged(pending.name, self._damaged(shard, rows, pending, sealed=sealed))
+        state.squares = shard.squares(rows).sum(dim=0, keepdim=True)
         return control
 
     def finish(self, pending: InFlight) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from agmerge.exchanges import host_copies
 from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.exchanges.message.indices import GRAIN
 from agmerge.exchanges.quantised.shards import Piece, Run
@@ -47,20 +48,35 @@ class ShardLayout:
             end = aligned(end + run.nbytes, GRAIN)
         self.size = end
 
+    @property
+    def announced(self) -> int:
+        """Return the bytes of the header and of the figures, in front of a shard."""
+        return self._figures + WORD * len(FIGURES)
+
     def write_header(self, shard: Tensor, control: RoundHeader, *, fault: int, key: int, squares: Tensor) -> None:
         """Put ``control`` and the figures in front of ``shard``, uint8[size]; its other bytes are in place.
 
         ``squares``: float64[1]. On a device there is no checksum.
         """
         self.header.write_header(shard, control, [0] * len(self.header.sections))
-        figures = self._figures_of(shard)
-        figures.zero_()
-        if fault:
-            figures[_FAULT] = fault
-        figures[_KEY] = key - (key >> 63 << 64)
-        figures[_SQUARES : _SQUARES + 1].view(torch.float64).copy_(squares)
+        figures = self._write_figures(shard, fault, key, squares)
         if shard.device.type == "cpu":
             figures[_CHECKSUM] = self._checksum(shard)
+
+    def merge_headers(self, shard: Tensor, rows: Tensor, own: int, *, key: int, squares: Tensor) -> None:
+        """Put the merged header of ``rows``, uint8[W, size or more], and the figures in front of ``shard``.
+
+        That is for devices: nothing waits. A row that does not belong with number ``own`` is announced as a fault.
+        """
+        fault = self.header.merge_on_device(rows, own, shard)
+        self._write_figures(shard, 0, key, squares)[_FAULT].copy_(fault)
+
+    def _write_figures(self, shard: Tensor, fault: int, key: int, squares: Tensor) -> Tensor:
+        """Write the figures but the checksum; return them."""
+        figures = self._figures_of(shard)
+        host_copies.write([fault, key - (key >> 63 << 64), 0, 0], figures)
+        figures[_SQUARES : _SQUARES + 1].view(torch.float64).copy_(squares)
+        return figures
 
     def faults(self, rows: Tensor) -> list[int]:
         """Return the fault of the first phase that each of ``rows``, uint8[W, size or more], announces: see FIGURES."""
@@ -71,11 +87,12 @@ class ShardLayout:
         """Return the squares that each of ``rows``, uint8[W, size or more], announces: float64[W], a view."""
         return self._figures_of(rows)[:, _SQUARES : _SQUARES + 1].view(torch.float64)[:, 0]
 
-    def damaged(self, rows: Tensor, key: Callable[[int], int] | None) -> list[int]:
+    def damaged(self, rows: Tensor, key: Callable[[int], int] | None, *, sealed: bool | None = None) -> list[int]:
         """Return the numbers of ``rows``, uint8[W, size or more], that have changed since they were written.
 
-        ``key``: the key of each sender, by number; another one counts as damage. None: keys are not checked. On a
-        device only keys are.
+        ``key``: the key of each sender, by number; another one counts as damage. None: keys are not checked.
+        ``sealed``: they have checksums, which a device does not write; None: if they are on the host. If not, ``rows``
+        may end behind what is :attr:`announced`.
         """
         figures = self._figures_of(rows)
         found = set()
@@ -84,7 +101,7 @@ class ShardLayout:
             announced = figures[:, _KEY].tolist()
             own = [one - (one >> 63 << 64) for one in keys]
             found = {number for number, pair in enumerate(zip(announced, own, strict=True)) if pair[0] != pair[1]}
-        if rows.device.type == "cpu":
+        if rows.device.type == "cpu" if sealed is None else sealed:
             sums = figures[:, _CHECKSUM].tolist()
             found |= {number for number, written in enumerate(sums) if written != self._checksum(rows[number])}
         return sorted(found)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from agmerge.backends import Handle
 from agmerge.errors import MessageError, NoAnswer
-from agmerge.exchanges.all_reduce import in_rank_order
 from agmerge.exchanges.base import AHEAD, ExchangeContext, InFlight, Noise, SegmentBuffers
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.quantised.exchange import QuantisedExchange, State, refuse_damaged
@@ -80,9 +79,15 @@ class TwoPhaseExchange(QuantisedExchange):
         return len(self._first_phase) > AHEAD if pending.on_device else pending.handle.done()
 
     def _add_up_all(self) -> None:
-        """Collective. Start all second phases, waiting for the first ones."""
-        while self._first_phase:
-            self._add_up_next()
+        """Collective. Start all second phases, waiting for the first ones: devices that can do so themselves."""
+        try:
+            while self._first_phase:
+                self._add_up_next()
+        except NoAnswer:  # an elastic group may end them with the results of others
+            raise
+        except BaseException:
+            self._first_phase.clear()  # their second phases would be calls that other ranks do not make
+            raise
 
     def _add_up_next(self) -> None:
         """Collective. Start the next second phase. After an error it is the next one still."""
@@ -91,13 +96,15 @@ class TwoPhaseExchange(QuantisedExchange):
 
     def _add_up(self, pending: InFlight) -> None:
         """Collective. Add up this rank's shard of a message after its first phase, and start the second one."""
-        pending.handle.wait(self.timeout)
+        if pending.has_streams:
+            pending.handle.wait_on_stream(self.timeout)
+        else:
+            pending.handle.wait(self.timeout)
         state: State = pending.extra
         rank, size, step = self.comm.rank, self.comm.size, pending.control.step
         shard, summed, longest = state.layout.first[rank], state.layout.second[rank], state.layout.longest
         rows = pending.received.view(size, -1)
-        control, fault = self._checked(shard, rows, pending)
-        squares = in_rank_order(shard.squares(rows).view(-1, 1))
+        squares = shard.squares(rows).sum(dim=0, keepdim=True)
         message = self.keep(("sum", pending.name), longest, torch.uint8, rows.device)
         for (piece, where), (_, out) in zip(shard.records, summed.records, strict=True):
             own = Draws(self._key(piece.slot, step, 1, 0), piece.first)
@@ -106,7 +113,11 @@ class TwoPhaseExchange(QuantisedExchange):
         for (run, where), (_, out) in zip(shard.plain, summed.plain, strict=True):
             message[out].view(run.segment.tensor_class.dtype).copy_(self._sum_of(run, rows[:, where]))
         key = self._key(None, step, 1, 0)
-        summed.write_header(message[: summed.size], control, fault=fault, key=key, squares=squares)
+        if pending.has_streams:
+            summed.merge_headers(message[: summed.size], rows, rank, key=key, squares=squares)
+        else:
+            control, fault = self._checked(shard, rows, pending)
+            summed.write_header(message[: summed.size], control, fault=fault, key=key, squares=squares)
         state.sums = self.keep(("sums", pending.name), size * longest, torch.uint8, rows.device)
         pending.handle = self._second.all_gather(state.sums, message, f"{pending.name}/sum")
         pending.bytes += longest
@@ -134,25 +145,34 @@ class TwoPhaseExchange(QuantisedExchange):
 
         Raises :class:`agmerge.MessageError`, the same on every rank, for a message that has changed on its way.
         """
-        try:
-            self._add_up_all()
-        except NoAnswer:  # an elastic group may end them with the results of others
-            raise
-        except BaseException:
-            self._first_phase.clear()  # their second phases would be calls that other ranks do not make
-            raise
+        self._add_up_all()
         pending.handle.wait(self.timeout)
+        return self._checked_sums(pending, self._sums(pending))
+
+    def wait_on_stream(self, pending: InFlight) -> None:
+        """Collective. Make the device's stream wait for a message. Starts all second phases first."""
+        self._add_up_all()
+        pending.handle.wait_on_stream(self.timeout)
+        pending.said.append(self._sums(pending)[:, : pending.extra.layout.second[0].announced])
+
+    def read(self, pending: InFlight, said: Sequence[Tensor]) -> RoundHeader:
+        """Check what all owners have announced, and return the merged header."""
+        return self._checked_sums(pending, said[0], sealed=False)
+
+    def _checked_sums(self, pending: InFlight, rows: Tensor, *, sealed: bool | None = None) -> RoundHeader:
+        """Return the merged header of what owners have sent, ``rows``; see :meth:`wait` and ``ShardLayout``."""
         state: State = pending.extra
-        rows = self._sums(pending)
-        control = state.layout.second[0].header.read_headers(rows, pending.control, pending.name)
-        key = self._key(None, pending.control.step, 1, 0)
-        faults, damaged = [], []
-        for owner, shard in enumerate(state.layout.second):
+        shards, key = state.layout.second, self._key(None, pending.control.step, 1, 0)
+        damaged, faults = [], []
+        for owner, shard in enumerate(shards):
             row = rows[owner : owner + 1]
-            damaged += [owner] if shard.damaged(row, lambda _: key) else []
+            damaged += [owner] if shard.damaged(row, lambda _: key, sealed=sealed) else []
             faults += [fault - 1 for fault in shard.faults(row) if fault]
-        refuse_damaged(pending.name, damaged or faults)
-        state.squares = state.layout.second[0].squares(rows[:1])
+        if faults and not damaged:  # headers that do not belong together are told by who has sent them
+            refuse_damaged(pending.name, faults)
+        control = shards[0].header.read_headers(rows, pending.control, pending.name, sealed=sealed)
+        refuse_damaged(pending.name, damaged)
+        state.squares = shards[0].squares(rows[:1])
         return control
 
     def finish(self, pending: InFlight) -> None:

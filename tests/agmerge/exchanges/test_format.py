@@ -265,3 +265,26 @@ def test_counts_up_to_the_capacity_pass() -> None:
     layout, controls = simple(), [control(rank) for rank in range(2)]
     for count in (0, 4):
         assert layout.read_headers(messages(layout, controls, count), controls[0], "b").used == (True, True, False)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_headers_that_are_merged_on_a_device_say_what_all_have_said(data: st.DataObject) -> None:
+    """As on the host; and whoever does not belong with the others is named."""
+    ranks, layout = data.draw(st.integers(1, 9)), simple(tensor_count=data.draw(st.integers(2, 70)))
+    bits = st.tuples(*[st.booleans()] * layout.tensors)
+    controls = [replace(control(), flags=data.draw(st.integers(0, 31)), used=data.draw(bits)) for _ in range(ranks)]
+    rows = torch.zeros(ranks, layout.size, dtype=torch.uint8)
+    for one, row in zip(controls, rows, strict=True):
+        layout.write_header(row, one, [0, 0])
+    words = layout.header_of(rows)
+    words[:, FIXED.index("checksum")] = 0  # devices write none
+    out, own = torch.zeros(layout.size, dtype=torch.uint8), data.draw(st.integers(0, ranks - 1))
+    assert layout.merge_on_device(rows, own, out) == 0
+    found = layout.read_headers(out.unsqueeze(0), controls[own], "m", sealed=False)
+    assert found == controls[own].merged(controls)
+
+    wrong = data.draw(st.sampled_from([rank for rank in range(ranks) if rank != own] or [own]))
+    place = data.draw(st.sampled_from([0, 1, 2, 3, 5, 6, HEAD, HEAD + 1, HEAD + 5]))
+    words[wrong, place] ^= 1 << data.draw(st.integers(0, 30))
+    assert layout.merge_on_device(rows, own, out) == (0 if ranks == 1 else 1 + wrong)
