@@ -22,7 +22,7 @@ import torch
 
 from agmerge.errors import AGMergeError
 from agmerge.exchanges import Noise
-from agmerge.tensors.squares import squares_of
+from agmerge.tensors.squares import squares_of_all
 
 NO_GRADIENT = (
     "grad_norm() is of gradients that were combined, and none were so far: call it after step(), or after "
@@ -61,13 +61,13 @@ class GradientNorm:
         if not adds:
             self._exact, self._noisy, self._noises = [], [], ()
         self._noises, self._known, self._unread = (*self._noises, *noises), True, list(exact)
-        self._noisy += map(squares_of, noisy)
+        self._noisy += squares_of_all(noisy)
         if self._noises or self._is_wanted or adds or not may_hold:
             self._read()
 
     def _read(self) -> None:
         """Compute the squares of the gradients that were not read yet."""
-        self._exact += map(squares_of, self._unread)
+        self._exact += squares_of_all(self._unread)
         self._unread = []
 
     def norm(self) -> float:

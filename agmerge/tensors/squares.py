@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -13,20 +15,33 @@ CLASSES, RUN = 16, 256  # as in kernel_squares.c
 PART = 1 << 16  # elements that are widened at once, whole runs: they stay in the cache
 
 
-def squares_of(tensor: Tensor) -> float | Tensor:
+def squares_of_all(tensors: Iterable[Tensor]) -> list[float | Tensor]:
+    """Return the squares of ``tensors``, contiguous, in parts that add up to all of them; no device is waited for.
+
+    One part is a number for each tensor of the host, see :func:`squares_of`; the other ones are 0-dim tensors, float64,
+    one on each device.
+    """
+    found: list[float | Tensor] = []
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            found.append(squares_of(tensor))
+        elif tensor.numel():
+            by_device.setdefault(tensor.device, []).append(_real(tensor))
+    for group in by_device.values():
+        norms = torch._foreach_norm(group, 2, dtype=torch.float64)  # of all in a few kernels
+        found.append(torch.stack(norms).square().sum())
+    return found
+
+
+def squares_of(tensor: Tensor) -> float:
     """Return the sum of the squares of all elements of ``tensor``, as float64; for complex ones, of their magnitudes.
 
-    On the host it is a number, with the same bits on every processor: squares are float64, and added in a fixed order,
-    without a temporary of the tensor's size. On a device it is a 0-dim tensor there, and nothing is waited for.
-
-    ``tensor``: contiguous. Squares of float64 are rounded; those of narrower dtypes are exact.
+    It has the same bits on every processor: squares are float64, and added in a fixed order, without a temporary of the
+    tensor's size. ``tensor``: of the host, contiguous. Squares of float64 are rounded; those of narrower dtypes are
+    exact.
     """
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    flat = tensor.detach().reshape(-1)
-    if flat.device.type != "cpu":
-        norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64)
-        return norm.square()
+    flat = _real(tensor)
     if flat.dtype in kernel.KINDS and kernel.plain(flat, dtype=flat.dtype):
         return _by_loops(flat)
     total = 0.0
@@ -35,6 +50,13 @@ def squares_of(tensor: Tensor) -> float | Tensor:
         for run in _runs_of(wide).tolist():
             total += run
     return total
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return all elements of ``tensor``, contiguous, 1-D: of complex ones both parts."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.detach().reshape(-1)
 
 
 def _by_loops(flat: Tensor) -> float:

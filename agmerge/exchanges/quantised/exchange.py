@@ -117,10 +117,11 @@ class QuantisedExchange(Exchange):
                         state.outputs[slot.index] = load.update[inside]
                     state.squares += squares
         self._write_plain(layout, loads, message)
-        for number, shard in enumerate(layout.first):
-            key = self._key(None, control.step, 0, self.comm.rank)
-            part = layout.shard(message, number)
-            shard.write_header(part, control, fault=0, key=key, squares=state.squares)
+        key, (first, *others) = self._key(None, control.step, 0, self.comm.rank), layout.first
+        written = layout.shard(message, 0)
+        first.write_header(written, control, fault=0, key=key, squares=state.squares)
+        for number, shard in enumerate(others, start=1):
+            shard.repeat_header(layout.shard(message, number), written)
         handle, received = self._send(name, layout, message)
         elements = sum(load.segment.numel for load in loads)
         return InFlight(

@@ -59,9 +59,18 @@ class ShardLayout:
         ``squares``: float64[1]. On a device there is no checksum.
         """
         self.header.write_header(shard, control, [0] * len(self.header.sections))
-        figures = self._write_figures(shard, fault, key, squares)
+        self._write_figures(shard, fault, key, squares)
+        self._seal(shard)
+
+    def repeat_header(self, shard: Tensor, written: Tensor) -> None:
+        """Put the header and the figures of ``written`` in front of ``shard``: both are shards of one message."""
+        shard[: self.announced].copy_(written[: self.announced])
+        self._seal(shard)
+
+    def _seal(self, shard: Tensor) -> None:
+        """Write the checksum; on a device there is none."""
         if shard.device.type == "cpu":
-            figures[_CHECKSUM] = self._checksum(shard)
+            self._figures_of(shard)[_CHECKSUM] = self._checksum(shard)
 
     def merge_headers(self, shard: Tensor, rows: Tensor, own: int, *, key: int, squares: Tensor) -> None:
         """Put the merged header of ``rows``, uint8[W, size or more], and the figures in front of ``shard``.

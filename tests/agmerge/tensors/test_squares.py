@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agmerge.tensors.squares import PART, squares_of
+from agmerge.tensors.squares import PART, squares_of, squares_of_all
 from sparsifiers import kernel
 
 SIZES = [0, 1, 15, 16, 17, 255, 256, 257, 1000, PART + 300]
@@ -49,3 +49,11 @@ def test_what_is_not_finite_shows() -> None:
     assert squares_of(values) == float("inf")
     values[3] = torch.nan
     assert squares_of(values) != squares_of(values)
+
+
+def test_parts_of_many_tensors_add_up_to_all_of_them() -> None:
+    given = [torch.full((n,), 2.0) for n in (3, 0, 5)]
+    assert squares_of_all(given) == [12.0, 0.0, 20.0]
+    away = [tensor.to("meta") for tensor in given]
+    (alone,) = squares_of_all(away)  # one part a device, without those that are empty
+    assert isinstance(alone, torch.Tensor) and alone.shape == () and alone.dtype == torch.float64
