@@ -9,7 +9,7 @@
 # make bench       step times beside other libraries on slow networks (root; an hour; ARGS="--rates 200mbit --models gpt2")
 # make gpu         judge the GPUs of this machine, and write gpu.json, to mail back; without one it says what it would have done
 # make docs        the site, in build/site
-# make docs-check  the site without warnings, its search, and every code block of README.md and docs/
+# make docs-check  the site without warnings, its search, its pages in a browser, every code block of README.md and docs/
 # make lint        ruff and mypy
 # make clean       remove .venv, build products and caches; runs/ and the user's cache of Horovod wheels stay
 
@@ -102,6 +102,7 @@ docs: $(DOCS)
 docs-check: $(DOCS)
 	$(RUN) -m sphinx --fresh-env --fail-on-warning --keep-going --jobs auto -b html docs build/site
 	$(RUN) tests/support/site_search.py build/site
+	$(RUN) tests/support/site_pictures.py build/site build/site-pictures
 	$(RUN) -m pytest -n 2 tests/test_docs_blocks.py tests/test_docs_names.py tests/test_readme.py $(ARGS)
 
 lint: $(TEST)

@@ -40,12 +40,13 @@ copybutton_prompt_text = "$ "
 html_theme = "pydata_sphinx_theme"
 html_baseurl = SITE
 html_title = "agmerge"
+html_domain_indices = False
 html_static_path = ["_static"]
 html_css_files = ["theme.css"]
 html_theme_options = {
     "navigation_depth": 2,
     "show_nav_level": 1,
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 4,
     "secondary_sidebar_items": ["page-toc"],
     "use_edit_page_button": False,
     "footer_start": ["copyright"],
