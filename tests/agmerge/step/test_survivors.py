@@ -7,8 +7,11 @@ that the three outcomes occur: everything of a round counts, a part of it, nothi
 
 from __future__ import annotations
 
+import builtins
 import copy
+import errno
 import math
+import os
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -39,16 +42,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Training:
-    """One training of an elastic group, of which ``victim`` dies in its call number ``dies_at`` (None: nobody)."""
+    """One training of an elastic group, of which ``victim`` dies in its call number ``dies_at`` (None: nobody).
 
-    def __init__(self, options: Mapping[str, Any], size: int, victim: int, dies_at: int | None) -> None:
-        self.options, self.size, self.victim, self.dies_at = options, size, victim, dies_at
+    In step 1 the gradients of ``sick`` are not finite; None: nobody's.
+    """
+
+    def __init__(
+        self, options: Mapping[str, Any], size: int, victim: int, dies_at: int | None, sick: int | None = None
+    ) -> None:
+        self.options, self.size, self.victim, self.dies_at, self.sick = options, size, victim, dies_at, sick
         self.calls: list[str] = []  # of the victim, in the first generation
         self.outcomes: list[str] = []  # of each survivor: what of the broken round still came
         self.model = torch.nn.Sequential(torch.nn.Linear(*SIZES[:2]), torch.nn.Tanh(), torch.nn.Linear(*SIZES[1:]))
 
     def run(self, luck: elastic.BadLuck | None = None) -> list[Any]:
-        """Return, by worker, the workers and the shared parameters after each step; an error for one that has died."""
+        """Return, by worker, the workers and the shared parameters after each step, and whether it was refused.
+
+        For one that has died it is an error.
+        """
         return elastic.run(self.size, self._train, self._kill, luck)
 
     def _kill(self, worker: int, generation: int, call: Call) -> None:
@@ -64,14 +75,19 @@ class Training:
             inner, model.named_parameters(), timeout=20.0, check_every=1, merging=PLAN, **self.options
         )
         source, trace = torch.Generator().manual_seed(worker), []
-        for _ in range(STEPS):
-            inputs = torch.randn(4, SIZES[0], generator=source)
+        for step in range(STEPS):
+            inputs, refused = torch.randn(4, SIZES[0], generator=source), 0.0
             optimizer.zero_grad()
-            (model(inputs) - inputs).square().mean().backward()
-            optimizer.step()
+            loss = (model(inputs) - inputs).square().mean()
+            (loss * torch.nan if (worker, step) == (self.sick, 1) else loss).backward()
+            try:
+                optimizer.step()
+            except agmerge.NonFiniteError:
+                refused = 1.0
             reducer = optimizer._reducer
             shared = model.parameters() if reducer.combines_gradients else reducer.replica.shared.base.values()
-            trace.append((agmerge.size(), torch.cat([one.detach().flatten() for one in shared]).clone()))
+            after = [one.detach().flatten() for one in shared]
+            trace.append((agmerge.size(), torch.cat([*after, torch.tensor([refused])])))
         return trace
 
 
@@ -118,6 +134,42 @@ def test_survivors_go_on_equal_to_the_bit(setting: str, size: int) -> None:
     for victim, ahead in ((0, 1), (size - 1, 4)):  # in the second message of the step; behind its last one
         results = Training(options, size, victim, begin + ahead).run()
         check(results, victim, size)
+
+
+@pytest.mark.thin(1)
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("sick", [0, 2])
+@pytest.mark.parametrize("setting", ["dense", "sparse", "quantised", "auto", "updates"])
+def test_a_nan_in_the_step_of_a_death_is_the_same_for_all_survivors(setting: str, sick: int, nonfinite: str) -> None:
+    """All refuse that step, or all repeat it without the one that died; no NaN is ever applied."""
+    options = {**SETTINGS[setting], "nonfinite": nonfinite}
+    quiet = Training(options, 3, 0, None)
+    quiet.run()
+    for call in range(first_call_of_step(quiet.calls, 1), first_call_of_step(quiet.calls, 2) + 1):
+        results = Training(options, 3, 0, call, sick).run()
+        check(results, 0, 3)
+        assert all(torch.isfinite(parameters).all() for result in results[1:] for _, parameters in result)
+        refused = sum(int(parameters[-1]) for _, parameters in results[1])
+        assert refused == (sick == 2 and nonfinite == "raise") or sick == 0
+
+
+def test_nothing_is_written_to_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full one, or one that cannot be written to, is in nobody's way (F16)."""
+    quiet = Training({}, 3, 0, None)
+    quiet.run()
+    originals = {io: io.open for io in (builtins, os)}
+
+    def full(file: Any, mode: Any = "r", *more: Any, **options: Any) -> Any:
+        writes = mode & (os.O_WRONLY | os.O_RDWR) if isinstance(mode, int) else set(mode) & set("wax+")
+        if writes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file)
+        return originals[os if isinstance(mode, int) else builtins](file, mode, *more, **options)
+
+    for io in originals:
+        monkeypatch.setattr(io, "open", full)
+    with pytest.raises(OSError, match="No space left"):
+        open("/tmp/none", "w")  # noqa: SIM115  # never opened
+    check(Training({}, 3, 0, first_call_of_step(quiet.calls, 1) + 1).run(), 0, 3)
 
 
 @pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "auto"])
