@@ -78,11 +78,12 @@ def trained(seed: int, steps: int, every: int) -> tuple[float, float, int]:
                 victim.wait()
                 killed += 1
                 workers.append(start(folder, steps, str(seed), SETTING, **where))
-            codes = [one.wait(900) for one in workers]
+            in_time = [one for one in workers if lines(folder, one.pid)]  # others came too late to be let in
+            codes = [one.wait(900) for one in in_time]
             assert not any(codes), (folder / "log").read_text()[-3000:]
-            losses = {(folder / f"{one.pid}.loss").read_text() for one in workers}
+            losses = {(folder / f"{one.pid}.loss").read_text() for one in in_time}
             assert len(losses) == 1, f"workers differ: {losses}"
-            return float(losses.pop()), max(lines(folder, one.pid)[-1][0] for one in workers) - began, killed
+            return float(losses.pop()), max(lines(folder, one.pid)[-1][0] for one in in_time) - began, killed
         finally:
             for one in (*workers, serve):
                 one.kill()

@@ -260,6 +260,8 @@ class Generations:
         return _unless(lambda: self._cannot_form(generation), connect, self._timeout)
 
     def _cannot_form(self, generation: Generation) -> str:
+        if self._closing:
+            return "this worker leaves"
         return self._membership.why_given_up(generation.number) or self._lost(generation, HURRY)
 
 

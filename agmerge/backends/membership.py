@@ -73,6 +73,7 @@ class Membership:
         self, store: Store, host: str, address: str, port: int, least: int, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._store, self._least, self._now = store, least, now
+        self._leaves = False
         self.own = Worker(store.add("workers", 1), host, address, port, secrets.token_hex(8))
         store.set(f"worker/{self.own.number}", self._words)
         self._seen: dict[int, tuple[bytes, float]] = {}  # by number: its last beat, and when that was new here
@@ -118,7 +119,8 @@ class Membership:
         return now - self._seen[number][1]
 
     def leave(self) -> None:
-        """Say that this worker takes part in no later generation."""
+        """Say that this worker takes part in no later generation. A call of :meth:`next` under way raises."""
+        self._leaves = True
         self._store.set(f"left/{self.own.number}", "")
 
     def has_left(self, number: int) -> bool:
@@ -222,6 +224,8 @@ class Membership:
         return Generation(number, members, list(decided).index(self.own.number), new)
 
     def _pause(self, end: float, there: int) -> None:
+        if self._leaves:
+            raise AGMergeError("this worker leaves its elastic job: it is in no new group")
         if self._now() > end:
             raise TooFewWorkers(
                 f"an elastic job of at least {self._least} workers has had {there} for longer than it waits "

@@ -35,6 +35,13 @@ OF_ELASTIC: tuple[Row, ...] = (
         "elastic.md",
     ),
     (
+        "AGM216",
+        ("this worker leaves its elastic job",),
+        "A worker that ends, or has called `agmerge.shutdown()`, was to form a group with the others.",
+        "Nothing, where it has ended; else call nothing of agmerge after `shutdown()`.",
+        "elastic.md",
+    ),
+    (
         "AGM210",
         ("the other workers go on without this one",),
         "The others have heard nothing of this worker for too long, and have formed a group without it.",

@@ -169,3 +169,27 @@ def test_who_leaves_is_not_waited_for() -> None:
     job.workers[1].leave()
     found = job.together([lambda: job.workers[0].next(before[0], 60.0, lets_in=False)], job.workers)
     assert numbers(found[0]) == [1]
+
+
+def test_who_leaves_waits_for_no_other_generation() -> None:
+    """A thread that still waited would come back from torch once the interpreter has ended, and abort the process."""
+    job = Job()
+    first, second = job.arrive(2)
+    now, _ = job.together(
+        [lambda: first.next(None, 60.0, lets_in=False), lambda: second.next(None, 60.0, lets_in=False)], [first, second]
+    )
+    found: list[BaseException] = []
+
+    def wait() -> None:
+        with pytest.raises(AGMergeError, match="this worker leaves") as caught:
+            first.next(now, 600.0, lets_in=False)
+        found.append(caught.value)
+
+    second.beat()
+    waits = threading.Thread(target=wait, daemon=True)
+    waits.start()
+    waits.join(0.2)
+    assert waits.is_alive()  # for the second one, which lives and does not ask
+    first.leave()
+    waits.join(10.0)
+    assert len(found) == 1
