@@ -36,7 +36,7 @@ def looked_at(page: Page, file: Path) -> list[str]:
         wrong.append(f"error of a script: {error}")
 
     page.on("pageerror", noted)
-    page.goto(file.as_uri())
+    page.goto(file.resolve().as_uri())
     page.remove_listener("pageerror", noted)
     wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     wrong += [f"{wide} pixels wider than the window"] if wide > 0 else []
