@@ -57,7 +57,7 @@ def run(
             group.leave(rank, f"raised {type(error).__name__}: {error}")
 
     # MKL's vector functions choose their instructions at their first call in a process, without a lock: where threads
-    # make it at once, one in a thousand tanh() came out rounded otherwise, and ranks were not what workers are.
+    # made it at once, a tanh() was rounded otherwise in one of a thousand processes: ranks were not as workers.
     torch.exp(torch.zeros(1))
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(n)]
     for thread in threads:

@@ -27,11 +27,10 @@ from pretend import fused
 from pretend.books import COLLECTIVE, ELSEWHERE, HOOK, SYNCHRONIZE, Books
 from pretend.clocks import Race
 from pretend.device import Device
-from pretend.training import on_devices
+from pretend.training import needs_own_thread, on_devices
 
 import agmerge
 import merging
-import sparsifiers
 
 WIDTH = 64  # of every layer: its matrix is selected from, and its two vectors are sent whole
 WARM = 2  # steps that are not counted, at least: ranks agree, compare replicas and allocate
@@ -83,9 +82,7 @@ def count(arguments: argparse.Namespace) -> tuple[Books, int]:
         device.books.races[:0] = races  # of all steps
         return device.books
 
-    # What needs other ranks in a hook cannot have them on autograd's device thread, which all ranks share here.
-    waits = arguments.exchange in ("oktopk", "masked", "two-level")
-    own_thread = waits or sparsifiers.is_quantiser(arguments.compression)
+    own_thread = needs_own_thread(arguments.exchange, arguments.compression)
     with nullcontext() if arguments.torch else fused.installed():
         books = on_devices(arguments.workers, body, own_thread=own_thread, watched={0})[0]
     return books, sum(weight.numel() for weight in model.parameters())

@@ -119,7 +119,7 @@ class Membership:
         return now - self._seen[number][1]
 
     def leave(self) -> None:
-        """Say that this worker takes part in no later generation. A call of :meth:`next` under way raises."""
+        """Record in the store that this worker is in no later generation; a :meth:`next` under way raises."""
         self._leaves = True
         self._store.set(f"left/{self.own.number}", "")
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+import sparsifiers
 from agmerge import testing
 from agmerge.runtime import workers
 from pretend import streams
@@ -16,6 +17,12 @@ from pretend.nccl import DeviceBackend, Turn
 from pretend.schedule import Schedule
 
 T = TypeVar("T")
+NEEDS_RANKS = ("oktopk", "masked", "two-level")  # exchanges of which a hook needs what other ranks have sent
+
+
+def needs_own_thread(exchange: str, compression: str) -> bool:
+    """Whether hooks need other ranks, see :func:`on_devices`: by these names of an exchange and a compressor."""
+    return exchange in NEEDS_RANKS or sparsifiers.is_quantiser(compression)
 
 
 def on_devices(

@@ -14,18 +14,15 @@ from pretend import fused
 from pretend.books import Books
 from pretend.device import Device
 from pretend.tensors import PLACE, DeviceTensor
-from pretend.training import on_devices
+from pretend.training import needs_own_thread, on_devices
 from torch import Tensor, nn
 
 import agmerge
 import merging
-import sparsifiers
 from agmerge import testing
 
 SHAPES = [(64, 48), (48,), (48, 64), (64,)]
 PLAN = merging.Plan((2, 2))
-# Exchanges that need other ranks in a hook: their hooks must come on the ranks' own threads.
-WAITS_IN_HOOKS = ("oktopk", "masked", "two-level")
 
 
 @dataclass
@@ -119,8 +116,8 @@ def train(
         warnings.simplefilter("ignore")
         if place == "cpu":
             return testing.run(size, body)
-        needs = options.get("exchange") in WAITS_IN_HOOKS or sparsifiers.is_quantiser(options.get("compression", ""))
-        return on_devices(size, body, own_thread=needs, watched={0})
+        own_thread = needs_own_thread(options.get("exchange", ""), options.get("compression", ""))
+        return on_devices(size, body, own_thread=own_thread, watched={0})
 
 
 def host(tensor: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class TwoPhaseExchange(QuantisedExchange):
         return len(self._first_phase) > AHEAD if pending.on_device else pending.handle.done()
 
     def _add_up_all(self) -> None:
-        """Collective. Start all second phases, waiting for the first ones: devices that can do so themselves."""
+        """Collective. Start all second phases; the host waits for the first ones, or a device that has streams does."""
         try:
             while self._first_phase:
                 self._add_up_next()
@@ -104,7 +104,7 @@ class TwoPhaseExchange(QuantisedExchange):
         rank, size, step = self.comm.rank, self.comm.size, pending.control.step
         shard, summed, longest = state.layout.first[rank], state.layout.second[rank], state.layout.longest
         rows = pending.received.view(size, -1)
-        squares = shard.squares(rows).sum(dim=0, keepdim=True)
+        squares = shard.squares(rows).sum(dim=0, keepdim=True)  # in any order: the others read this rank's sum
         message = self.keep(("sum", pending.name), longest, torch.uint8, rows.device)
         for (piece, where), (_, out) in zip(shard.records, summed.records, strict=True):
             own = Draws(self._key(piece.slot, step, 1, 0), piece.first)

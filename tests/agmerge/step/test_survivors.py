@@ -150,7 +150,10 @@ def test_a_nan_in_the_step_of_a_death_is_the_same_for_all_survivors(setting: str
         check(results, 0, 3)
         assert all(torch.isfinite(parameters).all() for result in results[1:] for _, parameters in result)
         refused = sum(int(parameters[-1]) for _, parameters in results[1])
-        assert refused == (sick == 2 and nonfinite == "raise") or sick == 0
+        if sick == 2:
+            assert refused == (nonfinite == "raise")
+        else:  # its NaN may have arrived before it died, or not
+            assert refused <= (nonfinite == "raise")
 
 
 def test_nothing_is_written_to_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
