@@ -2,7 +2,7 @@
 """Judge a GPU: is every rule of the device path kept on this machine, and how fast is it?
 
     python benchmarks/gpu.py [--json F] [--checks 1 2 3]               # one GPU; a quarter of an hour
-    torchrun --nproc_per_node N benchmarks/gpu.py --world [--json F]   # several: steps beside DDP's, a lost peer
+    torchrun --nproc_per_node N benchmarks/gpu.py --world [--json F]   # several workers: NCCL, DDP's steps, a lost peer
 
 A line a figure: ``ok`` or ``FAILED``, what was found, and the limit. The exit code is 1 if one failed, 2 where there is
 no GPU. What is checked: docs/gpu.md. Times: CUDA events over 50 runs after 10, median, with the cache flushed between.
@@ -26,8 +26,8 @@ import torch
 # isort: split
 
 import gpu_world
-from device import gpu_kernels, gpu_rules, gpu_training
-from device.gpu_bench import Bench
+from device import gpu_exchanges, gpu_kernels, gpu_rules, gpu_training
+from device.gpu_bench import Bench, settle
 from device.gpu_figures import Figure, as_json, broke, exit_code
 
 Check = Callable[[Bench], Iterator[Figure]]
@@ -41,7 +41,7 @@ CHECKS: dict[int, Check] = {
     7: gpu_training.memory,
     9: gpu_training.graph,
 }
-WORLD: dict[int, Check] = {8: gpu_world.world}
+WORLD: dict[int, Check] = {8: gpu_world.world, 10: gpu_exchanges.exchanges}
 
 
 def about() -> dict[str, str]:
@@ -70,14 +70,14 @@ def main(argv: Sequence[str] | None = None, checks: Mapping[int, Check] | None =
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="F", help="write everything there, too")
     parser.add_argument("--world", action="store_true", help="the check of several GPUs, under torchrun")
-    parser.add_argument("--checks", type=int, nargs="+", choices=range(1, 10), help="these alone")
+    parser.add_argument("--checks", type=int, nargs="+", choices=range(1, 11), help="these alone")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("there is no GPU here that torch can use: nothing was judged")
         return 2
     first = int(os.environ.get("RANK", "0")) == 0
     if arguments.world:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        settle(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     known = about()
     tell(first, *(f"{name}: {value}" for name, value in known.items()))
     bench, figures = Bench(torch.device("cuda", torch.cuda.current_device())), list[Figure]()

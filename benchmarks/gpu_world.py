@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from device import transports
-from device.gpu_bench import Bench, Job, child_env, free_port, place, resnet, wrapped
+from device.gpu_bench import Bench, Job, child_env, free_port, join, place, resnet, settle, wrapped
 from device.gpu_figures import Figure, must, of_world
 from torch import nn
 
@@ -34,13 +34,10 @@ SIZES = (1 << 16, 1 << 20, 1 << 24)  # bytes of messages alone
 
 def world(bench: Bench) -> Iterator[Figure]:
     """Collective. Run check 8: steps, messages, replicas, and two failures."""
-    import torch.distributed as dist
-
-    dist.init_process_group("nccl")
-    agmerge.init("torch")
+    join(bench)
     yield from steps(bench)
     yield from messages(bench)
-    if agmerge.rank() == 0 and torch.cuda.device_count() > 1:
+    if agmerge.rank() == 0 and agmerge.size() > 1:
         yield from lost_peer()
         yield one_gpu()
     agmerge.barrier()
@@ -89,7 +86,8 @@ def steps(bench: Bench) -> Iterator[Figure]:
     for _ in range(BLOCKS):
         for name, seconds in took.items():
             seconds.append(block(name, BLOCK))
-    yield from of_world({name: statistics.median(seconds) for name, seconds in took.items()})
+    each_has_one = torch.cuda.device_count() >= agmerge.local_size()
+    yield from of_world({name: statistics.median(seconds) for name, seconds in took.items()}, judged=each_has_one)
     model = running["ours, auto"][0].model
     own = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
     first = agmerge.broadcast(own, 0)
@@ -151,7 +149,10 @@ def one_gpu() -> Figure:
 def child(what: str) -> None:
     """Be one of two ranks: ``"killed"`` loses rank 1 in its fourth step, ``"crowded"`` has one GPU for both."""
     rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+    if what == "crowded":  # of which the library finds out by itself
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    else:
+        settle(rank, 2)
     bench = Bench(torch.device("cuda", torch.cuda.current_device()))
     agmerge.init("torch")
     job = resnet(bench)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ import gpu_world
 import pytest
 import torch
 from device import gpu_rules, gpu_training
-from device.gpu_bench import Bench, child_env, free_port, place
+from device.gpu_bench import Bench, child_env, free_port, place, settle
 from device.gpu_figures import Figure
 from device.gpu_link import Link
 from support.recorded_cuda import RATE, Cuda
@@ -65,10 +66,19 @@ def alone(check: Callable[[Bench], Any], bench: Bench) -> list[Figure]:
 
 def test_checks_run_on_a_device_with_its_number(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.device] = []
-    monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(gpu, "about", dict)
+    monkeypatch.setattr(os, "environ", {**os.environ, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     gpu.main(["--world"], {8: lambda bench: iter([seen.append(bench.device) or Figure(8, "a", 1.0, "", 2.0)])})  # type: ignore[func-returns-value]
     assert seen == [torch.device("cuda", 1)]  # "cuda" alone is no device of any tensor
+    assert "NCCL_HOSTID" not in os.environ
+
+
+def test_where_workers_share_a_gpu_nccl_is_told_that_each_has_a_host(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert [settle(rank, 3) for rank in range(3)] == [0, 1, 0] and cuda.device == 0
+    assert os.environ["NCCL_HOSTID"] == "rank 2" and "NCCL_HOSTID" not in child_env()
 
 
 @pytest.mark.parametrize("there", [True, False])

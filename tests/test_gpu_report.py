@@ -21,11 +21,11 @@ def test_without_a_gpu_the_report_says_what_it_would_have_done(
     assert "There is no GPU here" in out and "gpu.py --world" in out and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("gpus, names", [(1, ["one"]), (4, ["one", "world"])])
-def test_the_report_runs_what_the_machine_has_gpus_for(gpus: int, names: list[str]) -> None:
+@pytest.mark.parametrize("gpus, workers", [(1, 2), (4, 4)])
+def test_the_report_runs_a_worker_a_gpu_and_two_at_least(gpus: int, workers: int) -> None:
     todo = gpu_report.commands(gpus)
-    assert list(todo) == names and all(Path(gpu_report.JUDGE).name in " ".join(one) for one in todo.values())
-    assert gpus == 1 or f"--nproc_per_node={gpus}" in todo["world"]
+    assert list(todo) == ["one", "world"] and f"--nproc_per_node={workers}" in todo["world"]
+    assert all(Path(gpu_report.JUDGE).name in " ".join(one) for one in todo.values())
 
 
 def test_the_report_keeps_figures_and_lines_and_fails_with_one_of_them(tmp_path: Path) -> None:

@@ -12,13 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from agmerge.backends import collective_marks
 from agmerge.backends.base import OPERATIONS, Backend, Handle, Listen, matched
 from agmerge.backends.diagnosis import ProbeResult, Row
+from agmerge.backends.streams import streams_of
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismatchError
 from agmerge.version import __version__
 
@@ -41,11 +43,28 @@ class Call:
 
 @dataclass(frozen=True)
 class Part:
-    """Contribution of one rank to a collective."""
+    """Contribution of one rank to a collective.
+
+    On a device each rank queues into streams of its own: ``ready`` is the event behind what writes the tensor.
+    """
 
     tensor: torch.Tensor
     splits: tuple[int, ...] = ()  # of an all-to-all: elements for each rank
     expected: tuple[int, ...] = ()  # of an all-to-all: elements from each rank
+    ready: Any = None  # None: the tensor is the host's
+
+    def queued(self) -> Part:
+        """Return it with the event behind all that this thread has queued so far."""
+        streams = streams_of(self.tensor.device)
+        return self if streams is None else replace(self, ready=streams.record(streams.current(self.tensor.device)))
+
+    def await_ready(self) -> None:
+        """Make readers that this thread queues from now on wait for the tensor, whose memory is kept for them."""
+        streams = streams_of(self.tensor.device)
+        if streams is not None:
+            here = streams.current(self.tensor.device)
+            streams.wait(here, self.ready)
+            streams.keep(self.tensor, here)
 
 
 @dataclass
@@ -143,6 +162,8 @@ class LocalHandle(Handle):
             # Each rank raises one of its own: a traceback belongs to one thread.
             raise type(self._op.error)(*self._op.error.args)
         if not self._delivered:
+            for part in self._op.result:
+                part.await_ready()
             self._deliver(self._op)
             self._delivered = True
 
@@ -185,7 +206,7 @@ class LocalBackend(Backend):
         with group.changed:
             key = (self._channel, self._calls)
             op = group.ops.setdefault(key, _Op())
-            op.inputs[self._world_rank] = part
+            op.inputs[self._world_rank] = part.queued()
             op.described[self._world_rank] = f"{kind} {matched(name)!r} {fixed}"
             if len(op.inputs) == self.size:
                 del group.ops[key]
@@ -201,7 +222,9 @@ class LocalBackend(Backend):
                 calls = "; ".join(f"rank {rank}: {op.described[rank]}" for rank in self.ranks)
                 op.error = RankMismatchError(f"ranks made different calls: {calls}")
             else:
-                op.result = combine([op.inputs[rank] for rank in self.ranks])
+                for part in op.inputs.values():
+                    part.await_ready()
+                op.result = [part.queued() for part in combine([op.inputs[rank] for rank in self.ranks])]
         except Exception as error:
             # Every rank must learn of it, not only the one that happened to arrive last.
             kind = type(error) if isinstance(error, AGMergeError) else AGMergeError

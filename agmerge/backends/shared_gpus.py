@@ -37,12 +37,18 @@ def are_shared() -> bool:
 
 
 def visible() -> list[str]:
-    """Return the GPUs that this process sees, by names that are theirs alone; before torch 2.4 by their numbers."""
+    """Return the GPUs that this process sees, by names that are theirs alone; before torch 2.4 by their numbers.
+
+    Where NCCL_HOSTID says that this process is on a host of its own, NCCL takes GPUs that others have too, and each
+    host's GPUs have other names here as well.
+    """
     if not torch.cuda.is_available():
         return []
+    host = os.environ.get("NCCL_HOSTID", "")
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [str(getattr(one, "uuid", f"{chosen}/{number}")) for number, one in enumerate(properties)]
+    names = [getattr(one, "uuid", f"{chosen}/{number}") for number, one in enumerate(properties)]
+    return [f"{host}{'/' * bool(host)}{name}" for name in names]
 
 
 def why_shared(seen: Sequence[Sequence[str]]) -> str:

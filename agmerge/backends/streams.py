@@ -30,6 +30,10 @@ class Streams(ABC):
         """Return the stream of ``device`` that this thread queues into now."""
 
     @abstractmethod
+    def number(self, device: torch.device) -> int:
+        """Return what tells :meth:`current` from the other streams of ``device``, for the price of a look."""
+
+    @abstractmethod
     def new(self, device: torch.device) -> Any:
         """Return a new stream; its kernels go before those of others."""
 
@@ -48,6 +52,10 @@ class Streams(ABC):
     @abstractmethod
     def wait(self, stream: Any, event: Any) -> None:
         """Make work that is queued in ``stream`` from now on wait for ``event``. The host does not wait."""
+
+    @abstractmethod
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Keep the memory of ``tensor``, even when it is freed, until ``stream`` has got through what is queued now."""
 
     @abstractmethod
     def has_ended(self, event: Any) -> bool:
@@ -81,6 +89,11 @@ class CudaStreams(Streams):
     def current(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
 
+    def number(self, device: torch.device) -> int:
+        # A stream object takes some microseconds, and every gradient asks.
+        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        return int(raw(device.index) if raw else self.current(device).cuda_stream)
+
     def new(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
@@ -99,6 +112,9 @@ class CudaStreams(Streams):
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         stream.wait_event(event)
+
+    def keep(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        tensor.record_stream(stream)
 
     def has_ended(self, event: torch.cuda.Event) -> bool:
         return bool(event.query())  # type: ignore[no-untyped-call]

@@ -29,7 +29,7 @@ class SideStreams:
     def __init__(self) -> None:
         self._kinds: dict[torch.device, Streams] = {}  # of the devices that are served
         self._side: dict[torch.device, Any] = {}  # one of each device that ever was: allocators keep memory by stream
-        self._noted: dict[torch.device, list[Any]] = {}  # streams, since `within`
+        self._noted: dict[torch.device, dict[int, Any]] = {}  # streams by their numbers, since `within`
 
     def serve(self, devices: Iterable[torch.device]) -> None:
         """Work on ``devices`` from now on, and on no others. Warns where this thread's own device is another one."""
@@ -40,13 +40,13 @@ class SideStreams:
             device = next(iter(new))
             warnings.warn(ELSEWHERE.format(device=device, kind=device.type), stacklevel=2)
         for device, kind in new.items():
-            self._side[device], self._noted[device] = kind.new(device), []
+            self._side[device], self._noted[device] = kind.new(device), {}
 
     def note(self, device: torch.device) -> None:
         """Record the stream that this thread queues into now: tensors that are ready in it will be read."""
         kind = self._kinds.get(device)
-        if kind is not None and (stream := kind.current(device)) not in self._noted[device]:
-            self._noted[device].append(stream)
+        if kind is not None and (number := kind.number(device)) not in self._noted[device]:
+            self._noted[device][number] = kind.current(device)
 
     def follow(self) -> None:
         """Make work queued within from now on wait for the noted streams, and for this thread's own.
@@ -55,8 +55,8 @@ class SideStreams:
         """
         for device, kind in self._kinds.items():
             self.note(device)
-            noted, self._noted[device] = self._noted[device], []
-            for stream in noted:
+            noted, self._noted[device] = self._noted[device], {}
+            for stream in noted.values():
                 kind.wait(self._side[device], kind.record(stream))
 
     def within(self) -> AbstractContextManager[None]:

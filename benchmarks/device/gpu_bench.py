@@ -19,7 +19,7 @@ import agmerge
 FLUSH = 2  # times the size of the cache is written between two runs
 HOST = torch.device("cpu")
 SPIN, LONGEST_SPIN = 1 << 20, 1 << 26  # cycles that the device counts while the host queues what is timed
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "GROUP_", "ROLE_")  # how its variables begin
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "GROUP_", "ROLE_", "NCCL_HOSTID")  # beginnings
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,18 @@ def alone() -> None:
     agmerge.init("torch")
 
 
+def join(bench: Bench) -> None:
+    """Collective. Join the launcher's world as a script with DDP does; nothing happens where there is a world already.
+
+    By NCCL on a GPU, else by Gloo.
+    """
+    import torch.distributed as dist
+
+    if not agmerge.is_initialized():
+        dist.init_process_group("nccl" if bench.is_gpu else "gloo")
+        agmerge.init("torch")
+
+
 def free_port() -> int:
     """Return the number of a port that nobody serves now."""
     with socket.socket() as free:
@@ -176,6 +188,19 @@ def place(rank: int, size: int, port: int) -> dict[str, str]:
     """Return a launcher's variables for one rank of a world on this machine, which meets at ``port``."""
     own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in own.items()}}
+
+
+def settle(rank: int, workers: int) -> int:
+    """Choose a GPU for this process, one of ``workers`` on this machine, and return its number.
+
+    Where there are fewer GPUs, NCCL is told that every rank is on a host of its own: else it refuses to share one.
+    Messages take the network of this machine then, and kernels take turns: right or wrong can be seen, not speed.
+    """
+    count = torch.cuda.device_count()
+    if workers > count:
+        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo")
+    torch.cuda.set_device(rank % count)
+    return rank % count
 
 
 def child_env(**more: str) -> dict[str, str]:

@@ -13,9 +13,11 @@ from torch import Tensor
 import sparsifiers
 from device.gpu_bench import Bench
 from device.gpu_figures import LARGE, Figure, of_bandwidth, of_compressor, of_kernels
+from sparsifiers.quantising.draws import Draws, key_of
 
 DENSITIES = (0.1, 0.01, 0.001)
 RANKS = 8  # whose messages K4 adds
+MOST_KTH = 1_000_000  # elements: torch.kthvalue takes half a second for 100 million, which a single block looks through
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -55,6 +57,7 @@ def kernel_calls(gradient: Tensor, k: int, ranks: int = RANKS) -> Calls:
     residual, work, update = (torch.zeros(n, device=device) for _ in range(3))
 
     def compensate() -> None:
+        scratch.forget()  # else counts of the same elements would add up, to more than 31 bits
         gpu.compensate(table, [gradient], residual, work, scratch=scratch, largest=largest)
 
     def select(commit: bool = True, exact: bool = False) -> None:
@@ -106,15 +109,40 @@ def compressors(bench: Bench) -> Iterator[Figure]:
             select = selection(name, vector, k)
             judged = in_kernels(name, vector)
             yield from of_compressor(n, name, bench.micros(select), bench.launches(select), one, judged=judged)
+        yield from quantiser(bench, n, one)
+
+
+def quantiser(bench: Bench, n: int, one: float) -> Iterator[Figure]:
+    """Time the default's quantiser: a message is written, one is read, and those of all ranks are added up.
+
+    In a step of W ranks a rank writes n elements, adds up n / W, and reads n.
+    """
+    chosen, size, vector = sparsifiers.quantiser("eden-4"), 256, bench.normal(n)
+    draws = [Draws(key_of(1, rank), 0) for rank in range(RANKS)]
+    message = torch.zeros(RANKS, -(-n // size) * chosen.record_bytes(size), dtype=torch.uint8, device=bench.device)
+    messages, squares = list(message), torch.zeros(1, dtype=torch.float64, device=bench.device)
+    for sent, own in zip(messages, draws, strict=True):
+        chosen.encode(vector, size, own, sent)
+    again, read = torch.zeros_like(messages[0]), torch.zeros_like(vector)
+    calls: Calls = {
+        "written": lambda: chosen.encode(vector, size, draws[0], again, squares),
+        "read": lambda: chosen.decode_sum(messages[:1], draws[:1], size, 1.0, read),
+        f"sum of {RANKS} written": lambda: chosen.encode_sum(messages, draws, size, 0.125, chosen, draws[0], again),
+    }
+    for what, call in calls.items():
+        micros = bench.micros(call)
+        yield Figure(3, f"eden-4, {n:,}: {what}", micros / one, f"U = {micros:.3g} us")
 
 
 def peers(vector: Tensor, k: int) -> Calls:
     """Time what torch has for the same."""
-    return {
+    found: Calls = {
         "torch.topk": lambda: vector.abs().topk(k, sorted=False),
-        "torch.kthvalue": lambda: vector.abs().kthvalue(vector.numel() - k + 1),
         "torch.sort": lambda: vector.abs().sort(),
     }
+    if vector.numel() <= MOST_KTH:
+        found["torch.kthvalue"] = lambda: vector.abs().kthvalue(vector.numel() - k + 1)
+    return found
 
 
 def in_kernels(name: str, vector: Tensor) -> bool:

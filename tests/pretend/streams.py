@@ -53,6 +53,9 @@ class DeviceStreams(streams.Streams):
     def current(self, device: torch.device) -> Stream:
         return current().stream
 
+    def number(self, device: torch.device) -> int:
+        return id(current().stream)
+
     def new(self, device: torch.device) -> Stream:
         return current().new_stream("lane")
 
@@ -71,6 +74,9 @@ class DeviceStreams(streams.Streams):
 
     def wait(self, stream: Stream, event: Event) -> None:
         current().wait(stream, event.clock)
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        return
 
     def has_ended(self, event: Event) -> bool:
         return event.query()

@@ -19,6 +19,7 @@ class Stream:
 
     def __init__(self, cuda: Cuda, index: int, priority: int = 0) -> None:
         self.cuda, self.device_index, self.priority, self.end = cuda, index, priority, 0.0
+        self.cuda_stream = id(self)
 
     def wait_event(self, event: Event) -> None:
         """Queue a wait for ``event`` in front of later work."""

@@ -133,7 +133,12 @@ class Slow(Streams):
 
     def current(self, device: torch.device) -> None: ...
 
+    def number(self, device: torch.device) -> int:
+        return 0
+
     def new(self, device: torch.device) -> None: ...
+
+    def keep(self, tensor: torch.Tensor, stream: None) -> None: ...
 
     def within(self, stream: None) -> AbstractContextManager[None]:
         return nullcontext()
