@@ -21,7 +21,7 @@ ELSEWHERE = {
     "agmerge.backends.handshake: f'{what}: {first_difference(stated)}. {advice}'",
     "agmerge.backends.horovod: advice",
     "agmerge.backends.horovod: f'{name}: {error}'",
-    "agmerge.backends.local: f\"{self._name}: {'; '.join(gone)}\"",
+    "agmerge.backends.local: f'{self._name}: {'; '.join(gone)}'",
     "agmerge.backends.local: late",
     "agmerge.backends.shared_gpus: problem",
     "agmerge.backends.torch_store: 'init()'",

@@ -45,7 +45,8 @@ def raised(trees: dict[str, ast.Module]) -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.Call) and node.args:
                 called = ast.unparse(node.func)
                 if called in WARN or called.rpartition(".")[2] in names:
-                    yield f"{module}: {ast.unparse(node.args[0])}", text(node.args[0], module, trees)
+                    words = ast.unparse(node.args[0]).replace('"', "'")  # Python 3.12 takes others than 3.11
+                    yield f"{module}: {words}", text(node.args[0], module, trees)
 
 
 def text(node: ast.expr, module: str, trees: dict[str, ast.Module]) -> str:

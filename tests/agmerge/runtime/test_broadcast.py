@@ -240,7 +240,7 @@ def build(name: str) -> tuple[list[torch.Tensor], Optimizer]:
     for parameter in parameters:
         parameter.requires_grad_()
     optimizer = OPTIMIZERS[name](parameters)
-    if name != "LBFGS":
+    if name not in ("LBFGS", "Adagrad"):  # that has no state of what is added later, before torch 2.13
         extra = torch.full((3, 3), 0.5, requires_grad=True)
         parameters.append(extra)
         optimizer.add_param_group({"params": [extra], "lr": optimizer.param_groups[0]["lr"] * 0.5})
