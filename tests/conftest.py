@@ -32,8 +32,8 @@ settings.load_profile("short")
 
 NO_PROCESSES = "--once starts no processes"
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, which torch.compile does, and while kernels run
-# Where there are GPUs, tests leave them alone, and `make gpu` judges them: the device that tests pretend takes the place
-# of torch's accelerator, and then no backward pass on a GPU works in that process.
+# Where there are GPUs, tests leave them alone, and `make gpu` judges them: the device that tests pretend takes the
+# place of torch's accelerator, and then no backward pass on a GPU works in that process.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["AGMERGE_CACHE"] = "off"  # no test reads or writes the user's own, in no process that it starts
 started: list[bool] = []  # by the test that runs, in vain
