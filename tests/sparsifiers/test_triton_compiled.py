@@ -85,7 +85,7 @@ def test_both_tritons_keep_the_limits(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_kernel_that_exceeds_a_limit_is_named() -> None:
     row = dict.fromkeys(compiled_kernels.LIMITS, 0)
     assert compiled_kernels.excesses(row) == []
-    assert compiled_kernels.excesses({**row, "popc": 65, "spills": 4}) == ["spills", "popc"]
+    assert compiled_kernels.excesses({**row, "popc": 67, "spills": 20}) == ["spills", "popc"]
 
 
 def test_what_is_compiled_is_what_the_pinned_torch_brings() -> None:

@@ -12,12 +12,13 @@ from sparsifiers.gpu.digits import DIGITS
 from sparsifiers.gpu.kernels.codec import set_index
 from sparsifiers.gpu.kernels.edge import keys_of
 from sparsifiers.gpu.kernels.launching import launch, power
+from sparsifiers.gpu.kernels.words import lowest, ones_in, turns
 from sparsifiers.gpu.layout import IndexSection
 from sparsifiers.gpu.scratch import TILE, Scratch
 from sparsifiers.gpu.slots import Slots
 
 SCANNED = 2048  # tiles at once
-PART = 1024  # elements of a tile that a program compacts at once: all of them would take too many registers
+WALKERS = TILE // 32 // 32  # warps that walk a tile's bitmap: a thread a word
 
 
 @triton.jit
@@ -52,23 +53,22 @@ def settle_kernel(
     """Compare the ties of one tile with the whole key that is the edge."""
     tile = tl.program_id(0)
     if tl.load(counts + 2 * tile + 1) > 0:
-        words = tl.arange(0, TILE // 32)
-        classes = tl.arange(0, 32)[None, :]
-        places = words[:, None] * 32 + classes
-        at = tile * (TILE // 32) + words
-        above_before = tl.load(above + at)
-        was_tie = ((tl.load(ties + at)[:, None] >> classes) & 1) != 0
-        count = tl.load(counts + 2 * tile)
-        keys = tl.load(work + tile * TILE + places, mask=was_tie, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        at = tile * (TILE // 32) + tl.arange(0, TILE // 32)
+        left = tl.load(ties + at)
+        now_above = tl.load(above + at)
+        now_ties = left * 0
         bound = tl.load(edge)
-        is_above = (was_tie & (keys > bound)).to(tl.int32)
-        is_tie = (was_tie & (keys == bound)).to(tl.int32)
-        # Several threads may have read above the words that are written below.
-        tl.debug_barrier()
-        tl.store(above + at, above_before | tl.sum(is_above << classes, 1))
-        tl.store(ties + at, tl.sum(is_tie << classes, 1))
-        tl.store(counts + 2 * tile, count + tl.sum(tl.sum(is_above, 1), 0))
-        tl.store(counts + 2 * tile + 1, tl.sum(tl.sum(is_tie, 1), 0))
+        for _ in range(turns(left)):
+            bit = lowest(left)
+            place = at * 32 + ones_in(bit - 1)
+            key = tl.load(work + place, mask=left != 0, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            now_above |= tl.where(key > bound, bit, 0)  # of words that are through it is 0
+            now_ties |= tl.where(key == bound, bit, 0)
+            left = left & (left - 1)
+        tl.store(above + at, now_above)
+        tl.store(ties + at, now_ties)
+        tl.store(counts + 2 * tile, tl.sum(ones_in(now_above), 0))
+        tl.store(counts + 2 * tile + 1, tl.sum(ones_in(now_ties), 0))
 
 
 @triton.jit
@@ -105,45 +105,46 @@ def gather_kernel(
     count: tl.tensor, indices: tl.tensor, values: tl.tensor, capacity: tl.tensor, words: tl.tensor,
     at16: tl.tensor, at8: tl.tensor, at4: tl.tensor, at2: tl.tensor, unary: tl.tensor,
     COMMIT: tl.constexpr, MASKED: tl.constexpr, TIES: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
-    PART: tl.constexpr, SPAN: tl.constexpr, CODED: tl.constexpr, LOW: tl.constexpr,
+    SPAN: tl.constexpr, CODED: tl.constexpr, LOW: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the slots of one tile, and `SPAN` slots of those that are not in use."""
     tile = tl.program_id(0)
     room = tl.load(edge + 1) if TIES else 0
-    before = tl.load(counts + 2 * tile)
-    ties_before = tl.load(counts + 2 * tile + 1)
-    for part in range(0, TILE, PART):
-        places = tile * TILE + part + tl.arange(0, PART)
-        is_above = (tl.load(above + places // 32) >> (places % 32)) & 1
+    at = tile * (TILE // 32) + tl.arange(0, TILE // 32)
+    is_above = tl.load(above + at)
+    is_tie = tl.load(ties + at) if TIES else is_above * 0
+    # One scan of both: a tile has fewer than 2**15 elements, so neither half runs over.
+    both = ones_in(is_above) + (ones_in(is_tie) << 16)
+    earlier = tl.cumsum(both, 0) - both
+    before = tl.load(counts + 2 * tile) + (earlier & 0xFFFF)
+    ties_before = tl.load(counts + 2 * tile + 1) + (earlier >> 16)
+    left = is_above | is_tie
+    for _ in range(turns(left)):
+        bit = lowest(left)
+        live = left != 0
+        place = at * 32 + ones_in(bit - 1)
+        slot = before + ones_in(is_above & (bit - 1))
         if TIES:
-            # One scan of both: a part has fewer than 2**15 elements, so neither half runs over.
-            is_tie = (tl.load(ties + places // 32) >> (places % 32)) & 1
-            both = is_above + (is_tie << 16)
-            earlier = tl.cumsum(both, 0) - both
-            tie_rank = ties_before + (earlier >> 16)
-            live = (is_above | ((tie_rank < room) & (is_tie != 0))) != 0
-            slot = before + (earlier & 0xFFFF) + tl.minimum(tie_rank, room)
-            ties_before += tl.sum(is_tie, 0)
-        else:
-            live = is_above != 0
-            slot = before + tl.cumsum(is_above, 0) - is_above
-        before += tl.sum(is_above, 0)
+            tie_rank = ties_before + ones_in(is_tie & (bit - 1))
+            live = live & (((is_tie & bit) == 0) | (tie_rank < room))
+            slot += tl.minimum(tie_rank, room)
         live = live & (slot < capacity)
-        held = tl.load(work + places, mask=live, other=0.0)
+        held = tl.load(work + place, mask=live, other=0.0)
         value = held
         if LIMIT > 0:
             inside = tl.where(held > LIMIT, LIMIT, tl.where(held < -LIMIT, -LIMIT, held))
             value = inside + held * 0.0  # NaN for values that are not finite
         rounded = value.to(values.dtype.element_ty)
-        tl.store(indices + slot, places, mask=live)
+        tl.store(indices + slot, place, mask=live)
         tl.store(values + slot, rounded, mask=live)
         if CODED:
-            set_index(words, at16, at8, at4, at2, unary, slot, places, live, LOW)
+            set_index(words, at16, at8, at4, at2, unary, slot, place, live, LOW)
         if COMMIT:
             sent = rounded.to(tl.float32)
-            tl.store(work + places, held - sent, mask=live)
+            tl.store(work + place, held - sent, mask=live)
             if MASKED:
-                clear_momentum(momentum + places, sent, live)
+                clear_momentum(momentum + place, sent, live)
+        left = left & (left - 1)
 
     unused = tile * SPAN + tl.arange(0, SPAN)
     behind = (unused >= tl.load(count)) & (unused < capacity)
@@ -166,7 +167,7 @@ def run_settle(work: Tensor, scratch: Scratch) -> None:
     """Launch the kernel of `sparsifiers.gpu.settle_ties`."""
     launch(
         settle_kernel, scratch.tiles, work,
-        work, scratch.edge, scratch.above, scratch.ties, scratch.counts, TILE=TILE,
+        work, scratch.edge, scratch.above, scratch.ties, scratch.counts, TILE=TILE, num_warps=WALKERS,
     )  # fmt: skip
 
 
@@ -192,7 +193,7 @@ def run_gather(
         slots.count, slots.indices, slots.values, capacity, scratch.edge if section is None else section.words,
         *((0,) * 5 if section is None else section.layout.planes),
         COMMIT=commit, MASKED=momentum is not None, TIES=ties,
-        LIMIT=0.0 if dtype == torch.float32 else torch.finfo(dtype).max, TILE=TILE, PART=PART,
+        LIMIT=0.0 if dtype == torch.float32 else torch.finfo(dtype).max, TILE=TILE,
         SPAN=power(-(-capacity // tiles)), CODED=section is not None,
-        LOW=0 if section is None else section.layout.low,
+        LOW=0 if section is None else section.layout.low, num_warps=WALKERS,
     )  # fmt: skip

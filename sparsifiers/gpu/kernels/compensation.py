@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsifiers.gpu.kernels.histogram import REGISTERS, add_to, count, no_counts
+from sparsifiers.gpu.kernels.histogram import REGISTERS, add_first_digits, count_first_digits, no_first_digits
 from sparsifiers.gpu.kernels.launching import launch, persistent
 from sparsifiers.gpu.largest_key import LargestKey
 from sparsifiers.gpu.scratch import Scratch
@@ -62,7 +62,7 @@ def compensate_kernel(
     COUNTED: tl.constexpr, LOOKED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Take the tasks `share * program` and so on, and add up one histogram of all of them."""
-    counts = no_counts()
+    counts, zeros = no_first_digits()
     most = tl.zeros([BLOCK], tl.int32)
     first = tl.program_id(0) * share
     for task in range(first, tl.minimum(first + share, task_count)):
@@ -87,11 +87,11 @@ def compensate_kernel(
                 address != 0, left, RESIDUAL, MOMENTUM, False, BLOCK,
             )  # fmt: skip
         if COUNTED:
-            counts = count(counts, keys >> 20, tl.arange(0, BLOCK) < left)
+            counts, zeros = count_first_digits(counts, zeros, histogram, keys >> 20, left, BLOCK)
         if LOOKED:
             most = tl.maximum(most, keys)
     if COUNTED:
-        add_to(histogram, counts)
+        add_first_digits(histogram, counts, zeros)
     if LOOKED:
         tl.atomic_max(largest, tl.max(most, 0), sem="relaxed")
         if tl.program_id(0) == 0:

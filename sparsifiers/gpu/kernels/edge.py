@@ -8,8 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsifiers.gpu.digits import DIGITS
-from sparsifiers.gpu.kernels.histogram import REGISTERS, add_to, count, no_counts
+from sparsifiers.gpu.kernels.histogram import (
+    REGISTERS,
+    add_first_digits,
+    add_to,
+    count,
+    count_first_digits,
+    no_counts,
+    no_first_digits,
+)
 from sparsifiers.gpu.kernels.launching import launch, persistent
+from sparsifiers.gpu.kernels.words import lowest, ones_in, turns
 from sparsifiers.gpu.scratch import TILE, Scratch
 
 PART = 2048  # elements of a tile at once: eight a thread
@@ -33,15 +42,15 @@ def count_digits_kernel(
     SHIFT: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
 ) -> None:  # fmt: skip
     """Count the first digits in the tiles `share * program` and so on, and add up one histogram of all of them."""
-    counts = no_counts()
+    counts, zeros = no_first_digits()
     places = tl.arange(0, PART)
     first = tl.program_id(0) * share
     for tile in range(first, tl.minimum(first + share, tiles)):
         for part in range(0, TILE, PART):
             left = length - tile * TILE - part
             keys = keys_of(work + tile * TILE + part, places, left, PART)
-            counts = count(counts, keys >> SHIFT, places < left)
-    add_to(histogram, counts)
+            counts, zeros = count_first_digits(counts, zeros, histogram, keys >> SHIFT, left, PART)
+    add_first_digits(histogram, counts, zeros)
 
 
 @triton.jit
@@ -57,16 +66,23 @@ def count_ties_kernel(
     for tile in range(first, tl.minimum(first + share, tiles)):
         marked = tl.load(tie_counts + 2 * tile + 1)
         if marked > 0:
-            for part in range(0, TILE, PART):
-                places = tile * TILE + part + tl.arange(0, PART)
-                is_tie = ((tl.load(ties + places // 32) >> (places % 32)) & 1) != 0
-                keys = tl.load(work + places, mask=is_tie, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-                counted = is_tie & ((keys >> (SHIFT + BITS)) == prefix)
-                digits = (keys >> SHIFT) & ((1 << BITS) - 1)
-                if marked > FEW:
-                    counts = count(counts, digits, counted)
-                else:  # digits of a mantissa lie in all windows
-                    tl.atomic_add(histogram + digits, tl.full([PART], 1, tl.int32), mask=counted, sem="relaxed")
+            if marked > FEW:
+                for part in range(0, TILE, PART):
+                    places = tile * TILE + part + tl.arange(0, PART)
+                    is_tie = ((tl.load(ties + places // 32) >> (places % 32)) & 1) != 0
+                    keys = tl.load(work + places, mask=is_tie, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+                    counted = is_tie & ((keys >> (SHIFT + BITS)) == prefix)
+                    counts = count(counts, (keys >> SHIFT) & ((1 << BITS) - 1), counted)
+            else:  # digits of a mantissa lie in all windows
+                at = tile * (TILE // 32) + tl.arange(0, TILE // 32)
+                left = tl.load(ties + at)
+                for _ in range(turns(left)):
+                    place = at * 32 + ones_in(lowest(left) - 1)
+                    key = tl.load(work + place, mask=left != 0, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+                    counted = (left != 0) & ((key >> (SHIFT + BITS)) == prefix)
+                    digits = (key >> SHIFT) & ((1 << BITS) - 1)
+                    tl.atomic_add(histogram + digits, tl.full([TILE // 32], 1, tl.int32), mask=counted, sem="relaxed")
+                    left = left & (left - 1)
     add_to(histogram, counts)
 
 

@@ -28,7 +28,7 @@ def launch(kernel: Any, programs: int | tuple[int, int], tensor: Tensor, *argume
         return
     where = torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
     with where:
-        kernel[grid](*arguments, **constants, **OPTIONS)
+        kernel[grid](*arguments, **{**OPTIONS, **constants})
 
 
 def persistent(tasks: int, tensor: Tensor) -> int:
