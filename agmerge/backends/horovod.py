@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move bytes by Horovod: NCCL for tensors on a GPU (not tested on one yet), MPI or Gloo for those on the CPU.
+"""Move bytes by Horovod: NCCL for tensors on a GPU (that has not run yet), MPI or Gloo for those on the CPU.
 
 Horovod matches calls by name, so every communicator puts its own prefix in front of stable names. Of a GPU's tensor it
 notes, on the thread and in the stream of the call, when it is ready, so calls are made where that stream is current. A

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move bytes by torch.distributed: Gloo for tensors on the CPU, NCCL for tensors on a GPU (not tested on one yet)."""
+"""Move bytes by torch.distributed: Gloo for tensors on the CPU, NCCL for tensors on a GPU."""
 
 from __future__ import annotations
 

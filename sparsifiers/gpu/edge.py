@@ -82,5 +82,5 @@ def find_edge_reference(k: int, level: int, scratch: Scratch) -> None:
     digit = ((from_top >= room).sum() - 1).clamp_(min=0)
     larger = torch.where(torch.arange(len(counts), device=counts.device) > digit, counts, 0).sum()
     prefix = (scratch.edge[0].long() << DIGITS[level].bits) + digit if level else digit
-    scratch.edge.copy_(torch.stack([prefix, room - larger]))
+    scratch.edge.copy_(torch.stack([prefix, room - larger, scratch.edge[2] if level else digit]))
     scratch.histogram.zero_()

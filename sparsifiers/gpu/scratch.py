@@ -30,8 +30,9 @@ class Scratch:
         # ones of lowest index. `counts`: int32[tiles, 2], how many bits are set in both; after a compaction, how many
         # before a tile. Marking writes all of them.
         self.counts = counts.view(self.tiles, 2)
-        # int32[2]: leading bits of the k-th largest key, and how many with these bits are taken.
-        self.edge = torch.empty(2, dtype=torch.int32, device=device)
+        # int32[3]: leading bits of the k-th largest key, how many with these bits are taken, and the first digit of
+        # that key, of this selection or of the one before; 0: there was none.
+        self.edge = torch.zeros(3, dtype=torch.int32, device=device)
         self.histogram.zero_()
         self.is_counted = False  # the histogram has the first digits of the vector as it is now
         self._rows: dict[tuple[tuple[int, ...], ...], RowTable] = {}  # by the shapes that the vector concatenates

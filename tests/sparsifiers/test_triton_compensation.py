@@ -10,7 +10,7 @@ from torch import Tensor
 
 import sparsifiers
 from sparsifiers.compensation import Momentum, Rate
-from sparsifiers.gpu import LargestKey, Momenta, Scratch, TensorTable, compensate
+from sparsifiers.gpu import LargestKey, Momenta, Scratch, TensorTable, compensate, count_digits
 
 LENGTHS = (4096, 1, 9000, 31, 5000)
 OFFSETS = (0, 4096, 4128, 13152, 13184)
@@ -47,6 +47,24 @@ def test_the_sum_the_histogram_and_the_largest_key(kind: str, dtype: torch.dtype
     assert work[OFFSETS[1] + 1 : OFFSETS[2]].tolist() == [7.0] * 31  # padding
     parts = torch.cat([work[o : o + n] for o, n in zip(OFFSETS, LENGTHS, strict=True)])
     assert bits(magnitude) == bits(parts.abs().max())
+
+
+@pytest.mark.thin(1)
+@pytest.mark.parametrize("window", [0, 1, 300, 800, 1100, 2047])  # the first digit of the last selection's edge
+@pytest.mark.parametrize("kind, scale", [("laplace", 1e-30), ("cauchy", 1e-7), ("few", 1.0), ("normal", 1e20)])
+def test_digits_are_counted_wherever_the_usual_window_lies(kind: str, scale: float, window: int) -> None:
+    given: list[Tensor | None] = [vector(kind, n, n) * scale for n in LENGTHS]
+
+    def call() -> tuple[Tensor, ...]:
+        work, scratch, again = torch.zeros(N), Scratch(N, CPU), Scratch(N, CPU)
+        for one in (scratch, again):
+            one.edge[2] = window
+        compensate(table(), given, None, work, scratch=scratch)
+        count_digits(work, again)
+        return scratch.histogram, again.histogram
+
+    of_tensors, of_all = assert_same(call)
+    assert int(of_tensors.sum()) == sum(LENGTHS) and int(of_all.sum()) == N
 
 
 def test_the_largest_key_of_a_step_knows_nothing_of_others() -> None:

@@ -177,13 +177,13 @@ def test_the_edge_lies_in_the_bin_of_the_kth(level: int) -> None:
         def call(k: int = k) -> tuple[Tensor, ...]:
             scratch = Scratch(1, CPU)
             scratch.histogram[bins] = counts
-            scratch.edge.copy_(torch.tensor([6, k]))  # of the digit before
+            scratch.edge.copy_(torch.tensor([6, k, 5]))  # of the digit before
             find_edge(k, level, scratch)
             return scratch.edge, scratch.histogram
 
         edge, histogram = assert_same(call)
         before = 6 << DIGITS[level].bits if level else 0
-        assert edge.tolist() == [before | digit, room] and not histogram.any()
+        assert edge.tolist() == [before | digit, room, 5 if level else digit] and not histogram.any()
 
 
 def test_more_than_the_slots_is_never_written() -> None:

@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsifiers.gpu.kernels.histogram import REGISTERS, add_first_digits, count_first_digits, no_first_digits
+from sparsifiers.gpu.kernels.histogram import (
+    REGISTERS,
+    add_first_digits,
+    count_first_digits,
+    no_first_digits,
+    usual_window,
+)
 from sparsifiers.gpu.kernels.launching import launch, persistent
 from sparsifiers.gpu.largest_key import LargestKey
 from sparsifiers.gpu.scratch import Scratch
@@ -56,12 +62,13 @@ def add_part(
 @triton.jit
 def compensate_kernel(
     tasks: tl.tensor, addresses: tl.tensor, places: tl.tensor, residual: tl.tensor, work: tl.tensor,
-    before: tl.tensor, after: tl.tensor, histogram: tl.tensor, largest: tl.tensor, later: tl.tensor,
+    before: tl.tensor, after: tl.tensor, edge: tl.tensor, histogram: tl.tensor, largest: tl.tensor, later: tl.tensor,
     factor: tl.tensor, task_count: tl.tensor, share: tl.tensor,
     GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, RESIDUAL: tl.constexpr, MOMENTUM: tl.constexpr,
     COUNTED: tl.constexpr, LOOKED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Take the tasks `share * program` and so on, and add up one histogram of all of them."""
+    usual = usual_window(edge) if COUNTED else 0
     counts, zeros = no_first_digits()
     most = tl.zeros([BLOCK], tl.int32)
     first = tl.program_id(0) * share
@@ -87,11 +94,11 @@ def compensate_kernel(
                 address != 0, left, RESIDUAL, MOMENTUM, False, BLOCK,
             )  # fmt: skip
         if COUNTED:
-            counts, zeros = count_first_digits(counts, zeros, histogram, keys >> 20, left, BLOCK)
+            counts, zeros = count_first_digits(counts, zeros, usual, histogram, keys >> 20, left, BLOCK)
         if LOOKED:
             most = tl.maximum(most, keys)
     if COUNTED:
-        add_first_digits(histogram, counts, zeros)
+        add_first_digits(histogram, counts, zeros, usual)
     if LOOKED:
         tl.atomic_max(largest, tl.max(most, 0), sem="relaxed")
         if tl.program_id(0) == 0:
@@ -117,7 +124,7 @@ def run(
         compensate_kernel, programs, work,
         table.tasks, addresses, table.places, work if residual is None else residual, work,
         work if momenta is None else momenta.before, work if momenta is None else momenta.after,
-        table.tasks if scratch is None else scratch.histogram,
+        *((table.tasks, table.tasks) if scratch is None else (scratch.edge, scratch.histogram)),
         table.tasks if largest is None else largest.now, table.tasks if largest is None else largest.later,
         0.0 if momenta is None else momenta.factor, tasks, -(-tasks // max(programs, 1)),
         GRADIENT=DTYPES[dtype], ALIGNED=aligned, RESIDUAL=residual is not None, MOMENTUM=form,

@@ -16,6 +16,7 @@ from sparsifiers.gpu.kernels.histogram import (
     count_first_digits,
     no_counts,
     no_first_digits,
+    usual_window,
 )
 from sparsifiers.gpu.kernels.launching import launch, persistent
 from sparsifiers.gpu.kernels.words import lowest, ones_in, turns
@@ -38,10 +39,11 @@ def keys_of(work: tl.tensor, places: tl.tensor, left: tl.tensor, TILE: tl.conste
 
 @triton.jit
 def count_digits_kernel(
-    work: tl.tensor, histogram: tl.tensor, length: tl.tensor, tiles: tl.tensor, share: tl.tensor,
+    work: tl.tensor, edge: tl.tensor, histogram: tl.tensor, length: tl.tensor, tiles: tl.tensor, share: tl.tensor,
     SHIFT: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
 ) -> None:  # fmt: skip
     """Count the first digits in the tiles `share * program` and so on, and add up one histogram of all of them."""
+    usual = usual_window(edge)
     counts, zeros = no_first_digits()
     places = tl.arange(0, PART)
     first = tl.program_id(0) * share
@@ -49,8 +51,8 @@ def count_digits_kernel(
         for part in range(0, TILE, PART):
             left = length - tile * TILE - part
             keys = keys_of(work + tile * TILE + part, places, left, PART)
-            counts, zeros = count_first_digits(counts, zeros, histogram, keys >> SHIFT, left, PART)
-    add_first_digits(histogram, counts, zeros)
+            counts, zeros = count_first_digits(counts, zeros, usual, histogram, keys >> SHIFT, left, PART)
+    add_first_digits(histogram, counts, zeros, usual)
 
 
 @triton.jit
@@ -98,6 +100,8 @@ def edge_kernel(histogram: tl.tensor, edge: tl.tensor, k: tl.tensor, FIRST: tl.c
     larger = tl.sum(tl.where(bins > digit, counts, 0), 0)
     tl.store(edge, (prefix << BITS) | digit)
     tl.store(edge + 1, room - larger)
+    if FIRST:
+        tl.store(edge + 2, digit)
     tl.store(histogram + bins, tl.zeros([2048], tl.int32))
 
 
@@ -106,7 +110,7 @@ def run_count(work: Tensor, scratch: Scratch) -> None:
     programs = persistent(scratch.tiles, work)
     launch(
         count_digits_kernel, programs, work,
-        work, scratch.histogram, len(work), scratch.tiles, -(-scratch.tiles // programs),
+        work, scratch.edge, scratch.histogram, len(work), scratch.tiles, -(-scratch.tiles // programs),
         SHIFT=DIGITS[0].shift, TILE=TILE, PART=PART, maxnreg=REGISTERS,
     )  # fmt: skip
 

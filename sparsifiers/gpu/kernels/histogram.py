@@ -2,8 +2,8 @@
 """Histogram of digits of 11 bits, counted in windows of 256 bins.
 
 Triton before 3.8 takes a ballot of a warp for each bin and element, so that 2048 bins at once would cost more than the
-memory that is read. First digits of magnitudes lie in one window, the usual one, of 32 octaves, or are those of zeros;
-later digits lie in all eight.
+memory that is read. First digits of magnitudes lie in one window, the usual one, of 32 octaves around where the last
+selection found its edge, or are those of zeros; later digits lie in all eight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import triton.language as tl
 
 BALLOTS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)  # a histogram's cost grows with its bins
 REGISTERS = 128 if BALLOTS else None  # of a thread, for the assembler's option: for ballots it would take up to 205
-FIRST = tl.constexpr(784)  # the first digit of the usual window, that of 2**-29: it ends before 2**3
+FIRST = tl.constexpr(784)  # the first digit of the usual window where no edge is known, that of 2**-29
+BELOW = tl.constexpr(256 - 48)  # first digits of the usual window below the edge: 26 octaves, and 6 above it
 USUAL = tl.constexpr(8)  # number of the usual window, behind those of eight times 256 digits
 ODD = tl.constexpr(64)  # digits of a block that are in no usual place: so many are counted one by one
 
@@ -39,6 +40,13 @@ def count(counts: tl.tensor, digits: tl.tensor, live: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def usual_window(edge: tl.tensor) -> tl.tensor:
+    """Return the first digit of the usual window: 1 to 1792."""
+    digit = tl.load(edge + 2)
+    return tl.where(digit > 0, tl.minimum(tl.maximum(digit - BELOW, 1), 2048 - 256), FIRST)
+
+
+@triton.jit
 def no_first_digits() -> tuple[tl.tensor, tl.tensor]:
     """Return the counts of nothing for :func:`count_first_digits`."""
     return tl.zeros([256], tl.int32), 0
@@ -46,16 +54,16 @@ def no_first_digits() -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def count_first_digits(
-    counts: tl.tensor, zeros: tl.tensor, histogram: tl.tensor, digits: tl.tensor, left: tl.tensor,
+    counts: tl.tensor, zeros: tl.tensor, usual: tl.tensor, histogram: tl.tensor, digits: tl.tensor, left: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Count the `left` first ones of `BLOCK` first digits; return new `counts` and `zeros`.
 
-    counts: int32[256], of the usual window. zeros: how many digits are 0, and how many are in `counts`. Digits that are
-    neither are added to `histogram` at once.
+    counts: int32[256], of the usual window, which begins with `usual`. zeros: how many digits are 0, and how many are
+    in `counts`. Digits that are neither are added to `histogram` at once.
     """
     live = tl.arange(0, BLOCK) < left
-    is_usual = (digits >= FIRST) & (digits < FIRST + 256) & live
+    is_usual = (digits >= usual) & (digits < usual + 256) & live
     is_odd = (digits > 0) & (is_usual == 0) & live
     odd = tl.sum(is_odd.to(tl.int32), 0)
     zeros += tl.minimum(tl.maximum(left, 0), BLOCK) - odd
@@ -69,7 +77,7 @@ def count_first_digits(
     for window in range(first, USUAL + 1):
         if (window <= last) | (window == USUAL):
             inside = tl.where(window == USUAL, is_usual, is_odd & ((digits >> 8) == window))
-            place = tl.where(window == USUAL, digits - FIRST, digits) & 255
+            place = tl.where(window == USUAL, digits - usual, digits) & 255
             found = tl.histogram(place, 256, mask=inside)
             counts += tl.where(window == USUAL, found, 0)
             bins = histogram + window * 256 + tl.arange(0, 256)
@@ -78,9 +86,9 @@ def count_first_digits(
 
 
 @triton.jit
-def add_first_digits(histogram: tl.tensor, counts: tl.tensor, zeros: tl.tensor) -> None:
+def add_first_digits(histogram: tl.tensor, counts: tl.tensor, zeros: tl.tensor, usual: tl.tensor) -> None:
     """Add what :func:`count_first_digits` has counted to a histogram of 2048 bins that all programs share."""
-    tl.atomic_add(histogram + FIRST + tl.arange(0, 256), counts, mask=counts > 0, sem="relaxed")
+    tl.atomic_add(histogram + usual + tl.arange(0, 256), counts, mask=counts > 0, sem="relaxed")
     tl.atomic_add(histogram, zeros - tl.sum(counts, 0), sem="relaxed")
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Words of bitmaps, int32: how many bits are set, and walks from the lowest to the highest of these.
 
-A walk of a tensor of words takes as many turns as the fullest word has bits, in each of which a lane has one of its own:
+A walk of a tensor of words takes as many turns as the fullest word has bits; in each a lane has one of its own:
 
     while any of `left` is not 0:
         bit = lowest(left)          # the word that has this bit alone

@@ -59,3 +59,16 @@ def test_a_world_without_gpus_shares_none(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     shared_gpus.settle(0, lambda own, name: [own, own])
     assert not shared_gpus.are_shared()
+
+
+@pytest.mark.parametrize("hosts, shared", [(["", ""], True), (["a", "a"], True), (["a", "b"], False)])
+def test_workers_whom_nccl_takes_for_those_of_two_hosts_share_no_gpu(
+    hosts: list[str], shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL_HOSTID is how several workers try NCCL on one GPU."""
+    Cuda(1).install(monkeypatch)
+    seen = []
+    for host in hosts:
+        monkeypatch.setenv("NCCL_HOSTID", host)
+        seen.append(shared_gpus.visible())
+    assert bool(shared_gpus.why_shared(seen)) is shared
