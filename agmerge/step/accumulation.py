@@ -55,10 +55,16 @@ class Accumulation:
     def _prepare_in_place(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         """Prepare a tensor from where its gradient lies: its class has no residual."""
         values = self._buffers.flat.in_place.hold(slot, as_tensor(gradient))
-        finite = self._buffers.prepared[slot.index].prepare(slot, values, self._step)
+        exchange = self._buffers.prepared[slot.index]
+        finite = exchange.prepare(slot, values, self._step)
         self._is_prepared.add(slot.index)
-        if values is not None and not finite:
+        if values is None or finite:
+            return
+        magnitudes = exchange.magnitudes(slot) if slot.tensor_class.on_device else None
+        if magnitudes is None:
             self._guard.inspect(slot, values, finite)
+        else:
+            self._guard.note(magnitudes, [(slot.name, values)])
 
     def _fused(self, slot: Slot, moves: bool) -> Add | None:
         """Return a function that accumulates a tensor and prepares it in the same pass; None: there is none.

@@ -17,6 +17,7 @@ import torch
 from agmerge.tensors.layout import Slot
 
 RAISE, SKIP = POLICIES = ("raise", "skip")
+FEW = 3  # numbers on a device that are compared one by one: more take two kernels
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -62,7 +63,7 @@ class NonFiniteGuard:
         return not finite
 
     def note(self, largest: torch.Tensor, parts: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Record a largest magnitude, 0-dim, computed on a device, without waiting for it.
+        """Record magnitudes computed on a device, the largest one or some, without waiting for them.
 
         Several calls may pass the same one. ``parts``: names and tensors, which are checked one by one if the step
         comes to nothing, to name the parameters.
@@ -92,7 +93,9 @@ class NonFiniteGuard:
         self._told += largest
         if not largest:
             return None
-        return functools.reduce(torch.maximum, largest) < torch.inf
+        tops = [one.max() if one.dim() else one for one in largest]  # of numbers with a NaN it is NaN
+        top = torch.stack(tops).max() if len(tops) > FEW else functools.reduce(torch.maximum, tops)
+        return top < torch.inf
 
     def parameters_found(self) -> list[str]:
         """Return the names of parameters in which this rank has found infinities or NaN. Waits for devices."""

@@ -55,29 +55,57 @@ class QuantisedExchange(Exchange):
         assert context.quantiser is not None
         self.quantiser, self._shards = context.quantiser, shards
         self._layouts: dict[str, MessageLayout] = {}  # by message
-        self._message_of: dict[int, str] = {}  # by slot: the message that a tensor goes with
-        self._squares: dict[int, Tensor] = {}  # by slot, of tensors that were prepared: float64[1]
+        self._places: dict[int, tuple[str, int]] = {}  # by slot: the message of a tensor, and its place there
+        self._sizes: dict[str, int] = {}  # by message: how many tensors it quantises
+        self._prepared: set[int] = set()  # slots that have records in a message that has not started
+        self._is_clear: set[str] = set()  # messages of which the squares were 0 before their first tensor
 
     # -- tensors are quantised ----------------------------------------------------------------------------------------
 
     def expect(self, name: str, segments: Sequence[Segment]) -> None:
         """Learn which segments message ``name`` will have: their tensors may be prepared before it starts."""
         self._layouts[name] = self._laid_out(segments)
-        for slot in quantised_slots(segments):
-            self._message_of[slot.index] = name
+        self._is_clear.discard(name)
+        slots = quantised_slots(segments)
+        self._sizes[name] = len(slots)
+        for place, slot in enumerate(slots):
+            self._places[slot.index] = (name, place)
+            self._prepared.discard(slot.index)
 
     def prepare(self, slot: Slot, work: Tensor | None, step: int) -> bool | None:
         """Quantise one tensor into its message. Return whether it is finite; None: not checked."""
-        squares = self._encode(self._message_of[slot.index], slot, None if work is None else work.view(-1), step)
-        self._squares[slot.index] = squares
-        return math.isfinite(squares.item()) if squares.device.type == "cpu" else None
+        self._encode(slot, None if work is None else work.view(-1), step)
+        self._prepared.add(slot.index)
+        device = slot.tensor_class.device
+        return math.isfinite(self._squares_of(slot, device).item()) if device.type == "cpu" else None
 
-    def _encode(self, name: str, slot: Slot, values: Tensor | None, step: int) -> Tensor:
-        """Write the records of one tensor, and return its squares, float64[1]. ``values``: 1-D; None: zeros."""
+    def magnitudes(self, slot: Slot) -> Tensor | None:
+        return self._squares(self._places[slot.index][0], slot.tensor_class.device)
+
+    def _squares(self, name: str, device: torch.device) -> Tensor:
+        """Return the squares of each tensor of a message: float64[tensors], 0 of those that have no records yet.
+
+        Kept: written in the streams of gradients, they are read in another one, and cleared there for the next step.
+        """
+        kept = self.keep(("squares", name), self._sizes[name], torch.float64, device)
+        if name not in self._is_clear:
+            self._is_clear.add(name)
+            kept.zero_()
+        return kept
+
+    def _squares_of(self, slot: Slot, device: torch.device) -> Tensor:
+        """Return the squares of one tensor: float64[1]."""
+        name, place = self._places[slot.index]
+        return self._squares(name, device)[place : place + 1]
+
+    def _encode(self, slot: Slot, values: Tensor | None, step: int) -> None:
+        """Write the records of one tensor, and its squares. ``values``: 1-D; None: zeros."""
+        name, _ = self._places[slot.index]
         layout = self._layouts[name]
         message = self._message(name, layout, slot.tensor_class.device)
-        # Kept: written in the stream of the gradient, it is read in another one.
-        squares = self.keep(("squares", slot.index), 1, torch.float64, message.device).zero_()
+        squares = self._squares_of(slot, message.device)
+        if slot.index in self._prepared:  # in a round that came to nothing
+            squares.zero_()
         key = self._key(slot, step, 0, self.comm.rank)
         for piece, where in layout.pieces_of[slot.index]:
             if values is None:
@@ -93,7 +121,6 @@ class QuantisedExchange(Exchange):
             self.store.subtract_sent(Segment(slot.tensor_class, (slot,)), None, sent)
         elif self.store.has_residual:
             self.store.subtract_sent(Segment(slot.tensor_class, (slot,)), None, None)
-        return squares
 
     # -- messages leave -----------------------------------------------------------------------------------------------
 
@@ -110,12 +137,14 @@ class QuantisedExchange(Exchange):
         if not control.flags & Flag.REPLAN:
             for load in loads:
                 for slot in quantised_slots([load.segment]):
-                    squares = self._squares.pop(slot.index, None)
-                    if squares is None:
+                    if slot.index not in self._prepared:
                         inside = slice(slot.offset - load.segment.start, slot.offset - load.segment.start + slot.numel)
-                        squares = self._encode(name, slot, load.work[inside], control.step)
+                        self._encode(slot, load.work[inside], control.step)
                         state.outputs[slot.index] = load.update[inside]
-                    state.squares += squares
+                    self._prepared.discard(slot.index)
+            squares = self._squares(name, device)
+            add_up(squares, state.squares)
+            squares.zero_()
         self._write_plain(layout, loads, message)
         key, (first, *others) = self._key(None, control.step, 0, self.comm.rank), layout.first
         written = layout.shard(message, 0)
@@ -232,6 +261,18 @@ def number_of(name: str) -> int:
 def quantised_slots(segments: Sequence[Segment]) -> list[Slot]:
     """Return the tensors of ``segments`` that are quantised."""
     return [slot for segment in segments if segment.tensor_class.kind is Kind.QUANTISED for slot in segment.slots]
+
+
+def add_up(squares: Tensor, total: Tensor) -> None:
+    """Add float64 numbers to ``total``, float64[1]: in their order on the host, where all processors get the same bits.
+
+    On a device, one kernel does it in an order of its own.
+    """
+    if squares.device.type != "cpu":
+        total += squares.sum()
+        return
+    for number in squares.tolist():
+        total += number
 
 
 def refuse_damaged(name: str, ranks: Sequence[int]) -> None:

@@ -79,9 +79,11 @@ class AloneExchange(GatheredExchange):
         super().prepare(slot, work, step)
         return None
 
-    def _encode(self, name: str, slot: Slot, values: Tensor | None, step: int) -> Tensor:
+    def magnitudes(self, slot: Slot) -> Tensor | None:
+        return None
+
+    def _encode(self, slot: Slot, values: Tensor | None, step: int) -> None:
         self._exact[slot.index] = values
-        return torch.zeros(1, dtype=torch.float64, device=slot.tensor_class.device)
 
     def _encoded(self, segments: Sequence[Segment]) -> list[Slot]:
         return []
