@@ -21,7 +21,7 @@ from agmerge.exchanges.message.format import Flag, Format, RoundHeader
 from agmerge.exchanges.quantised.layout import MessageLayout, ShardLayout
 from agmerge.exchanges.quantised.shards import Piece, Run, cut_blocks, cut_plain
 from agmerge.tensors.layout import Segment, Slot
-from sparsifiers import Kind, Selection
+from sparsifiers import Kind, Selection, gpu
 from sparsifiers.quantising.draws import Draws, key_of, mixed
 
 SEED = 0  # of all random words: two runs of one command draw the same ones
@@ -58,14 +58,14 @@ class QuantisedExchange(Exchange):
         self._places: dict[int, tuple[str, int]] = {}  # by slot: the message of a tensor, and its place there
         self._sizes: dict[str, int] = {}  # by message: how many tensors it quantises
         self._prepared: set[int] = set()  # slots that have records in a message that has not started
-        self._is_clear: set[str] = set()  # messages of which the squares were 0 before their first tensor
+        self._squares: dict[str, Tensor] = {}  # by message: float64[tensors], 0 of those that have no records yet
 
     # -- tensors are quantised ----------------------------------------------------------------------------------------
 
     def expect(self, name: str, segments: Sequence[Segment]) -> None:
         """Learn which segments message ``name`` will have: their tensors may be prepared before it starts."""
         self._layouts[name] = self._laid_out(segments)
-        self._is_clear.discard(name)
+        self._squares.pop(name, None)
         slots = quantised_slots(segments)
         self._sizes[name] = len(slots)
         for place, slot in enumerate(slots):
@@ -80,23 +80,21 @@ class QuantisedExchange(Exchange):
         return math.isfinite(self._squares_of(slot, device).item()) if device.type == "cpu" else None
 
     def magnitudes(self, slot: Slot) -> Tensor | None:
-        return self._squares(self._places[slot.index][0], slot.tensor_class.device)
+        return self._squares_in(self._places[slot.index][0], slot.tensor_class.device)
 
-    def _squares(self, name: str, device: torch.device) -> Tensor:
-        """Return the squares of each tensor of a message: float64[tensors], 0 of those that have no records yet.
+    def _squares_in(self, name: str, device: torch.device) -> Tensor:
+        """Return the squares of the tensors of a message: always the same object.
 
-        Kept: written in the streams of gradients, they are read in another one, and cleared there for the next step.
+        Written in the streams of gradients, they are read in another one, and cleared there for the next step.
         """
-        kept = self.keep(("squares", name), self._sizes[name], torch.float64, device)
-        if name not in self._is_clear:
-            self._is_clear.add(name)
-            kept.zero_()
-        return kept
+        if name not in self._squares:
+            self._squares[name] = self.keep(("squares", name), self._sizes[name], torch.float64, device).zero_()
+        return self._squares[name]
 
     def _squares_of(self, slot: Slot, device: torch.device) -> Tensor:
         """Return the squares of one tensor: float64[1]."""
         name, place = self._places[slot.index]
-        return self._squares(name, device)[place : place + 1]
+        return self._squares_in(name, device)[place : place + 1]
 
     def _encode(self, slot: Slot, values: Tensor | None, step: int) -> None:
         """Write the records of one tensor, and its squares. ``values``: 1-D; None: zeros."""
@@ -142,15 +140,12 @@ class QuantisedExchange(Exchange):
                         self._encode(slot, load.work[inside], control.step)
                         state.outputs[slot.index] = load.update[inside]
                     self._prepared.discard(slot.index)
-            squares = self._squares(name, device)
+            squares = self._squares_in(name, device)
             add_up(squares, state.squares)
             squares.zero_()
         self._write_plain(layout, loads, message)
-        key, (first, *others) = self._key(None, control.step, 0, self.comm.rank), layout.first
-        written = layout.shard(message, 0)
-        first.write_header(written, control, fault=0, key=key, squares=state.squares)
-        for number, shard in enumerate(others, start=1):
-            shard.repeat_header(layout.shard(message, number), written)
+        key = self._key(None, control.step, 0, self.comm.rank)
+        layout.write_headers(message, control, key=key, squares=state.squares)
         handle, received = self._send(name, layout, message)
         elements = sum(load.segment.numel for load in loads)
         return InFlight(
@@ -164,11 +159,13 @@ class QuantisedExchange(Exchange):
 
     def _write_plain(self, layout: MessageLayout, loads: Sequence[SegmentBuffers], message: Tensor) -> None:
         """Copy dense segments into the message; commit them, where they have a residual."""
-        work_of = {load.segment: load.work for load in loads}
+        work_of, places, runs = {load.segment: load.work for load in loads}, list[Tensor](), list[Tensor]()
         for number, shard in enumerate(layout.first):
             part = layout.shard(message, number)
             for run, where in shard.plain:
-                part[where].view(run.segment.tensor_class.dtype).copy_(work_of[run.segment][run.start : run.stop])
+                places.append(part[where].view(run.segment.tensor_class.dtype))
+                runs.append(work_of[run.segment][run.start : run.stop])
+        copy_all(places, runs)
         for load in loads:
             if load.segment.tensor_class.kind is not Kind.QUANTISED and self.store.has_residual:
                 self.store.subtract_sent(load.segment, None, load.work.to(load.segment.tensor_class.dtype))
@@ -181,7 +178,12 @@ class QuantisedExchange(Exchange):
     def _sum_of(self, run: Run, rows: Tensor) -> Tensor:
         """Return the scaled sum of plain values, from uint8[W, bytes], added in rank order."""
         dtype = run.segment.tensor_class.dtype
-        return in_rank_order(torch.stack([row.view(dtype) for row in rows])).mul_(self.scale)
+        if gpu.is_fused(rows.device) and dtype in (torch.float32, torch.float16, torch.bfloat16):
+            total = torch.empty(run.stop - run.start, dtype=torch.float32, device=rows.device)
+            gpu.add_whole(total, rows.view(dtype), 1.0)  # scaled behind it, as on the host
+        else:
+            total = in_rank_order(torch.stack([row.view(dtype) for row in rows]))
+        return total.mul_(self.scale)
 
     def _damaged(
         self, shard: ShardLayout, rows: Tensor, pending: InFlight, *, sealed: bool | None = None
@@ -261,6 +263,12 @@ def number_of(name: str) -> int:
 def quantised_slots(segments: Sequence[Segment]) -> list[Slot]:
     """Return the tensors of ``segments`` that are quantised."""
     return [slot for segment in segments if segment.tensor_class.kind is Kind.QUANTISED for slot in segment.slots]
+
+
+def copy_all(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy each of ``values`` to its place: on a device in one launch, or some."""
+    if places:
+        torch._foreach_copy_(list(places), list(values))
 
 
 def add_up(squares: Tensor, total: Tensor) -> None:

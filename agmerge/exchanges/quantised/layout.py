@@ -60,14 +60,9 @@ class ShardLayout:
         """
         self.header.write_header(shard, control, [0] * len(self.header.sections))
         self._write_figures(shard, fault, key, squares)
-        self._seal(shard)
+        self.seal(shard)
 
-    def repeat_header(self, shard: Tensor, written: Tensor) -> None:
-        """Put the header and the figures of ``written`` in front of ``shard``: both are shards of one message."""
-        shard[: self.announced].copy_(written[: self.announced])
-        self._seal(shard)
-
-    def _seal(self, shard: Tensor) -> None:
+    def seal(self, shard: Tensor) -> None:
         """Write the checksum; on a device there is none."""
         if shard.device.type == "cpu":
             self._figures_of(shard)[_CHECKSUM] = self._checksum(shard)
@@ -155,3 +150,13 @@ class MessageLayout:
     def shard(self, message: Tensor, number: int) -> Tensor:
         """Return one shard of ``message``, uint8[size]: a view."""
         return message[self.starts[number] : self.starts[number + 1]]
+
+    def write_headers(self, message: Tensor, control: RoundHeader, *, key: int, squares: Tensor) -> None:
+        """Put the same header and figures in front of all shards of ``message`` in the first phase."""
+        first, *others = [self.shard(message, number) for number in range(len(self.first))]
+        self.first[0].write_header(first, control, fault=0, key=key, squares=squares)
+        if others:
+            end = self.first[0].announced
+            torch._foreach_copy_([shard[:end] for shard in others], [first[:end]] * len(others))
+        for layout, shard in zip(self.first[1:], others, strict=True):
+            layout.seal(shard)

@@ -13,7 +13,7 @@ from agmerge.backends import Handle
 from agmerge.errors import MessageError, NoAnswer
 from agmerge.exchanges.base import AHEAD, ExchangeContext, InFlight, Noise, SegmentBuffers
 from agmerge.exchanges.message.format import RoundHeader
-from agmerge.exchanges.quantised.exchange import QuantisedExchange, State, refuse_damaged
+from agmerge.exchanges.quantised.exchange import QuantisedExchange, State, copy_all, refuse_damaged
 from agmerge.exchanges.quantised.layout import MessageLayout, ShardLayout
 from sparsifiers import Selection
 from sparsifiers.quantising.draws import Draws
@@ -176,11 +176,13 @@ class TwoPhaseExchange(QuantisedExchange):
         return control
 
     def finish(self, pending: InFlight) -> None:
-        update_of = {load.segment: load.update for load in pending.loads}
+        update_of, places, sums = {load.segment: load.update for load in pending.loads}, list[Tensor](), list[Tensor]()
         for shard, row in zip(pending.extra.layout.second, self._sums(pending), strict=True):
             self._decode(pending, shard, [row], 1, 1.0)
             for run, where in shard.plain:
-                update_of[run.segment][run.start : run.stop].copy_(row[where].view(run.segment.tensor_class.dtype))
+                places.append(update_of[run.segment][run.start : run.stop])
+                sums.append(row[where].view(run.segment.tensor_class.dtype))
+        copy_all(places, sums)
 
     def noise(self, pending: InFlight) -> Noise:
         noise = self.quantiser.noise
