@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judge a GPU: is every rule of the device path kept on this machine, and how fast is it?
 
-    python benchmarks/gpu.py [--json F] [--checks 1 2 3]               # one GPU; a quarter of an hour
+    python benchmarks/gpu.py [--json F] [--checks 1 2 3]               # one GPU; some minutes
     torchrun --nproc_per_node N benchmarks/gpu.py --world [--json F]   # several workers: NCCL, DDP's steps, a lost peer
 
 A line a figure: ``ok`` or ``FAILED``, what was found, and the limit. The exit code is 1 if one failed, 2 where there is
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None, checks: Mapping[int, Check] | None =
     """Run the checks, print what they find, and return the exit code. ``checks``: None: all of this machine's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="F", help="write everything there, too")
-    parser.add_argument("--world", action="store_true", help="the check of several GPUs, under torchrun")
+    parser.add_argument("--world", action="store_true", help="the checks of several workers, under torchrun")
     parser.add_argument("--checks", type=int, nargs="+", choices=range(1, 11), help="these alone")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check 8 of ``benchmarks/gpu.py``: several GPUs beside DDP, and what is said where a rank is missing.
+"""Check 8 of ``benchmarks/gpu.py``: several workers beside DDP, and what is said where a rank is missing.
 
     python benchmarks/gpu_world.py --backend horovod [--workers 4] [--cpu]
 

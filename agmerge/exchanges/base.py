@@ -151,11 +151,8 @@ class Exchange(ABC):
         """
         return None
 
-    def magnitudes(self, slot: Slot) -> torch.Tensor | None:
-        """Return numbers on a device that are infinite or NaN where a tensor that was prepared is.
-
-        Others of its message may be among them. None: preparing computes none.
-        """
+    def magnitude(self, slot: Slot) -> torch.Tensor | None:
+        """Return a number on a device, 0-dim, that is finite if a prepared tensor is; None: preparing computes none."""
         return None
 
     def add_and_prepare(

@@ -60,11 +60,11 @@ class Accumulation:
         self._is_prepared.add(slot.index)
         if values is None or finite:
             return
-        magnitudes = exchange.magnitudes(slot) if slot.tensor_class.on_device else None
-        if magnitudes is None:
+        magnitude = exchange.magnitude(slot) if slot.tensor_class.on_device else None
+        if magnitude is None:
             self._guard.inspect(slot, values, finite)
         else:
-            self._guard.note(magnitudes, [(slot.name, values)])
+            self._guard.note(magnitude, [(slot.name, values)])
 
     def _fused(self, slot: Slot, moves: bool) -> Add | None:
         """Return a function that accumulates a tensor and prepares it in the same pass; None: there is none.

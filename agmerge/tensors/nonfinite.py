@@ -63,7 +63,7 @@ class NonFiniteGuard:
         return not finite
 
     def note(self, largest: torch.Tensor, parts: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Record magnitudes computed on a device, the largest one or some, without waiting for them.
+        """Record a largest magnitude, or its square, 0-dim, computed on a device, without waiting for it.
 
         Several calls may pass the same one. ``parts``: names and tensors, which are checked one by one if the step
         comes to nothing, to name the parameters.
@@ -93,8 +93,8 @@ class NonFiniteGuard:
         self._told += largest
         if not largest:
             return None
-        tops = [one.max() if one.dim() else one for one in largest]  # of numbers with a NaN it is NaN
-        top = torch.stack(tops).max() if len(tops) > FEW else functools.reduce(torch.maximum, tops)
+        many = len(largest) > FEW
+        top = torch.stack(largest).max() if many else functools.reduce(torch.maximum, largest)  # NaN if one is
         return top < torch.inf
 
     def parameters_found(self) -> list[str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import statistics
@@ -175,6 +176,14 @@ def join(bench: Bench) -> None:
     if not agmerge.is_initialized():
         dist.init_process_group("nccl" if bench.is_gpu else "gloo")
         agmerge.init("torch")
+
+
+def bits_of(model: nn.Module) -> str:
+    """Return what identifies the bits of a model's parameters."""
+    bits = hashlib.sha256()
+    for parameter in model.parameters():
+        bits.update(parameter.detach().cpu().numpy().tobytes())
+    return bits.hexdigest()
 
 
 def free_port() -> int:

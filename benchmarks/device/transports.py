@@ -8,7 +8,6 @@ transports have to have the same bits, and to send as many bytes; seconds are on
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import statistics
@@ -31,6 +30,7 @@ from lab.worker_results import received_results, send_result  # noqa: E402
 from torch import nn  # noqa: E402
 
 import agmerge  # noqa: E402
+from device.gpu_bench import bits_of  # noqa: E402
 
 MISSION = ("dgc", "gaussiank", "redsync", "sidco", "adtopk")
 DENSE, DDP = "none", "DDP"
@@ -74,10 +74,7 @@ def trained(name: str, device: torch.device) -> dict[str, Any]:
         if device.type == "cuda":
             torch.cuda.synchronize()
         took.append(time.perf_counter() - start)
-        bits = hashlib.sha256()
-        for parameter in model.parameters():
-            bits.update(parameter.detach().cpu().numpy().tobytes())
-        seen.append(bits.hexdigest())
+        seen.append(bits_of(model))
     sent = 0 if name == DDP else optimizer.stats()["bytes_sent"]  # type: ignore[attr-defined]
     return {"seen": seen, "bytes": sent, "ms": 1e3 * statistics.median(took[WARM:])}
 

@@ -21,7 +21,7 @@ from agmerge.exchanges.message.format import Flag, Format, RoundHeader
 from agmerge.exchanges.quantised.layout import MessageLayout, ShardLayout
 from agmerge.exchanges.quantised.shards import Piece, Run, cut_blocks, cut_plain
 from agmerge.tensors.layout import Segment, Slot
-from sparsifiers import Kind, Selection, gpu
+from sparsifiers import Kind, Selection
 from sparsifiers.quantising.draws import Draws, key_of, mixed
 
 SEED = 0  # of all random words: two runs of one command draw the same ones
@@ -56,18 +56,18 @@ class QuantisedExchange(Exchange):
         self.quantiser, self._shards = context.quantiser, shards
         self._layouts: dict[str, MessageLayout] = {}  # by message
         self._places: dict[int, tuple[str, int]] = {}  # by slot: the message of a tensor, and its place there
-        self._sizes: dict[str, int] = {}  # by message: how many tensors it quantises
         self._prepared: set[int] = set()  # slots that have records in a message that has not started
-        self._squares: dict[str, Tensor] = {}  # by message: float64[tensors], 0 of those that have no records yet
+        # By message: float64[tensors], 0 of those that have no records yet. Written in the streams of gradients, they
+        # are read in another one, and cleared there for the next step.
+        self._squares: dict[str, Tensor] = {}
 
     # -- tensors are quantised ----------------------------------------------------------------------------------------
 
     def expect(self, name: str, segments: Sequence[Segment]) -> None:
         """Learn which segments message ``name`` will have: their tensors may be prepared before it starts."""
         self._layouts[name] = self._laid_out(segments)
-        self._squares.pop(name, None)
-        slots = quantised_slots(segments)
-        self._sizes[name] = len(slots)
+        slots, device = quantised_slots(segments), segments[0].tensor_class.device
+        self._squares[name] = self.keep(("squares", name), len(slots), torch.float64, device).zero_()
         for place, slot in enumerate(slots):
             self._places[slot.index] = (name, place)
             self._prepared.discard(slot.index)
@@ -76,32 +76,22 @@ class QuantisedExchange(Exchange):
         """Quantise one tensor into its message. Return whether it is finite; None: not checked."""
         self._encode(slot, None if work is None else work.view(-1), step)
         self._prepared.add(slot.index)
-        device = slot.tensor_class.device
-        return math.isfinite(self._squares_of(slot, device).item()) if device.type == "cpu" else None
+        return math.isfinite(self._squares_of(slot).item()) if slot.tensor_class.device.type == "cpu" else None
 
-    def magnitudes(self, slot: Slot) -> Tensor | None:
-        return self._squares_in(self._places[slot.index][0], slot.tensor_class.device)
+    def magnitude(self, slot: Slot) -> Tensor | None:
+        return self._squares_of(slot)[0]
 
-    def _squares_in(self, name: str, device: torch.device) -> Tensor:
-        """Return the squares of the tensors of a message: always the same object.
-
-        Written in the streams of gradients, they are read in another one, and cleared there for the next step.
-        """
-        if name not in self._squares:
-            self._squares[name] = self.keep(("squares", name), self._sizes[name], torch.float64, device).zero_()
-        return self._squares[name]
-
-    def _squares_of(self, slot: Slot, device: torch.device) -> Tensor:
-        """Return the squares of one tensor: float64[1]."""
+    def _squares_of(self, slot: Slot) -> Tensor:
+        """Return the squares of one tensor: float64[1], a view."""
         name, place = self._places[slot.index]
-        return self._squares_in(name, device)[place : place + 1]
+        return self._squares[name][place : place + 1]
 
     def _encode(self, slot: Slot, values: Tensor | None, step: int) -> None:
         """Write the records of one tensor, and its squares. ``values``: 1-D; None: zeros."""
         name, _ = self._places[slot.index]
         layout = self._layouts[name]
         message = self._message(name, layout, slot.tensor_class.device)
-        squares = self._squares_of(slot, message.device)
+        squares = self._squares_of(slot)
         if slot.index in self._prepared:  # in a round that came to nothing
             squares.zero_()
         key = self._key(slot, step, 0, self.comm.rank)
@@ -140,9 +130,8 @@ class QuantisedExchange(Exchange):
                         self._encode(slot, load.work[inside], control.step)
                         state.outputs[slot.index] = load.update[inside]
                     self._prepared.discard(slot.index)
-            squares = self._squares_in(name, device)
-            add_up(squares, state.squares)
-            squares.zero_()
+            add_up(self._squares[name], state.squares)
+            self._squares[name].zero_()
         self._write_plain(layout, loads, message)
         key = self._key(None, control.step, 0, self.comm.rank)
         layout.write_headers(message, control, key=key, squares=state.squares)
@@ -177,13 +166,7 @@ class QuantisedExchange(Exchange):
 
     def _sum_of(self, run: Run, rows: Tensor) -> Tensor:
         """Return the scaled sum of plain values, from uint8[W, bytes], added in rank order."""
-        dtype = run.segment.tensor_class.dtype
-        if gpu.is_fused(rows.device) and dtype in (torch.float32, torch.float16, torch.bfloat16):
-            total = torch.empty(run.stop - run.start, dtype=torch.float32, device=rows.device)
-            gpu.add_whole(total, rows.view(dtype), 1.0)  # scaled behind it, as on the host
-        else:
-            total = in_rank_order(torch.stack([row.view(dtype) for row in rows]))
-        return total.mul_(self.scale)
+        return in_rank_order(rows.view(run.segment.tensor_class.dtype)).mul_(self.scale)
 
     def _damaged(
         self, shard: ShardLayout, rows: Tensor, pending: InFlight, *, sealed: bool | None = None

@@ -79,7 +79,7 @@ class AloneExchange(GatheredExchange):
         super().prepare(slot, work, step)
         return None
 
-    def magnitudes(self, slot: Slot) -> Tensor | None:
+    def magnitude(self, slot: Slot) -> Tensor | None:
         return None
 
     def _encode(self, slot: Slot, values: Tensor | None, step: int) -> None:

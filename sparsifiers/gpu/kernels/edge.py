@@ -67,24 +67,23 @@ def count_ties_kernel(
     first = tl.program_id(0) * share
     for tile in range(first, tl.minimum(first + share, tiles)):
         marked = tl.load(tie_counts + 2 * tile + 1)
-        if marked > 0:
-            if marked > FEW:
-                for part in range(0, TILE, PART):
-                    places = tile * TILE + part + tl.arange(0, PART)
-                    is_tie = ((tl.load(ties + places // 32) >> (places % 32)) & 1) != 0
-                    keys = tl.load(work + places, mask=is_tie, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-                    counted = is_tie & ((keys >> (SHIFT + BITS)) == prefix)
-                    counts = count(counts, (keys >> SHIFT) & ((1 << BITS) - 1), counted)
-            else:  # digits of a mantissa lie in all windows
-                at = tile * (TILE // 32) + tl.arange(0, TILE // 32)
-                left = tl.load(ties + at)
-                for _ in range(turns(left)):
-                    place = at * 32 + ones_in(lowest(left) - 1)
-                    key = tl.load(work + place, mask=left != 0, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-                    counted = (left != 0) & ((key >> (SHIFT + BITS)) == prefix)
-                    digits = (key >> SHIFT) & ((1 << BITS) - 1)
-                    tl.atomic_add(histogram + digits, tl.full([TILE // 32], 1, tl.int32), mask=counted, sem="relaxed")
-                    left = left & (left - 1)
+        if marked > FEW:
+            for part in range(0, TILE, PART):
+                places = tile * TILE + part + tl.arange(0, PART)
+                is_tie = ((tl.load(ties + places // 32) >> (places % 32)) & 1) != 0
+                keys = tl.load(work + places, mask=is_tie, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+                counted = is_tie & ((keys >> (SHIFT + BITS)) == prefix)
+                counts = count(counts, (keys >> SHIFT) & ((1 << BITS) - 1), counted)
+        elif marked > 0:  # digits of a mantissa lie in all windows
+            at = tile * (TILE // 32) + tl.arange(0, TILE // 32)
+            left = tl.load(ties + at)
+            for _ in range(turns(left)):
+                place = at * 32 + ones_in(lowest(left) - 1)
+                key = tl.load(work + place, mask=left != 0, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+                counted = (left != 0) & ((key >> (SHIFT + BITS)) == prefix)
+                digits = (key >> SHIFT) & ((1 << BITS) - 1)
+                tl.atomic_add(histogram + digits, tl.full([TILE // 32], 1, tl.int32), mask=counted, sem="relaxed")
+                left = left & (left - 1)
     add_to(histogram, counts)
 
 

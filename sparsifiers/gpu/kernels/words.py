@@ -3,8 +3,8 @@
 
 A walk of a tensor of words takes as many turns as the fullest word has bits; in each a lane has one of its own:
 
-    while any of `left` is not 0:
-        bit = lowest(left)          # the word that has this bit alone
+    for _ in range(turns(left)):
+        bit = lowest(left)          # the word that has this bit alone; 0 of a word that is through
         ... ones_in(bit - 1) ...    # its number, 0 to 31
         left = left & (left - 1)
 """

@@ -4,60 +4,32 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
+from support.host_streams import HostStreams
 
 import agmerge
 from agmerge import testing
 from agmerge.backends import local
-from agmerge.backends.streams import Streams
 from agmerge.runtime import workers
 
 
-class Noted(Streams):
-    """Streams of the host's tensors, one a thread, whose events and waits are written down."""
+class Noted(HostStreams):
+    """One stream a thread; events and waits are written down."""
 
     def __init__(self) -> None:
         self.waits: list[tuple[int, int]] = []  # the waiting thread, and the one of the event
         self.kept: list[tuple[int, int]] = []  # a tensor's place, and the thread that reads it
 
-    def is_current(self, device: torch.device) -> bool:
-        return True
-
     def current(self, device: torch.device) -> int:
         return threading.get_ident()
-
-    def number(self, device: torch.device) -> int:
-        return threading.get_ident()
-
-    def new(self, device: torch.device) -> int:
-        return 0
-
-    def within(self, stream: int) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def record(self, stream: int, *, timed: bool = False) -> int:
-        return stream
-
-    def seconds(self, earlier: int, later: int) -> float:
-        return 0.0
 
     def wait(self, stream: int, event: int) -> None:
         self.waits.append((stream, event))
 
     def keep(self, tensor: torch.Tensor, stream: int) -> None:
         self.kept.append((tensor.data_ptr(), stream))
-
-    def has_ended(self, event: int) -> bool:
-        return True
-
-    def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype)
-
-    def is_capturing(self) -> bool:
-        return False
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "all_to_all", "all_reduce", "reduce_scatter", "broadcast"])

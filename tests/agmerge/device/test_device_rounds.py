@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,10 +13,10 @@ from pretend.device import Device
 from pretend.tensors import PLACE
 from pretend.training import on_devices
 from support.device_training import Given, host, plain_step, same_residuals, train, wrapped
+from support.host_streams import HostStreams
 
 import agmerge
 from agmerge import testing
-from agmerge.backends.streams import Streams
 from agmerge.exchanges import InFlight
 from agmerge.step.queued_messages import said_by_all
 
@@ -122,43 +121,15 @@ def test_a_model_may_lie_on_the_host_and_on_a_device(compression: str, bad: int 
     )
 
 
-class Slow(Streams):
-    """Streams of the host, that have not got anywhere before they were asked ``looks`` times."""
+class Slow(HostStreams):
+    """Streams that have not got anywhere before they were asked ``looks`` times."""
 
     def __init__(self, looks: int) -> None:
         self.looks = looks
 
-    def is_current(self, device: torch.device) -> bool:
-        return True
-
-    def current(self, device: torch.device) -> None: ...
-
-    def number(self, device: torch.device) -> int:
-        return 0
-
-    def new(self, device: torch.device) -> None: ...
-
-    def keep(self, tensor: torch.Tensor, stream: None) -> None: ...
-
-    def within(self, stream: None) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def record(self, stream: None, *, timed: bool = False) -> None: ...
-
-    def seconds(self, earlier: None, later: None) -> float:
-        return 0.0
-
-    def wait(self, stream: None, event: None) -> None: ...
-
     def has_ended(self, event: None) -> bool:
         self.looks -= 1
         return self.looks < 0
-
-    def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype)
-
-    def is_capturing(self) -> bool:
-        return False
 
 
 def messages(*done: bool) -> list[InFlight]:
