@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -20,6 +21,7 @@ from agmerge.errors import AGMergeError, NoAnswer, warn
 from agmerge.runtime import workers
 from agmerge.step.settling import Settled
 
+P, T = ParamSpec("P"), TypeVar("T")
 CHUNK = 1 << 26  # bytes of a message
 OWN = ("optimizer", "model", "scheduler")
 HOROVODS = "it is Horovod's: import horovod.torch.elastic, its State takes an agmerge.DistributedOptimizer"
@@ -75,6 +77,24 @@ class State:
             self._on_change(before, self._size)
         return True
 
+    def retried(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Return ``function``, which the survivors call again, all of them, where a worker is lost while it runs.
+
+        A decorator, for functions of the script with collectives of its own, such as one that evaluates. All workers
+        call it, between two steps, in the same places: it ends with an agreement of 16 bytes a worker. What it changes
+        before a collective it must be able to change twice. Raises :class:`agmerge.AGMergeError` within a step, and
+        :class:`agmerge.RankMismatchError` where workers are at the ends of different functions.
+        """
+
+        @functools.wraps(function)
+        def called(*arguments: P.args, **options: P.kwargs) -> T:
+            """Collective."""
+            name = getattr(function, "__qualname__", "a function")
+            self._optimizer._reducer.check_idle(f"{name}, of state.retried,")
+            return self._optimizer._reducer.participation.retried(lambda: function(*arguments, **options), name)
+
+        return called
+
     def leave(self) -> None:
         """Make the next :meth:`commit` the last one of this worker, as before its machine is taken away."""
         self._leaves = True
@@ -84,6 +104,8 @@ class State:
         before, lets_in = workers.size(), True
         while True:
             try:
+                if lets_in:  # whoever gives the group up ends what others are still receiving of the last step
+                    workers.world().barrier("newcomers are let in").wait(timeouts.default())
                 self._meet(workers.regroup(lets_in=lets_in), is_new=False)
                 break
             except NoAnswer:  # another one was lost meanwhile

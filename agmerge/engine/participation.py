@@ -8,16 +8,18 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
-from agmerge.backends import status, torch_objects
+from agmerge.backends import Backend, status, torch_objects
 from agmerge.engine import elastic_refusals
 from agmerge.engine.replicas import compare_replicas
-from agmerge.errors import DISTRIBUTED_DATA_PARALLEL, OTHER_SHARDS, NoAnswer, TooFewWorkers, warn
+from agmerge.errors import DISTRIBUTED_DATA_PARALLEL, OTHER_SHARDS, AGMergeError, NoAnswer, TooFewWorkers, warn
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.runtime import process_sets, workers
+from agmerge.runtime.call_agreement import agree
 from agmerge.step.agreed_state import OnAgreement, Plans, TensorTable
 from agmerge.step.combined import Combined
 from agmerge.step.config import Config
@@ -28,10 +30,12 @@ from agmerge.step.treatments import check_patterns
 from agmerge.tensors.parameters import ParameterTable
 from agmerge.version import __version__
 
+T = TypeVar("T")
 TOO_FEW = (
     "an elastic job has {size} workers, fewer than its min_workers, and begins a step with them. Call commit() of "
     "agmerge.elastic.State after each step: there it waits for others; or lower min_workers"
 )
+WITHIN = "{name}, of state.retried, was called between backward() and step(); call it after step()"
 
 
 def open_exchange(
@@ -170,21 +174,47 @@ class Participation:
             if not combined.is_part:
                 return
 
+    def retried(self, function: Callable[[], T], name: str) -> T:
+        """Collective. Return the result of ``function()``, called again by the survivors where a worker is lost in it.
+
+        ``function``: any that communicates by the module's collectives; for the ranks that are in it between two steps.
+        ``name``: the same on all ranks. It ends with an agreement: where that has ended on any survivor, none calls the
+        function again, else all do.
+        """
+        if self.exchange.under_way:
+            raise AGMergeError(WITHIN.format(name=name))
+        while True:
+            try:
+                result = function()
+                agree(workers.world(), f"the end of {name}", [("function", name)], "state.retried")
+                self.exchange.count_call()
+                return result
+            except NoAnswer:
+                if self._survived(self.exchange.end_call, bool):
+                    return result  # it is there: nobody has seen the end of the agreement before all were in it
+
     def _regroup(self) -> Combined | None:
         """Collective. Form a group of the survivors; return what :meth:`GradientExchange.catch_up` does."""
+        return self._survived(self.exchange.catch_up, lambda caught_up: caught_up is not None and not caught_up.is_part)
+
+    def _survived(self, settle: Callable[[Backend], T], has_ended: Callable[[T], bool]) -> T:
+        """Collective. Form a group of the survivors; return the result of ``settle``, called with it.
+
+        ``has_ended``: returns whether, with that result, nothing is repeated.
+        """
         began, before = time.monotonic(), workers.size()
         while True:
             try:
-                caught_up = self.exchange.catch_up(workers.regroup())
+                outcome = settle(workers.regroup())
                 break
             except NoAnswer as error:  # another one is lost
                 self.exchange.fault.record(error)
         self.changes["lost"] += before - workers.size()
-        self.changes["repeated"] += caught_up is None or caught_up.is_part
+        self.changes["repeated"] += not has_ended(outcome)
         self.changes["seconds"] += time.monotonic() - began
         left = f"{workers.size()} of {before} workers go on"
         warn(f"in step {self.exchange.agreed.step} a worker was lost: {left}", workers.rank())
-        return caught_up
+        return outcome
 
     def count_arrivals(self, count: int) -> None:
         """Count newcomers that were let in."""

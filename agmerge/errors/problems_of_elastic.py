@@ -52,7 +52,7 @@ OF_ELASTIC: tuple[Row, ...] = (
         "AGM211",
         ("a worker of this group is lost", "the workers of a generation could not connect"),
         "A worker has died. A step goes on with the others by itself; a collective of the script does not.",
-        "Call it again on all workers, or leave such calls to `optimizer.step()` and `state.commit()`.",
+        "Put it into a function under `@state.retried`: the survivors call that again, all of them or none.",
         "elastic.md",
     ),
     (

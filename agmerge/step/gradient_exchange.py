@@ -72,6 +72,7 @@ class GradientExchange:
         self._rounds = 0  # that were received to their end
         self._is_received = False  # the round under way was, and is neither committed nor discarded
         self._parts = 0  # merge buffers of this step that are committed, in an earlier group
+        self._calls = 0  # functions of the script that have ended, of those that are repeated where a worker is lost
 
     # -- the group ------------------------------------------------------------------------------------------------
 
@@ -291,7 +292,7 @@ class GradientExchange:
         """
         kept, attempt, own = self.group.kept, self._round, self.position
         assert kept is not None
-        outcome = settle(survivors, own, kept, self.agreed.config.guards.timeout)
+        outcome = settle(survivors, own, kept, self.agreed.config.guards.timeout, calls=self._calls)
         target = outcome.position
         self.fault.record(None)
         if target.rounds == own.rounds and target.buffers == self._parts:
@@ -319,9 +320,25 @@ class GradientExchange:
         """
         kept, own = self.group.kept, NEW if is_new else self.position
         assert kept is not None and not self.under_way
-        outcome = settle(members, own, kept, self.agreed.config.guards.timeout, gives=True)
-        self._rounds = max(outcome.position.rounds, 0)
+        outcome = settle(members, own, kept, self.agreed.config.guards.timeout, gives=True, calls=self._calls)
+        self._rounds, self._calls = max(outcome.position.rounds, 0), outcome.calls
         return outcome
+
+    def count_call(self) -> None:
+        """Count a function of the script that has ended, of those that are repeated where a worker is lost."""
+        self._calls += 1
+
+    def end_call(self, survivors: Backend) -> bool:
+        """Collective. Settle with ``survivors`` during a function of the script; return whether it has ended for any.
+
+        This rank is between two steps. The exchange is to be connected anew first.
+        """
+        kept, timeout = self.group.kept, self.agreed.config.guards.timeout
+        assert kept is not None and not self.under_way
+        outcome = settle(survivors, self.position, kept, timeout, calls=self._calls)
+        self.fault.record(None)
+        before, self._calls = self._calls, outcome.calls
+        return self._calls > before
 
     def _give_round_up(self) -> None:
         """Forget the round under way, but not its tensors."""

@@ -2,7 +2,8 @@
 """Survivors of a lost worker agree on where they are, and a rank that is ahead gives its results to the others.
 
 Of one group two ranks differ by one round at most, for a round needs a message of everybody. What anybody has received
-counts, with the contribution of the lost one; what none has comes to nothing, and is exchanged again.
+counts, with the contribution of the lost one; what none has comes to nothing, and is exchanged again. So it is with
+functions of the script that end with a collective.
 """
 
 from __future__ import annotations
@@ -41,9 +42,12 @@ class Settled:
     results: Results  # empty: all ranks are there
     donor: int  # the lowest rank that is there
     new: tuple[int, ...] = ()  # ranks that have nothing yet
+    calls: int = 0  # functions of the script that have ended, for all
 
 
-def settle(comm: Backend, own: Position, kept: KeptResults, timeout: float, *, gives: bool = False) -> Settled:
+def settle(
+    comm: Backend, own: Position, kept: KeptResults, timeout: float, *, gives: bool = False, calls: int = 0
+) -> Settled:
     """Collective. Return the position from which all ranks of ``comm`` go on: that of the rank that is furthest.
 
     Args:
@@ -53,23 +57,24 @@ def settle(comm: Backend, own: Position, kept: KeptResults, timeout: float, *, g
         kept: this rank's results; those of the lowest rank that is ahead are broadcast, if any rank needs them.
         timeout: seconds, for each collective.
         gives: newcomers can have this rank's state, which is between two steps.
+        calls: functions of the script that have ended on this rank. One that has ended on any has ended for all.
 
     Raises :class:`agmerge.PeerLost` on every rank where a newcomer is not expected: another worker was lost while it
     was let in.
     """
-    said = gather_texts(comm, json.dumps([own, gives]).encode(), "positions of survivors", timeout)
-    told = [(Position(*position), can_give) for position, can_give in map(json.loads, said)]
-    new = tuple(rank for rank, (position, _) in enumerate(told) if position == NEW)
-    old = [position for position, _ in told if position != NEW]
-    if new and not all(can_give for position, can_give in told if position != NEW):
+    said = gather_texts(comm, json.dumps([own, gives, calls]).encode(), "positions of survivors", timeout)
+    told = [(Position(*position), can_give, its_calls) for position, can_give, its_calls in map(json.loads, said)]
+    positions = [position for position, _, _ in told]
+    old = [one for one in told if one[0] != NEW]
+    new = tuple(rank for rank, position in enumerate(positions) if position == NEW)
+    if new and not all(can_give for _, can_give, _ in old):
         raise PeerLost(UNEXPECTED.format(ranks=", ".join(map(str, new))), missing=new)
-    target, last = max(old, default=NEW), min(old, default=NEW)
-    donor, data = [position for position, _ in told].index(target), b""
-    if target == last:
-        return Settled(target, {}, donor, new)
-    if comm.rank == donor:
-        data = packed(kept.of_round(before=last.rounds < target.rounds))
-    return Settled(target, unpacked(broadcast_bytes(comm, data, donor, "results for survivors", timeout)), donor, new)
+    target, last = (most([position for position, _, _ in old], default=NEW) for most in (max, min))
+    donor, results = positions.index(target), {}
+    if target != last:
+        data = packed(kept.of_round(before=last.rounds < target.rounds)) if comm.rank == donor else b""
+        results = unpacked(broadcast_bytes(comm, data, donor, "results for survivors", timeout))
+    return Settled(target, results, donor, new, max(its_calls for _, _, its_calls in told))
 
 
 def packed(results: Results) -> bytes:

@@ -23,6 +23,14 @@ agmerge.init(elastic=agmerge.Elastic(**options))
 inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
 optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), check_every=1, timeout=30.0, **setting)
 state = agmerge.elastic.State(model=model, optimizer=optimizer, step=0)
+
+
+@state.retried
+def counted() -> int:
+    """Collective. Return how many workers take part."""
+    return int(agmerge.allreduce(torch.ones(1), op=agmerge.Sum))
+
+
 with open(folder / f"{os.getpid()}.lines", "a", encoding="utf-8") as lines:
     while state.step < steps:
         inputs = torch.randn(8, 64)
@@ -33,7 +41,8 @@ with open(folder / f"{os.getpid()}.lines", "a", encoding="utf-8") as lines:
         reducer = optimizer._reducer
         shared = model.parameters() if reducer.combines_gradients else reducer.replica.shared.base.values()
         digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in shared)).hexdigest()
-        lines.write(json.dumps([state.step, agmerge.size(), digest, time.monotonic()]) + "\n")
+        same = f"{digest}, {counted()} workers"
+        lines.write(json.dumps([state.step, agmerge.size(), same, time.monotonic()]) + "\n")
         lines.flush()
         state.commit()
         time.sleep(0.03)

@@ -93,6 +93,13 @@ def batch(step, rank, size):
         os._exit(0)
     return batches[step]
 """
+STATE = """
+agmerge.init(elastic=True)
+optimizer = agmerge.DistributedOptimizer(optimizer, model.named_parameters())
+state = agmerge.elastic.State(model=model, optimizer=optimizer, step=0)
+train_some_steps()
+count_right = lambda model: (3.0, 4.0)
+"""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 # name: (what comes before the block, what Python is given before the script)
 SETUPS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -103,6 +110,7 @@ SETUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "updates": (WRAPPED.replace("parameters())\ntrain", "parameters(), sync='updates')\ntrain"), ()),
     "elided": (INIT + ELIDED, ()),
     "elastic": (MODEL + ELASTIC, ()),
+    "elastic state": (MODEL + ELASTIC + STATE, ()),
     "data parallel": (DDP, TORCHRUN),
     "in data parallel": (DDP + "model = DistributedDataParallel(net)\n", TORCHRUN),
     "trainer": (MODEL + TRAINER, TORCHRUN),

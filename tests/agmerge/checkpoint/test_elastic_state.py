@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -89,3 +90,31 @@ def test_settings_that_cannot_go_on_are_refused_by_name(options: dict[str, Any],
             )
 
     assert elastic.run(2, body) == [None, None]
+
+
+def test_the_group_is_given_up_for_newcomers_once_all_have_ended_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is still receiving the step's messages would lose them, and the newcomer would be sent away."""
+    events: list[str] = []
+    regroup = elastic.Lighthouse.regroup
+
+    def noted(self: elastic.Lighthouse, worker: int) -> Any:
+        events.append("gives up")
+        return regroup(self, worker)
+
+    monkeypatch.setattr(elastic.Lighthouse, "regroup", noted)
+
+    def train(worker: int) -> None:
+        model = torch.nn.Linear(2, 2)
+        optimizer = agmerge.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), timeout=20.0
+        )
+        state = agmerge.elastic.State(model=model, optimizer=optimizer)
+        optimizer._reducer.participation.lets_in = True
+        time.sleep(0.3 * worker)
+        events.append("has ended the step")
+        state.commit()
+
+    for result in elastic.run(3, train):
+        if isinstance(result, BaseException):
+            raise result
+    assert events == ["has ended the step"] * 3 + ["gives up"] * 3
