@@ -80,6 +80,7 @@ class Generations:
         self._membership = Membership(store, socket.gethostname(), own, self._server.port, options.min_workers)
         self._changed = threading.Condition()
         self._error: BaseException | None = None  # with which the thread has ended
+        self.leaves = False  # this worker has announced that it will
         self._newcomers_wait = self._closing = False
         self._wake = threading.Event()
         self._threads = [
@@ -101,6 +102,10 @@ class Generations:
     def newcomers_wait(self) -> bool:
         """Return whether workers wait to be let in."""
         return self._newcomers_wait
+
+    def announce_leaving(self) -> None:
+        """Record that this worker will leave."""
+        self.leaves = True
 
     @property
     def min_workers(self) -> int:

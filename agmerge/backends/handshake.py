@@ -19,6 +19,7 @@ from agmerge.backends import Backend
 from agmerge.errors import RankMismatchError, printable
 
 Fact = tuple[str, str]  # (name, value)
+LARGEST = 1 << 26  # bytes of one message
 LONGEST = 10_000  # characters of a value in an error
 _NOTHING = ("", "nothing")  # in place of an entry that a shorter list lacks
 
@@ -92,13 +93,15 @@ def gather_texts(comm: Backend, data: bytes, name: str, timeout: float) -> list[
 def broadcast_bytes(comm: Backend, data: bytes, root: int, name: str, timeout: float) -> bytes:
     """Collective. Return rank ``root``'s ``data``; the other ranks' is ignored.
 
-    ``timeout``: seconds, for each of the two messages.
+    It travels in messages of at most ``LARGEST`` bytes. ``timeout``: seconds, for each of them.
     """
     length = torch.tensor([len(data)], dtype=torch.int64)
     comm.broadcast(length, root, f"{name}/length").wait(timeout)
-    size = int(length)
-    buffer = torch.zeros(max(size, 1), dtype=torch.uint8)
-    if comm.rank == root and size:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    comm.broadcast(buffer, root, f"{name}/data").wait(timeout)
-    return buffer.numpy().tobytes()[:size]
+    size, parts = int(length), []
+    for start in range(0, size, LARGEST):
+        part = torch.zeros(min(LARGEST, size - start), dtype=torch.uint8)
+        if comm.rank == root:
+            part.copy_(torch.frombuffer(bytearray(data[start : start + LARGEST]), dtype=torch.uint8))
+        comm.broadcast(part, root, f"{name}/data").wait(timeout)
+        parts.append(part.numpy().tobytes())
+    return b"".join(parts)

@@ -9,20 +9,21 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from agmerge.backends import Backend, timeouts
 from agmerge.backends.handshake import broadcast_bytes
-from agmerge.checkpoint import rank_state
+from agmerge.checkpoint import elastic_leaving, rank_state
 from agmerge.engine.optimizer_states import load_state
-from agmerge.errors import AGMergeError, NoAnswer, warn
+from agmerge.errors import AGMergeError, NoAnswer
 from agmerge.runtime import workers
 from agmerge.step.settling import Settled
 
-P, T = ParamSpec("P"), TypeVar("T")
-CHUNK = 1 << 26  # bytes of a message
+P = ParamSpec("P")
+T = TypeVar("T")
 OWN = ("optimizer", "model", "scheduler")
 HOROVODS = "it is Horovod's: import horovod.torch.elastic, its State takes an agmerge.DistributedOptimizer"
 NOT_ELASTIC = (
@@ -64,10 +65,13 @@ class State:
         With fewer than ``min_workers`` it waits for some. Raises :class:`agmerge.TooFewWorkers` after ``patience``.
         Returns False on a worker that has called :meth:`leave`: it takes part no more, and ends its loop.
         """
-        if self._leaves:
-            workers.shutdown()
-            return False
         participation = self._optimizer._reducer.participation
+        if participation.lets_go or (self._leaves and workers.size() == 1):
+            self._let_go()
+            if self._leaves:
+                workers.shutdown()
+                return False
+            self._regroup(lets_in=False)
         if participation.lets_in:
             self._let_in()
         while workers.has_too_few():
@@ -96,23 +100,34 @@ class State:
         return called
 
     def leave(self) -> None:
-        """Make the next :meth:`commit` the last one of this worker, as before its machine is taken away."""
+        """Let this worker go after its next exchange, as before its machine is taken away; any thread may call it.
+
+        The :meth:`commit` after that exchange returns False here. What this worker has not sent it gives to another.
+        """
         self._leaves = True
+        workers.announce_leaving()
+
+    def _let_go(self) -> None:
+        """Collective. Take from the workers that leave what they have not sent; one of those that stay takes it."""
+        with suppress(NoAnswer):  # one is lost meanwhile: it is a death
+            elastic_leaving.hand_over(self._optimizer._reducer, workers.world(), leaves=self._leaves)
 
     def _let_in(self) -> None:
         """Collective. Form a group with the workers that wait, and hand them the state."""
-        before, lets_in = workers.size(), True
+        with suppress(NoAnswer):  # whoever gives the group up ends what others are still receiving of the last step
+            workers.world().barrier("newcomers are let in").wait(timeouts.default())
+        self._regroup(lets_in=True)
+
+    def _regroup(self, *, lets_in: bool) -> None:
+        """Collective. Form the next group, between two steps; ``lets_in``: with the workers that wait."""
+        before = workers.size()
         while True:
             try:
-                if lets_in:  # whoever gives the group up ends what others are still receiving of the last step
-                    workers.world().barrier("newcomers are let in").wait(timeouts.default())
                 self._meet(workers.regroup(lets_in=lets_in), is_new=False)
                 break
             except NoAnswer:  # another one was lost meanwhile
                 lets_in = False
-        if workers.size() > before:
-            self._optimizer._reducer.participation.count_arrivals(workers.size() - before)
-            warn(f"a worker was let in: {workers.size()} train from now on, {before} before", workers.rank())
+        self._optimizer._reducer.participation.count_change(before, workers.size())
 
     def _meet(self, members: Backend, *, is_new: bool) -> None:
         """Collective. Settle with the members of a new group; newcomers are handed the state of one of the others."""
@@ -128,7 +143,7 @@ class State:
         part = members.subgroup([outcome.donor, *receivers], "elastic state", timeout)
         if part is not None:
             data = self._packed() if part.rank == 0 else b""
-            data = _broadcast(part, data, timeout)
+            data = broadcast_bytes(part, data, 0, "elastic state", timeout)
             if part.rank:
                 self._load(data)
             part.drop()
@@ -168,17 +183,6 @@ class State:
         if self._scheduler is not None:
             self._scheduler.load_state_dict(whole["scheduler"])
         vars(self).update(whole["values"])
-
-
-def _broadcast(comm: Backend, data: bytes, timeout: float) -> bytes:
-    """Collective. Return rank 0's ``data``, in messages of at most ``CHUNK`` bytes."""
-    own = (-(-len(data) // CHUNK)).to_bytes(8, "little")
-    count = int.from_bytes(broadcast_bytes(comm, own, 0, "elastic state/parts", timeout), "little")
-    parts = [data[start * CHUNK : (start + 1) * CHUNK] for start in range(count)]
-    return b"".join(
-        broadcast_bytes(comm, parts[number] if parts[number:] else b"", 0, f"elastic state/{number}", timeout)
-        for number in range(count)
-    )
 
 
 def __getattr__(name: str) -> Any:

@@ -63,7 +63,7 @@ def open_exchange(
 
 def _notices() -> int:
     """Return flags of messages that begin now."""
-    return Flag.NEWCOMER if workers.newcomers_wait() else 0
+    return (Flag.NEWCOMER if workers.newcomers_wait() else 0) | (Flag.LEAVING if workers.leaves() else 0)
 
 
 def weakly(method: OnAgreement) -> OnAgreement:
@@ -97,7 +97,9 @@ class Participation:
         self.exchange, self._compared_tensors = exchange, compared
         self.flag = Flag.ACTIVE  # in this rank's messages; JOINED in joined()
         self.lets_in = False  # the messages of the last exchange have said that newcomers wait
-        self.changes: dict[str, float] = {"lost": 0, "arrived": 0, "repeated": 0, "seconds": 0.0}  # of an elastic group
+        self.lets_go = False  # they have said that a worker leaves
+        # Of an elastic group; seconds of those in which workers were lost.
+        self.changes: dict[str, float] = {"lost": 0, "left": 0, "arrived": 0, "repeated": 0, "seconds": 0.0}
         self._has_compared = False  # replicas, after the first step among these workers
 
     @property
@@ -170,6 +172,7 @@ class Participation:
                     continue
                 combined = caught_up
             self.lets_in = bool(combined.flags & Flag.NEWCOMER) and not combined.is_part
+            self.lets_go = bool(combined.flags & Flag.LEAVING) and not combined.is_part
             yield combined
             if not combined.is_part:
                 return
@@ -216,10 +219,14 @@ class Participation:
         warn(f"in step {self.exchange.agreed.step} a worker was lost: {left}", workers.rank())
         return outcome
 
-    def count_arrivals(self, count: int) -> None:
-        """Count newcomers that were let in."""
-        self.changes["arrived"] += count
-        self.lets_in = False
+    def count_change(self, before: int, now: int) -> None:
+        """Count workers that have come or left between two steps, and say so."""
+        self.lets_in = self.lets_go = False
+        self.changes["arrived"] += max(now - before, 0)
+        self.changes["left"] += max(before - now, 0)
+        if now != before:
+            what = "a worker was let in" if now > before else "a worker has left"
+            warn(f"{what}: {now} train from now on, {before} before", workers.rank())
 
     @contextmanager
     def joined(self) -> Iterator[None]:

@@ -73,8 +73,8 @@ class ReportingMixin:
         ``norm_inflation``: the norm of the last combined gradients over :meth:`grad_norm`, 1 where nothing is
         quantised: the noise of a quantiser makes it larger. ``bytes_probed``: of probes, since ranks agreed last; not
         in ``bytes_sent``, nor in ``link_bytes``. ``selection``: only while :meth:`measure_selection` is on.
-        ``elastic``: only in an elastic job: workers ``lost`` and ``arrived``, steps ``repeated``, at least in part, and
-        the ``seconds`` of that (docs/elastic.md).
+        ``elastic``: only in an elastic job: workers ``lost``, ``left`` and ``arrived``, steps ``repeated``, at least in
+        part, and the ``seconds`` of that (docs/elastic.md).
         """
         exchange = self._reducer.exchange
         totals, compressor = exchange.agreed.totals, exchange.agreed.config.compression.compressor

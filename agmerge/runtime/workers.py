@@ -20,7 +20,7 @@ from agmerge.runtime.peers import exit_guard, monitor
 
 # Backends of workers: a thread of an in-memory group has one of its own, all others share the process's.
 _process: Backend | None = None  # None: init() was not called; written by _set_process alone
-_thread = threading.local()  # .backend, .regroup; written by bind alone
+_thread = threading.local()  # .backend, .regroup, .leaves; written by bind and announce_leaving alone
 _job: Generations | None = None  # of an elastic job; None: it is not; written by _set_process alone
 Regroup = Callable[[bool], Backend]  # whether it lets newcomers in: forms the next group of workers
 LIGHTHOUSE = "AGMERGE_LIGHTHOUSE"
@@ -209,6 +209,19 @@ def can_regroup() -> bool:
 def newcomers_wait() -> bool:
     """Return whether workers wait to be let in, as far as this one knows."""
     return _job is not None and _job.newcomers_wait
+
+
+def announce_leaving() -> None:
+    """Say in the messages of later rounds that this worker leaves its elastic job."""
+    if bound() is not None:
+        _thread.leaves = True
+    elif _job is not None:
+        _job.announce_leaving()
+
+
+def leaves() -> bool:
+    """Return whether this worker has announced that it leaves."""
+    return bool(getattr(_thread, "leaves", False)) or (_job is not None and _job.leaves)
 
 
 def has_too_few() -> bool:

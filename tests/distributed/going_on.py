@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker of an elastic job: trains to a number of steps, and writes a line after each."""
+"""A worker of an elastic job: trains to a number of steps, and writes a line after each.
+
+Told to end, by SIGTERM, it leaves after a whole step.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -23,6 +27,7 @@ agmerge.init(elastic=agmerge.Elastic(**options))
 inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
 optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), check_every=1, timeout=30.0, **setting)
 state = agmerge.elastic.State(model=model, optimizer=optimizer, step=0)
+signal.signal(signal.SIGTERM, lambda *_: state.leave())
 
 
 @state.retried
@@ -44,6 +49,7 @@ with open(folder / f"{os.getpid()}.lines", "a", encoding="utf-8") as lines:
         same = f"{digest}, {counted()} workers"
         lines.write(json.dumps([state.step, agmerge.size(), same, time.monotonic()]) + "\n")
         lines.flush()
-        state.commit()
+        if not state.commit():
+            break
         time.sleep(0.03)
 agmerge.shutdown()

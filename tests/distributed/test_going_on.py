@@ -50,6 +50,20 @@ def test_the_others_go_on_and_who_comes_is_a_peer(tmp_path: Path, setting: dict[
         assert sizes[-1] == 2 and {2, 3} == set(sizes)
 
 
+@pytest.mark.timeout(150)
+def test_one_that_is_told_to_end_leaves_after_a_whole_step(tmp_path: Path) -> None:
+    """Nothing is repeated, and nothing is lost (F12)."""
+    with job(tmp_path, {"compression": "dgc", "density": 0.1}) as here:
+        first, second = here.start(), here.start()
+        here.wait_for(lambda: all(len(here.lines(one)) >= 5 and here.size(one) == 2 for one in (first, second)))
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(60) == 0 and second.wait(60) == 0, here.logs()
+        assert here.differing() == {}
+        assert [line[0] for line in here.lines(second)] == list(range(here.lines(second)[0][0], STEPS + 1))
+        assert here.size(second) == 1 and "a worker has left: 1 train from now on" in here.logs()
+        assert "was lost" not in here.logs()
+
+
 @pytest.mark.long
 @pytest.mark.timeout(150)
 def test_a_lighthouse_may_end_and_be_started_again(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ class Flag(IntFlag):
     NONFINITE = 2  # this rank found an infinity or a NaN: the step comes to nothing
     JOINED = 4  # this rank has no batches left, and sends its residual
     NEWCOMER = 16  # this rank knows of workers that wait to be let in
+    LEAVING = 32  # this rank leaves its elastic job after this round
     ACTIVE = 8  # this rank still has batches; join() ends in the first round in which no rank sets it
 
 

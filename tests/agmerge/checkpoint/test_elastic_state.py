@@ -46,7 +46,7 @@ def test_all_begin_with_the_values_of_the_oldest(options: dict[str, Any]) -> Non
         if isinstance(result, BaseException):
             raise result
         assert result["first"] == (0, [0], 0.1, 12.0) and result["step"] == 3
-        assert result["elastic"] == {"lost": 0, "arrived": 0, "repeated": 0, "seconds": 0.0}
+        assert result["elastic"] == {"lost": 0, "left": 0, "arrived": 0, "repeated": 0, "seconds": 0.0}
 
 
 def test_a_change_of_workers_is_told_before_the_next_step() -> None:
