@@ -18,6 +18,7 @@ from agmerge.backends import Backend, timeouts
 from agmerge.backends.handshake import broadcast_bytes
 from agmerge.checkpoint import elastic_leaving, rank_state
 from agmerge.engine.optimizer_states import load_state
+from agmerge.engine.reducers import AnyReducer
 from agmerge.errors import AGMergeError, NoAnswer
 from agmerge.runtime import workers
 from agmerge.step.settling import Settled
@@ -94,8 +95,9 @@ class State:
         def called(*arguments: P.args, **options: P.kwargs) -> T:
             """Collective."""
             name = getattr(function, "__qualname__", "a function")
-            self._optimizer._reducer.check_idle(f"{name}, of state.retried,")
-            return self._optimizer._reducer.participation.retried(lambda: function(*arguments, **options), name)
+            reducer: AnyReducer = self._optimizer._reducer
+            reducer.check_idle(f"{name}, of state.retried,")
+            return reducer.participation.retried(lambda: function(*arguments, **options), name)
 
         return called
 

@@ -70,9 +70,11 @@ def settle(
     if new and not all(can_give for _, can_give, _ in old):
         raise PeerLost(UNEXPECTED.format(ranks=", ".join(map(str, new))), missing=new)
     target, last = (most([position for position, _, _ in old], default=NEW) for most in (max, min))
-    donor, results = positions.index(target), {}
+    donor, data = positions.index(target), b""
+    results: Results = {}
     if target != last:
-        data = packed(kept.of_round(before=last.rounds < target.rounds)) if comm.rank == donor else b""
+        if comm.rank == donor:
+            data = packed(kept.of_round(before=last.rounds < target.rounds))
         results = unpacked(broadcast_bytes(comm, data, donor, "results for survivors", timeout))
     return Settled(target, results, donor, new, max(its_calls for _, _, its_calls in told))
 
