@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 
 from agmerge.backends import status
-from agmerge.engine import elastic_refusals
 from agmerge.engine.clipping_watch import ClippingWatch
 from agmerge.engine.grad_hooks import refuse_owned
 from agmerge.engine.grad_scaler import LossScale
@@ -39,7 +38,6 @@ class BucketReducer:
     passes = None  # the owner of the buckets counts them
 
     def __init__(self, members: ParameterTable, config: Config, optimizer: torch.optim.Optimizer | None = None) -> None:
-        elastic_refusals.refuse_feature("the hook of DistributedDataParallel (sync='gradients')")
         self.members = members
         self.exchange = open_exchange(members, members, config, Replanner)
         self.replica = SyncedReplica(members, self.exchange)

@@ -13,6 +13,7 @@ from sparsifiers import Kind
 
 REFUSED = "init(elastic=True): {what} cannot go on without a worker that is lost. {instead} (docs/elastic.md)"
 LEAVE_OUT = "Leave it out, or start without elastic=True"
+PLAIN = "Use a loop of plain PyTorch there, or start without elastic=True, and again from a file where a worker is lost"
 ON_DEVICE = "Parameters on the CPU are exchanged, by Gloo, so far"
 SECOND = "Give both a list, agmerge.DistributedOptimizer([first, second], ...), or close() the first"
 
@@ -43,10 +44,10 @@ def refuse(config: Config, members: ParameterTable) -> None:
             raise ValueError(REFUSED.format(what=what, instead=ON_DEVICE))
 
 
-def refuse_feature(what: str) -> None:
-    """Raise ``ValueError`` in an elastic job: ``what``, in words, is not for it."""
+def refuse_feature(what: str, instead: str = LEAVE_OUT) -> None:
+    """Raise ``ValueError`` in an elastic job: ``what``, in words, is not for it; ``instead``: a sentence of advice."""
     if workers.can_regroup():
-        raise ValueError(REFUSED.format(what=what, instead=LEAVE_OUT))
+        raise ValueError(REFUSED.format(what=what, instead=instead))
 
 
 def admit(exchange: GradientExchange) -> None:

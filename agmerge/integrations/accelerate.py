@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +57,7 @@ def compress(accelerator: Accelerator, model: torch.nn.Module, **options: Unpack
             "(docs/frameworks.md)"
         )
     if accelerator.distributed_type == DistributedType.NO:
-        warnings.warn(files.ALONE, stacklevel=2)
+        files.warn_alone("Accelerate")
         return None
     inner: Any = getattr(model, "_orig_mod", model)  # of a compiled model
     numbers = [

@@ -12,6 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from agmerge.checkpoint import rank_state, torch_helpers
+from agmerge.engine import elastic_refusals
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.grad_scaler import LossScale, check_dtypes, refuse_unknown
 from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
@@ -67,6 +68,7 @@ def compress(
 
     Raises ``TypeError`` and ``ValueError`` for models and options that it cannot take, before anything is exchanged.
     """
+    elastic_refusals.refuse_feature("a DistributedDataParallel, of a fixed number of workers,", elastic_refusals.PLAIN)
     plain = checked_model(model)
     compressed = Compressed(plain, optimizer, checked_options({**options, "scaler": scaler}, plain))
     notices.warn_of_changes(compressed._reducer.exchange, compressed._inner, None)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from agmerge.checkpoint import rank_state
+from agmerge.engine import elastic_refusals
 from agmerge.errors import AGMergeError
 from agmerge.integrations.ddp import Compressed
 from agmerge.runtime import workers
@@ -33,6 +34,15 @@ ALONE = (
     "beside a checkpoint is not loaded (`torchrun --nproc_per_node=1` loads it)"
 )
 _NAME = re.compile(r"agmerge-(\d+)-of-(\d+)\.pt")
+
+
+def warn_alone(framework: str) -> None:
+    """Warn that a process without others is left as it is; raise ``ValueError`` in an elastic job, which has others.
+
+    ``framework``: its name, for the error.
+    """
+    elastic_refusals.refuse_feature(f"{framework}, with a fixed number of workers,", elastic_refusals.PLAIN)
+    warnings.warn(ALONE, stacklevel=3)
 
 
 def save(compressed: Compressed, folder: Folder) -> None:

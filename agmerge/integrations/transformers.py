@@ -14,7 +14,6 @@ beside each checkpoint of the Trainer, and ``train(resume_from_checkpoint=...)``
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -85,7 +84,7 @@ class Compression(TrainerCallback):
             raise ValueError("hyperparameter_search() is not supported: compress the Trainer of one training")
         model = getattr(self._trainer.model_wrapped, "_orig_mod", self._trainer.model_wrapped)
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            warnings.warn(files.ALONE, stacklevel=2)
+            files.warn_alone("transformers' Trainer")
             return
         if model is not self._model:
             if self.compressed is not None:

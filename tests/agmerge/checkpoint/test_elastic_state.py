@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,29 @@ def test_settings_that_cannot_go_on_are_refused_by_name(options: dict[str, Any],
             )
 
     assert elastic.run(2, body) == [None, None]
+
+
+@pytest.mark.parametrize("framework", ["Accelerate", "Trainer", "DistributedDataParallel"])
+def test_frameworks_of_a_fixed_number_of_workers_are_refused(framework: str, tmp_path: Path) -> None:
+    """They would train each worker by itself, without a word."""
+
+    def body(worker: int) -> None:
+        model = torch.nn.Linear(8, 8)
+        with pytest.raises(ValueError, match=f"{framework}.* fixed number of workers.* plain PyTorch"):
+            if framework == "Accelerate":
+                accelerate = pytest.importorskip("accelerate")
+                accelerator = accelerate.Accelerator(cpu=True)
+                agmerge.integrations.accelerate.compress(accelerator, accelerator.prepare(model))
+            elif framework == "Trainer":
+                transformers = pytest.importorskip("transformers")
+                arguments = transformers.TrainingArguments(str(tmp_path / str(worker)), report_to=[], use_cpu=True)
+                trainer = transformers.Trainer(model, arguments, train_dataset=[{"input": torch.ones(8)}] * 4)
+                agmerge.integrations.transformers.compress(trainer)
+                trainer.train()
+            else:
+                agmerge.integrations.ddp.compress(model)
+
+    assert elastic.run(1, body) == [None]
 
 
 def test_the_group_is_given_up_for_newcomers_once_all_have_ended_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
