@@ -205,27 +205,27 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
         step: the one to come; densities may change with it.
     """
     rows = [("buffer", "tensor", "shape", "class", "density", "elements")]
-    sparse = factored = 0
+    elements = dict.fromkeys(Kind, 0)
     for slot in buffers.flat.tensors.slots:
         density = "1"
         if slot.tensor_class.sparse:
             sent = config.compression.density.at(step, slot.tensor_class.density)
             if buffers.budgets.are_chosen:
                 sent = buffers.budgets.of_tensor(slot, step) / slot.numel
-            density, sparse = f"{sent:.3g}", sparse + slot.numel
+            density = f"{sent:.3g}"
         elif slot.tensor_class.kind is Kind.LOW_RANK and buffers.flat.bases is not None:
-            density, factored = f"{buffers.flat.bases.elements(slot) / slot.numel:.3g}", factored + slot.numel
+            density = f"{buffers.flat.bases.elements(slot) / slot.numel:.3g}"
         shape = "x".join(map(str, slot.shape)) or "scalar"
         tensor_class = slot.tensor_class.kind.value
+        elements[slot.tensor_class.kind] += slot.numel
         rows.append((str(buffers.buffer_of[slot.index]), slot.name, shape, tensor_class, density, str(slot.numel)))
     lines = _aligned(rows)
     total = buffers.flat.tensors.numel
-    counts: tuple[tuple[int, str], ...] = ((sparse, "selected from"), (factored, "factorised"))
-    if Kind.LOW_RANK not in config.compression.compressor.kinds:
-        counts = counts[:1]
-    elif not sparse:
-        counts = counts[1:]
-    parts = [f"{count} of {total} elements ({count / max(total, 1):.1%}) are {what}" for count, what in counts]
+    words = {Kind.SPARSE: "selected from", Kind.LOW_RANK: "factorised", Kind.QUANTISED: "quantised", Kind.DENSE: "dense"}
+    told = [kind for kind in words if kind in config.compression.compressor.kinds] or [Kind.DENSE]
+    parts = [
+        f"{elements[kind]} of {total} elements ({elements[kind] / max(total, 1):.1%}) are {words[kind]}" for kind in told
+    ]
     lines.append(f"{config.compression.compressor}: {', '.join(parts)}")
     return "\n".join(lines)
 

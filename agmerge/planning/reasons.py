@@ -7,11 +7,14 @@ from enum import Enum
 
 from agmerge.planning.quantiser_choice import QuantiserChoice
 from agmerge.planning.sparse_choice import SparseChoice
-from agmerge.step.config import AUTO
+from agmerge.step.config import AUTO, Config
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.plan_status import PlanStatus
 from merging import Measurements
+from sparsifiers import Kind
 from sparsifiers.quantising.choice import NONE
+
+NONE_SELECTED = "of no tensor elements are selected"
 
 
 class State(Enum):
@@ -53,6 +56,8 @@ def _why_codec(buffers: MergeBuffers, chosen: str, state: State) -> str:
     """Return the reason for the value codec in use. ``chosen``: that of the choice, "" if none was made."""
     config, given = buffers.config, buffers.config.compression.wire
     if not config.wires:
+        if not _selects(config):
+            return NONE_SELECTED
         return "these options leave no choice" if given == AUTO else f"wire={given!r} was given"
     return _why_undecided(state) or chosen or "nothing has been measured since ranks agreed"
 
@@ -61,9 +66,16 @@ def _why_exchange(buffers: MergeBuffers, chosen: str, state: State) -> str:
     """Return the reason for the exchange in use. ``chosen``: that of the choice, "" if none was made."""
     config = buffers.config
     if not config.exchanges:
+        if not _selects(config):
+            return NONE_SELECTED
         given = f"exchange={config.merging.exchange!r} was given"
         return f"{given}: {chosen}" if config.chooses_dense and chosen else given
     return _why_undecided(state) or chosen or "no other one was tried"
+
+
+def _selects(config: Config) -> bool:
+    """Return whether elements of tensors are selected."""
+    return Kind.SPARSE in config.compression.compressor.kinds
 
 
 def _why_undecided(state: State) -> str:

@@ -188,3 +188,19 @@ def test_the_report_says_what_happens_to_each_tensor() -> None:
     assert [row for row in lines if "0.weight" in row][0].split() == ["0", "0.weight", "48x32", "sparse", "0.5", "1536"]
     assert [row for row in lines if "4.bias" in row][0].split() == ["0", "4.bias", "10", "dense", "1", "10"]
     assert lines[-1] == "adtopk(density=0.01, reuse=True): 3072 of 3482 elements (88.2%) are selected from"
+
+
+@pytest.mark.parametrize(
+    ("compression", "end"), [("eden-4", "eden-4(): 3072 of 3482 elements (88.2%) are quantised"),
+                             ("none", "none(): 3482 of 3482 elements (100.0%) are dense")],
+)  # fmt: skip
+def test_reports_of_what_selects_nothing_do_not_speak_of_a_selection(compression: str, end: str) -> None:
+    def body(rank: int, model: nn.Module) -> tuple[str, str, str]:
+        optimizer = wrap(model, compression=compression)
+        train(model, optimizer, rank, range(1))
+        stats = optimizer.stats()
+        return optimizer.compression_report(), stats["values_why"], stats["exchange_why"]
+
+    report, values_why, exchange_why = agreed(on_ranks(2, MODEL, body))
+    assert report.splitlines()[-1] == end
+    assert values_why == exchange_why == "of no tensor elements are selected"
