@@ -24,6 +24,10 @@ from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.plan_status import PlanStatus, unplanned
 from sparsifiers import Kind
 
+TREATED = {  # what is done with elements, in words
+    Kind.SPARSE: "selected from", Kind.LOW_RANK: "factorised", Kind.QUANTISED: "quantised", Kind.DENSE: "dense",
+}  # fmt: skip
+
 
 class ReportingMixin:
     """Reports of :class:`agmerge.DistributedOptimizer`, none of which changes it."""
@@ -221,10 +225,10 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
         rows.append((str(buffers.buffer_of[slot.index]), slot.name, shape, tensor_class, density, str(slot.numel)))
     lines = _aligned(rows)
     total = buffers.flat.tensors.numel
-    words = {Kind.SPARSE: "selected from", Kind.LOW_RANK: "factorised", Kind.QUANTISED: "quantised", Kind.DENSE: "dense"}
-    told = [kind for kind in words if kind in config.compression.compressor.kinds] or [Kind.DENSE]
     parts = [
-        f"{elements[kind]} of {total} elements ({elements[kind] / max(total, 1):.1%}) are {words[kind]}" for kind in told
+        f"{elements[kind]} of {total} elements ({elements[kind] / max(total, 1):.1%}) are {what}"
+        for kind, what in TREATED.items()
+        if kind in (config.compression.compressor.kinds or {Kind.DENSE})
     ]
     lines.append(f"{config.compression.compressor}: {', '.join(parts)}")
     return "\n".join(lines)
