@@ -40,6 +40,15 @@ def to_master(env: Mapping[str, str]) -> str:
     return next((address for address in own if not only_here(address)), "")
 
 
+def answers(host: str, port: int, seconds: float) -> bool:
+    """Return whether a process accepts connections at ``port`` of ``host`` within ``seconds``."""
+    try:
+        with socket.create_connection((host, port), timeout=seconds):
+            return True
+    except OSError:
+        return False
+
+
 def only_here(address: str) -> bool:
     """Return whether ``address`` means this machine on every machine, or nothing."""
     return not address or address.startswith("127.") or address in ("::1", "0.0.0.0")

@@ -27,6 +27,7 @@ class Broken:
     def __init__(self) -> None:
         self._event = threading.Event()
         self._since = 0.0  # seconds of the monotonic clock
+        self.has_raised = False  # an error has told this worker's script, or a step
         self.why = ""
 
     def __bool__(self) -> bool:
@@ -36,6 +37,11 @@ class Broken:
     def seconds(self) -> float:
         """Return for how long it has been given up; 0: it has not."""
         return time.monotonic() - self._since if self else 0.0
+
+    def error(self, name: str) -> PeerLost:
+        """Return the error of collective ``name``, to be raised."""
+        self.has_raised = True
+        return PeerLost(LOST.format(name, self.why))
 
     def give_up(self, why: str) -> None:
         """Give the group up, for good: its collectives raise."""
@@ -58,7 +64,7 @@ class BareHandle(Handle):
         left = timeout
         while True:
             if self._broken and not self._work.is_completed():
-                raise PeerLost(LOST.format(self._name, self._broken.why))
+                raise self._broken.error(self._name)
             try:
                 with translated(self._name, f" within {timeout:g} s"):
                     self._work.wait(timedelta(seconds=min(SLICE, left)))
@@ -68,7 +74,7 @@ class BareHandle(Handle):
                     raise
             except PeerLost as error:
                 self._broken.give_up(error.words)
-                raise
+                raise self._broken.error(self._name) from error
             else:
                 self._tensors = ()
                 return
@@ -93,6 +99,10 @@ class BareGloo(Backend):
             self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
 
     @property
+    def has_failed(self) -> bool:
+        return self._broken.has_raised
+
+    @property
     def through_host(self) -> bool:
         return True
 
@@ -101,13 +111,13 @@ class BareGloo(Backend):
 
     def _start(self, name: str, start: Callable[[], Any], *tensors: torch.Tensor) -> Handle:
         if self._broken:
-            raise PeerLost(LOST.format(name, self._broken.why))
+            raise self._broken.error(name)
         try:
             with translated(name):
                 work = start()
         except PeerLost as error:
             self._broken.give_up(error.words)
-            raise
+            raise self._broken.error(name) from error
         return BareHandle(work, name, range(self.size), self._broken, *tensors)
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:

@@ -100,6 +100,11 @@ class Backend(ABC):
         return False
 
     @property
+    def has_failed(self) -> bool:
+        """Return whether a collective of an elastic group has raised here, since a rank is lost: so will all others."""
+        return False
+
+    @property
     def through_host(self) -> bool:
         """Return whether it moves tensors of the CPU alone, so that those on devices are to be copied (staging)."""
         return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from typing import Any
 from agmerge.backends import addresses, torch_store
 from agmerge.backends.bare_gloo import BareGloo, Broken
 from agmerge.backends.base import Backend
-from agmerge.backends.membership import HURRY, Generation, Membership
+from agmerge.backends.membership import ENDS, GOES, HURRY, Generation, Membership, Worker
 from agmerge.errors import AGMergeError, NoAnswer
 
 BEAT = 0.2  # seconds between two signs of life
@@ -29,6 +30,9 @@ ATTEMPT = 1.0  # seconds for which a lighthouse that is gone is looked for at a 
 READY = "ready"  # key in the store, since:
 SETTLES = 3.0  # seconds after its start in which a lighthouse lets no newcomers in: a job may be looking for it
 NEWCOMERS = "newcomers are let in"
+TELLS = 5.0  # seconds after which a worker that waits says so
+WAITS = "agmerge: init() waits to be let in to the job of the lighthouse at {host}:{port}\n"
+GONE = "the lighthouse is gone, and looked for; training goes on. Start it again at its address, for deaths or arrivals"
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,8 @@ class Generations:
         torch_store.check_interface()
         # Serves the group of each generation in which this worker is the oldest.
         self._server = self._dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        store = self._connect(options.patience)
-        with suppress(RuntimeError):  # a lighthouse that is not ready for so long: let it be
-            store.wait([READY], timedelta(seconds=10 * SETTLES))
-        self._membership = Membership(store, socket.gethostname(), own, self._server.port, options.min_workers)
+        self._address = own
+        self._membership = self._asking()
         self._changed = threading.Condition()
         self._error: BaseException | None = None  # with which the thread has ended
         self.leaves = False  # this worker has announced that it will
@@ -88,10 +90,35 @@ class Generations:
             for name, run in (("lives", self._live), ("watches", self._watch))
         ]
         self._threads[0].start()
-        self._group = self._formed(None, lets_in=False)
+        self._group = self._joined()
         self._threads[1].start()
         # A thread that comes back from torch's C++ once the interpreter has ended would end the process by SIGABRT.
         atexit.register(self.close)
+
+    def _asking(self) -> Membership:
+        """Return a place among those that ask to be let in, once a lighthouse that was started just now is ready."""
+        store = self._connect(self._options.patience)
+        with suppress(RuntimeError):  # a lighthouse that is not ready for so long: let it be
+            store.wait([READY], timedelta(seconds=10 * SETTLES))
+        port, least = self._server.port, self._options.min_workers
+        return Membership(store, socket.gethostname(), self._address, port, least, _answers)
+
+    def _joined(self) -> Group:
+        """Collective. Return this worker's first generation, also where the lighthouse is started again meanwhile."""
+        host, port = self._lighthouse
+        says = threading.Timer(TELLS, sys.stderr.write, [WAITS.format(host=host, port=port)])
+        says.daemon = True
+        says.start()
+        try:
+            while True:
+                try:
+                    return self._formed(None, lets_in=False)
+                except AGMergeError:
+                    raise
+                except RuntimeError:  # the lighthouse is gone, and with it this worker's place
+                    self._membership = self._asking()
+        finally:
+            says.cancel()
 
     @property
     def group(self) -> Group:
@@ -146,7 +173,7 @@ class Generations:
 
     def _say_goodbye(self) -> None:
         with suppress(RuntimeError):  # the lighthouse is gone
-            self._membership.leave()
+            self._membership.leave(GOES if self.leaves else ENDS)
             self._membership.give_up(self._group.generation.number, "a worker has left")
 
     def _connect(self, patience: float) -> Any:
@@ -159,6 +186,11 @@ class Generations:
     def _connected(self, seconds: float) -> Any:
         """Return a connection to the job's store. Raises ``RuntimeError`` if it cannot be had within ``seconds``."""
         host, port = self._lighthouse
+        end = time.monotonic() + seconds
+        while not addresses.answers(host, port, ATTEMPT):  # torch's own attempts write stacks of C++ into the log
+            if time.monotonic() > end:
+                raise RuntimeError(f"nobody answers at {host}, port {port}")
+            time.sleep(BEAT)
         return self._dist.TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds)
         )
@@ -174,10 +206,10 @@ class Generations:
 
     def _live(self) -> None:
         """Give signs of life until the end."""
-        store, key = self._connect(self._options.patience), f"beat/{self._membership.own.number}"
+        store = self._connect(self._options.patience)
         while not self._closing:
             try:
-                store.add(key, 1)
+                store.add(f"beat/{self._membership.own.number}", 1)
             except RuntimeError:  # the lighthouse is gone, perhaps for a moment
                 with suppress(RuntimeError):
                     store = self._connected(ATTEMPT)
@@ -203,6 +235,8 @@ class Generations:
                 self._end_with(error)
                 return
             except RuntimeError:
+                if not away:
+                    self._tell(GONE)
                 away = True
                 if self._group.broken.seconds > self._options.patience:
                     self._end_with(self._no_lighthouse())
@@ -211,6 +245,11 @@ class Generations:
             with self._changed:
                 self._group = formed
                 self._changed.notify_all()
+
+    def _tell(self, what: str) -> None:
+        """Write a line, on the oldest worker alone."""
+        if self._group.generation.own == 0:
+            sys.stderr.write(f"agmerge: {what}\n")
 
     def _end_with(self, error: BaseException) -> None:
         """End the job of this worker: its next collective raises, and then ``error`` is raised."""
@@ -294,6 +333,10 @@ def _unless(why: Callable[[], str], call: Callable[[], BareGloo], timeout: float
     if errors and isinstance(errors[0], NoAnswer):
         raise errors[0]
     raise NoAnswer(f"init(): the workers of a generation could not connect ({errors[0] if errors else 'too late'})")
+
+
+def _answers(worker: Worker) -> bool:
+    return addresses.answers(worker.address, worker.port, ATTEMPT)
 
 
 def _own_address(lighthouse: str) -> str:

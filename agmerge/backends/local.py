@@ -94,6 +94,7 @@ class Group:
         self.changed = threading.Condition()  # held to touch the fields below; notified when a rank comes or goes
         self.ops: dict[tuple[str, int], _Op] = {}  # incomplete ones, by communicator and number of the call on it
         self.left: dict[int, str] = {}  # ranks that take part in nothing any more, and why
+        self.told: set[int] = set()  # ranks on which a collective has raised for that
         self.calls: list[list[tuple[str, str, int]]] = [[] for _ in range(size)]  # by rank: kind, name, bytes
 
     def leave(self, rank: int, why: str) -> None:
@@ -155,6 +156,7 @@ class LocalHandle(Handle):
                 late = f"{self._name}: no answer from ranks {missing} within {timeout:g} s"
                 gone = [f"rank {rank} {group.left[rank]}" for rank in missing if rank in group.left]
                 if gone:
+                    group.told.add(self._backend.ranks[self._backend.rank])
                     raise PeerLost(f"{self._name}: {'; '.join(gone)}", missing=missing)
                 if not group.changed.wait(max(0.0, deadline - time.monotonic())) and not self._op.complete:
                     raise CollectiveTimeout(late, missing=missing)
@@ -299,6 +301,10 @@ class LocalBackend(Backend):
             return None
         channel = f"{self._channel}/{self._children}"
         return LocalBackend(self.group, [self.ranks[rank] for rank in ranks], self._world_rank, channel)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._world_rank in self.group.told
 
     def close(self) -> None:
         """Refuse calls from now on; nothing is held that could be released."""

@@ -19,7 +19,14 @@ from typing import Protocol
 from agmerge.errors import AGMergeError, TooFewWorkers
 
 POLL = 0.02  # seconds between two looks at the store
+SILENT = 10.0  # seconds without a beat after which a job may count as dead, for newcomers, if nobody answers them
 HURRY = 1.0  # seconds without a beat after which a worker that others wait for, to regroup, counts as lost
+
+ENDS, GOES = "ends", "goes"  # why a worker leaves: its script has ended; it was told to go
+OVER = (
+    "the job at this lighthouse has ended: its workers have come to their ends. A lighthouse serves one job: start "
+    "another one for the next, or the same anew"
+)
 
 
 class Store(Protocol):
@@ -66,13 +73,20 @@ class Membership:
     """One worker's place in an elastic job.
 
     ``store``: of the whole job. ``own``: this worker; its number is given here. ``least``: workers without which none
-    trains. ``now``: a clock, in seconds.
+    trains. ``answers``: whether a worker can be reached. ``now``: a clock, in seconds.
     """
 
     def __init__(
-        self, store: Store, host: str, address: str, port: int, least: int, now: Callable[[], float] = time.monotonic
+        self,
+        store: Store,
+        host: str,
+        address: str,
+        port: int,
+        least: int,
+        answers: Callable[[Worker], bool],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._least, self._now = store, least, now
+        self._store, self._least, self._answers, self._now = store, least, answers, now
         self._leaves = False
         self.own = Worker(store.add("workers", 1), host, address, port, secrets.token_hex(8))
         store.set(f"worker/{self.own.number}", self._words)
@@ -118,10 +132,10 @@ class Membership:
             self._seen[number] = (beat, now)
         return now - self._seen[number][1]
 
-    def leave(self) -> None:
+    def leave(self, why: str = ENDS) -> None:
         """Record in the store that this worker is in no later generation; a :meth:`next` under way raises."""
         self._leaves = True
-        self._store.set(f"left/{self.own.number}", "")
+        self._store.set(f"left/{self.own.number}", why)
 
     def has_left(self, number: int) -> bool:
         """Return whether a worker has said that it leaves."""
@@ -180,13 +194,27 @@ class Membership:
                     return self._generation(number, decided, earlier)
                 number += 1
             number = max(number, self._latest())
-            if number == 1:  # none trains yet: the first of those that are there decides, once no other comes
-                there = self._waiting(set())
+            before = self._decided(number - 1) or []
+            if self._is_over(before):  # none trains: the first of those that are there decides, once no other comes
+                there = self._waiting(before)
                 if len(there) != came:
                     came, since = len(there), self._now()
                 if there[0] == self.own.number and len(there) >= self._least and self._now() - since >= HURRY:
-                    self._decide(1, there)
-            self._pause(end, came)
+                    self._decide(number, there)
+            self._pause(end, came or len(before))
+
+    def _is_over(self, members: Sequence[int]) -> bool:
+        """Return whether none of ``members`` trains any more: they were told to go, or are dead.
+
+        Raises :class:`agmerge.AGMergeError` where their scripts have ended: newcomers would begin it all again.
+        """
+        left = {one: self._store.get(f"left/{one}").decode() for one in members if self.has_left(one)}
+        if members and len(left) == len(members) and ENDS in left.values():
+            raise AGMergeError(OVER)
+        silent = [one for one in members if one not in left and self.silence(one) > SILENT]
+        if len(left) + len(silent) < len(members):
+            return False
+        return not any(self._answers(self._worker(one)) for one in silent)
 
     def _latest(self) -> int:
         """Return a generation not later than the present one: not the first where the store was started again."""
@@ -219,9 +247,12 @@ class Membership:
                 f"the other workers go on without this one, number {self.own.number}: it was silent for {HURRY:g} s or "
                 "more when they formed a group. Start it again: it comes back as a newcomer"
             )
-        members = tuple(Worker(**json.loads(self._store.get(f"worker/{one}"))) for one in decided)
+        members = tuple(map(self._worker, decided))
         new = tuple(rank for rank, one in enumerate(decided) if one not in before)
         return Generation(number, members, list(decided).index(self.own.number), new)
+
+    def _worker(self, number: int) -> Worker:
+        return Worker(**json.loads(self._store.get(f"worker/{number}")))
 
     def _pause(self, end: float, there: int) -> None:
         if self._leaves:

@@ -57,7 +57,7 @@ class State:
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._on_change, self._names, self._leaves = on_change, tuple(values), False
         vars(self).update(values)
-        self._meet(workers.world(), is_new=True)
+        self._begin()
         self._size = workers.size()
 
     def commit(self) -> bool:
@@ -72,6 +72,8 @@ class State:
             if self._leaves:
                 workers.shutdown()
                 return False
+            self._regroup(lets_in=False)
+        if workers.world().has_failed:  # as a collective of the script has found out
             self._regroup(lets_in=False)
         if participation.lets_in:
             self._let_in()
@@ -108,6 +110,18 @@ class State:
         """
         self._leaves = True
         workers.announce_leaving()
+
+    def _begin(self) -> None:
+        """Collective. Meet the others as one that has nothing yet, also where one of them is lost meanwhile."""
+        members = workers.world()
+        while True:
+            try:
+                self._meet(members, is_new=True)
+                return
+            except NoAnswer as error:
+                if members.rank in error.missing:  # the others are within a step, and go on without this one
+                    raise
+                members = workers.regroup()
 
     def _let_go(self) -> None:
         """Collective. Take from the workers that leave what they have not sent; one of those that stay takes it."""

@@ -177,6 +177,18 @@ class Participation:
             if not combined.is_part:
                 return
 
+    def connected(self, connect: Callable[[], None]) -> None:
+        """Collective. Call ``connect`` before a step; again among the survivors, where a worker is lost in it."""
+        while True:
+            try:
+                connect()
+                return
+            except NoAnswer:
+                if self.exchange.group.kept is None:
+                    raise
+                ahead = self._survived(self.exchange.catch_up, lambda _: True)
+                assert ahead is None, "a rank has received a message of a step that this rank has not begun"
+
     def retried(self, function: Callable[[], T], name: str) -> T:
         """Collective. Return the result of ``function()``, called again by the survivors where a worker is lost in it.
 

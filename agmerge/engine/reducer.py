@@ -118,7 +118,7 @@ class Reducer:
         Connects first, if need be. Raises on every rank for gradients that are not finite, according to ``nonfinite=``,
         and on this rank where the script has changed gradients after they were handed over.
         """
-        self.connect()
+        self.participation.connected(self.connect)
         take_over(self.exchange, self.members, self.members.optimizer)
         with self.passes.lock:
             self.exchange.fault.check()

@@ -126,7 +126,7 @@ class UpdateReducer:
     def before_step(self) -> None:
         """Collective. Connect, if need be, and sample parameters before the optimizer moves them."""
         self.replica.check_not_shown("a step")
-        self.connect()
+        self.participation.connected(self.connect)
         self.exchange.fault.check()
         self._sharded.note()
         if self.exchange.group.alone:

@@ -64,7 +64,7 @@ OF_ELASTIC: tuple[Row, ...] = (
     ),
     (
         "AGM213",
-        ("a worker was lost: … workers go on", "a worker was let in: "),
+        ("a worker was lost: … workers go on", "train from now on, … before"),
         "The number of workers has changed, and training goes on.",
         "Nothing. To change the learning rate or the batch then, give `State` an `on_change`.",
         "elastic.md",
@@ -74,6 +74,20 @@ OF_ELASTIC: tuple[Row, ...] = (
         ("bytes were expected of a rank that is ahead", "was started in a replay, which has ended"),
         "Survivors of a lost worker do not agree on what a step has sent. That is a fault of ours.",
         "Report it, with the arguments of the optimizer. Start again from a file.",
+        "elastic.md",
+    ),
+    (
+        "AGM217",
+        ("the job at this lighthouse has ended",),
+        "A lighthouse serves one job, and the scripts of its workers have come to their ends.",
+        "Start a lighthouse for the next job, or the same one anew. After `state.leave()`, or deaths, none is needed.",
+        "elastic.md",
+    ),
+    (
+        "AGM218",
+        ("one torchrun has started … workers, and ends all of them",),
+        "The agent of torchrun ends all workers that it has started when one of them dies.",
+        "Start each worker by a torchrun of its own, with `--nproc_per_node 1`, or without a launcher.",
         "elastic.md",
     ),
     (

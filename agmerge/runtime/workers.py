@@ -14,7 +14,7 @@ from agmerge.backends import Backend, registry, slurm, status, timeouts
 from agmerge.backends.generations import NEWCOMERS, Generations
 from agmerge.backends.generations import Elastic as Elastic
 from agmerge.backends.registry import ALONE, BACKENDS, detect
-from agmerge.errors import AGMergeError
+from agmerge.errors import AGMergeError, warn
 from agmerge.runtime import pretended_link
 from agmerge.runtime.peers import exit_guard, monitor
 
@@ -26,6 +26,10 @@ Regroup = Callable[[bool], Backend]  # whether it lets newcomers in: forms the n
 LIGHTHOUSE = "AGMERGE_LIGHTHOUSE"
 _looked = False  # the last init() of the process looked for others; the script had not named a backend
 
+ONE_AGENT = (
+    "init(elastic=True): one torchrun has started {count} workers, and ends all of them when one dies. Start each "
+    "worker by a torchrun of its own, with --nproc_per_node 1, or without a launcher (docs/elastic.md)"
+)
 OTHERS_LATER = (
     "agmerge.init() has found no other workers, and this process would train alone; after that the script has "
     "initialised {name}, which has {count}. Call agmerge.init() after {call}, or leave it out: what a script has "
@@ -124,6 +128,8 @@ def _init_elastic(backend: str | None, options: Elastic) -> None:
             f"init(backend={backend!r}, elastic=True): workers that come and go are connected by torch's Gloo. Leave "
             "backend= out; under horovodrun use horovod.torch.elastic (docs/checkpoints.md)"
         )
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+        warn(ONE_AGENT.format(count=os.environ["LOCAL_WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
     job = Generations(options, timeouts.default())
     _set_process(job.group.backend, job=job)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from agmerge.backends.membership import HURRY, Generation, Membership
+from agmerge.backends.membership import ENDS, GOES, HURRY, Generation, Membership, Worker
 from agmerge.errors import AGMergeError, TooFewWorkers
 
 
@@ -29,13 +29,18 @@ class Job:
 
     def __init__(self, least: int = 1) -> None:
         self.store, self.clock, self.least = dist.HashStore(), Clock(), least
+        self.answering: set[int] = set()  # numbers of workers that can be reached
         self.workers: list[Membership] = []
 
     def arrive(self, count: int = 1) -> list[Membership]:
         """Return so many new workers."""
-        new = [Membership(self.store, "host", "address", 1, self.least, self.clock) for _ in range(count)]
+        new = [Membership(self.store, "host", "address", 1, self.least, self.answers, self.clock) for _ in range(count)]
         self.workers += new
         return new
+
+    def answers(self, worker: Worker) -> bool:
+        """Return whether a worker can be reached."""
+        return worker.number in self.answering
 
     def together(self, asks: list[Callable[[], Generation]], living: list[Membership]) -> list[Any]:
         """Call all of ``asks`` at once, while time passes and ``living`` beat; return results or errors."""
@@ -193,3 +198,36 @@ def test_who_leaves_waits_for_no_other_generation() -> None:
     first.leave()
     waits.join(10.0)
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("why", [GOES, None], ids=["told to go", "killed"])
+def test_a_job_whose_workers_are_gone_is_begun_anew(why: str | None) -> None:
+    """As where all were preempted: without a lighthouse that is started again."""
+    job = Job(least=2)
+    job.first(2)
+    for one in list(job.workers) if why else ():
+        one.leave(why)
+    new = job.arrive(2)
+    second = job.together([lambda one=one: one.next(None, 60.0, lets_in=False) for one in new], new)  # type: ignore
+    assert [numbers(one) for one in second] == [[3, 4]] * 2 and [one.number for one in second] == [2, 2]
+    assert all(one.newcomers == (0, 1) for one in second)
+
+
+def test_a_job_that_answers_is_not_begun_a_second_time() -> None:
+    """Its workers are silent, since they cannot reach the lighthouse; they train on."""
+    job = Job()
+    job.first(2)
+    job.answering = {2}
+    [new] = job.arrive()
+    [error] = job.together([lambda: new.next(None, 30.0, lets_in=False)], [new])
+    assert isinstance(error, TooFewWorkers)
+
+
+def test_who_comes_to_a_job_that_has_ended_is_told_at_once() -> None:
+    job = Job()
+    job.first(2)
+    job.workers[0].leave(ENDS)
+    job.workers[1].leave(GOES)
+    [new] = job.arrive()
+    [error] = job.together([lambda: new.next(None, 60.0, lets_in=False)], [new])
+    assert isinstance(error, AGMergeError) and "has ended" in str(error)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import agmerge
+from agmerge.backends.local import Call
 from tests.support import elastic
 
 
@@ -57,6 +58,53 @@ def test_a_change_of_workers_is_told_before_the_next_step() -> None:
         if isinstance(result, BaseException):
             raise result
         assert result["changes"] == [(3, 2)] and result["elastic"]["lost"] == 1
+
+
+@pytest.mark.parametrize("catches", [True, False], ids=["commit", "step"])
+def test_after_a_collective_of_the_script_has_failed_both_calls_go_on(catches: bool) -> None:
+    """A worker dies in a sum of the script's; commit() and step() form the next group."""
+
+    def train(worker: int) -> list[float]:
+        model = torch.nn.Linear(8, 8)
+        optimizer = agmerge.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), timeout=20.0
+        )
+        state, sums = agmerge.elastic.State(model=model, optimizer=optimizer), []
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+            if (worker, step) == (2, 1):
+                raise elastic.Killed
+            try:
+                sums.append(float(agmerge.allreduce(torch.ones(1), op=agmerge.Sum)))
+            except agmerge.PeerLost:
+                if catches:
+                    state.commit()
+                    sums.append(float(agmerge.allreduce(torch.ones(1), op=agmerge.Sum)))
+        return sums
+
+    expected = [3.0, 2.0, 2.0] if catches else [3.0, 2.0]
+    assert elastic.run(3, train)[:2] == [expected, expected]
+
+
+@pytest.mark.parametrize("calls", range(0, 12, 2))
+def test_a_death_before_the_first_step_ends_nobody_else(calls: int) -> None:
+    """While the state of the first one is handed over, say."""
+    made: list[str] = []
+
+    def kill(worker: int, generation: int, call: Call) -> None:
+        if worker == 1 and generation == 0:
+            made.append(call.name)
+            if len(made) > calls:
+                raise elastic.Killed
+
+    first, dead, third = elastic.run(3, started, kill)
+    assert isinstance(dead, elastic.Killed)
+    for result in (first, third):
+        if isinstance(result, BaseException):
+            raise result
+        assert result["first"] == (0, [0], 0.1, 12.0) and result["step"] == 3
 
 
 def test_outside_of_an_elastic_job_it_says_what_to_call() -> None:
