@@ -36,6 +36,7 @@ autodoc_typehints = "description"
 maximum_signature_line_length = 80
 # Docstrings name private classes, parts of torch and parameters, too: these are no links.
 suppress_warnings = ["ref.python", "misc.highlighting_failure"]
+smartquotes = False  # it makes dashes of the -- of commands
 copybutton_prompt_text = "$ "
 html_theme = "pydata_sphinx_theme"
 html_baseurl = SITE

@@ -43,6 +43,8 @@ OTHER_PARTS = (
     "the checkpoint's residuals are of another part of parameter {name!r} ({saved}) than this rank holds ({own}): they "
     "are dropped and start from zero. Load what a rank has saved that held the same shards"
 )
+NO_RESIDUALS = "the checkpoint has no residuals (it is a plain optimizer's): they start from zero"
+OTHER_NUMBER = "For another number of workers save agmerge.gather_state(optimizer), which all of them load"
 LOST = ("residuals", "momenta", "averaged_momenta")  # entries that start from zero where they are not loaded
 UNREAD = (
     "the optimizer was loaded from a checkpoint of agmerge before it was wrapped. What ranks have not sent yet, and "
@@ -164,7 +166,8 @@ def load(reducer: AnyReducer, section: Mapping[str, Any] | None, *, own: bool = 
     if section is not None and RANKS in section:
         section = _own_part(exchange, section)
     if section is None:
-        warnings.warn("the checkpoint has no residuals (it is a plain optimizer's): they start from zero", stacklevel=3)
+        if exchange.agreed.config.compression.memory.has_residual:  # the default keeps nothing back
+            warnings.warn(NO_RESIDUALS, stacklevel=3)
         restored = Restored(shard=exchange.group.shard)
     else:
         restored = _read(reducer, section, own)
@@ -216,8 +219,8 @@ def _read(reducer: AnyReducer, section: Mapping[str, Any], own: bool) -> Restore
             what, restored.updates = "carried updates", common_part(updates)
         warnings.warn(
             f"the checkpoint's {what} are rank {saved[0]}'s of {saved[1]}{_shard_text(shard)}, this is rank {place[0]} "
-            f"of {place[1]}{_shard_text(restored.shard)}: they are dropped and start from zero. Load the file that "
-            "this rank has saved",
+            f"of {place[1]}{_shard_text(restored.shard)}: they are dropped and start from zero. "
+            + (OTHER_NUMBER if saved[1] != place[1] else "Load the file that this rank has saved"),
             stacklevel=4,
         )
     return restored

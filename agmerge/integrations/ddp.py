@@ -94,6 +94,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
     def __init__(self, model: DistributedDataParallel, optimizer: OneOrSeveral | None, options: Options) -> None:
         self._inner = None if optimizer is None else inner_of(optimizer, _named(model, ignored=True))
         if self._inner is not None:
+            _check_steps(self._inner, model)
             line = "compressed = agmerge.integrations.ddp.compress(model, optimizer=optimizer, ...)"
             rank_state.warn_of_unread(self._inner, line, "compressed")
         self._options, config = prepare(options, self._inner)
@@ -152,6 +153,10 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
                 "it. Give every rank the same number of batches"
             )
 
+    def __getattr__(self, name: str) -> Any:
+        advice = ": it is no optimizer, the script's own steps as ever" if hasattr(torch.optim.Optimizer, name) else ""
+        raise AttributeError(f"the result of ddp.compress() has no attribute {name!r}{advice}")
+
     def state_dict(self) -> dict[str, Any]:
         """Return, under ``"agmerge"``, this rank's own state: its residuals, the plan.
 
@@ -187,6 +192,16 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         """
         self._attached.close()
         self._reducer.close()
+
+
+def _check_steps(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
+    """Raise ``ValueError`` for an optimizer that has no parameter of the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            f"ddp.compress(): the {type(optimizer).__name__} given as optimizer= has no parameter of the model: give "
+            "the one that steps it"
+        )
 
 
 def _named(model: DistributedDataParallel, *, ignored: bool) -> list[tuple[str, torch.Tensor]]:

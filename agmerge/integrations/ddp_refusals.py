@@ -73,7 +73,9 @@ def _problems(model: DistributedDataParallel) -> Iterator[str]:
     """Yield the reasons why gradients do not go through the one hook, each with advice."""
     if model.mixed_precision is not None:
         yield "mixed_precision= takes the one hook that there is; use torch.autocast instead"
-    if _logged(model).get("comm_hook"):
+    if any(str(getattr(hook, "__module__", "")).startswith("agmerge.") for hook, _ in getattr(model, "_comm_hooks", ())):
+        yield "it is compressed already: use what the first compress() has returned, or close() that"
+    elif _logged(model).get("comm_hook"):
         yield (
             "a hook is registered already, and DistributedDataParallel takes one; leave out the other: "
             "fp16_compress_hook is compression='fp16'"
