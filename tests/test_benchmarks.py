@@ -13,6 +13,7 @@ import parity_phases
 import pytest
 import quantising
 import scale
+import scale_nodes
 import step_time
 import torch
 from lab import rendezvous

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -22,7 +22,6 @@ from pretend.hosts import Hosts
 from pretend.nccl import DeviceBackend, Turn
 from pretend.process_groups import Dist, Group, Machine
 from pretend.registration import NAME
-from pretend.schedule import Schedule
 
 T = TypeVar("T")
 NEEDS_RANKS = ("oktopk", "masked", "two-level")  # exchanges of which a hook needs what other ranks have sent
@@ -39,14 +38,12 @@ def on_devices(
     *,
     own_thread: bool = False,
     watched: Collection[int] | None = None,
-    schedules: Sequence[Schedule] = (),
     **options: Any,
 ) -> list[T]:
     """``body(rank, device)`` on every rank of an in-memory group; ``watched``: these ranks' devices; None: all.
 
     Hooks come on autograd's device thread, which all ranks share: what waits for another rank in a hook needs
-    ``own_thread``, by which hooks come on the rank's. ``schedules``: by rank, of its
-    collectives; empty: each is seen as ended when it has. ``options``: of :func:`agmerge.testing.run`.
+    ``own_thread``, by which hooks come on the rank's. ``options``: of :func:`agmerge.testing.run`.
     """
 
     turn = Turn()
@@ -54,7 +51,7 @@ def on_devices(
     def rank_body(rank: int) -> T:
         device = Device(is_watched=watched is None or rank in watched)
         device.use()
-        workers.bind(DeviceBackend(workers.world(), device, turn, schedules[rank] if schedules else None))
+        workers.bind(DeviceBackend(workers.world(), device, turn))
         with turn.taken(), torch.autograd.set_multithreading_enabled(not own_thread):
             return body(rank, device)
 

@@ -157,7 +157,7 @@ def test_each_rank_leaves_an_optimizer_when_it_likes(how: str, options: dict[str
 @pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_rank_that_is_lost_leaves_nothing_on_the_devices_of_the_others(seed: int, options: dict[str, Any]) -> None:
-    """A kernel that waits for the lost one would be in front of all that the script still does, such as a checkpoint."""
+    """A kernel that waits for the lost one would be in front of all that the script still does: of a checkpoint."""
 
     def body(dist: Dist) -> str:
         model = Given(PLACE)
