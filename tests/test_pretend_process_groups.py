@@ -94,7 +94,8 @@ def test_to_destroy_a_communicator_takes_all_of_its_ranks(together: bool) -> Non
     assert found == ["through"] * 2 if together else isinstance(found[0], Stuck) and "Timed out" in str(found[1])
 
 
-def test_memory_of_a_new_size_waits_for_kernels_and_what_was_freed_does_not() -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_memory_of_a_new_size_waits_for_kernels_and_what_was_freed_does_not(seed: int) -> None:
     done: list[str] = []
 
     def body(dist: Dist) -> None:
@@ -110,7 +111,7 @@ def test_memory_of_a_new_size_waits_for_kernels_and_what_was_freed_does_not() ->
             torch.zeros(2000, device=PLACE)
             done.append("has memory of the driver")
 
-    assert run(2, body) == [None] * 2
+    assert run(2, body, seed) == [None] * 2
     assert done == ["has memory that was freed", "the other one launches", "has memory of the driver"]
 
 

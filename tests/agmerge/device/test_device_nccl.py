@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import agmerge
 import merging
 from agmerge.backends import topology
+from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 
 RANKS, LOCAL, STEPS = 4, 2, 4
@@ -93,6 +94,21 @@ def test_all_ranks_make_all_calls_in_one_order(seed: int, options: dict[str, Any
         return trained(dist, model)
 
     check(on_process_groups(RANKS, body, local_size=LOCAL, seed=seed))
+
+
+@pytest.mark.long
+def test_probes_and_plans_in_turns_keep_that_order() -> None:
+    """The default as it is: what each rank measures is of another moment, and rank 0 decides."""
+
+    def body(dist: Dist) -> Trained:
+        model = Given(PLACE)
+        optimizer = wrapped(model, density=None, merging="agmerge", compression="auto")
+        for number in range(FIRST + STEPS):
+            step(dist, optimizer, model, number)
+        assert optimizer.stats()["planning"] not in ("fixed", "timing")
+        return trained(dist, model)
+
+    check(on_process_groups(RANKS, body, local_size=LOCAL))
 
 
 @pytest.mark.thin(1)
