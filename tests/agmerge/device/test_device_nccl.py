@@ -178,7 +178,7 @@ def test_a_rank_that_is_lost_leaves_nothing_on_the_devices_of_the_others(seed: i
     def body(dist: Dist) -> str:
         model = Given(PLACE)
         optimizer = wrapped(model, **options)
-        for _ in range(STEPS):  # alike: then a hook needs no memory that the device does not have
+        for _ in range(3):  # alike: then a hook needs no memory that the device does not have
             step(dist, optimizer, model, 0, alike=True)
         if dist.rank == RANKS - 1:
             backward(dist, model, 0, [3, 2])
