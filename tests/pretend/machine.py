@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices of several ranks, on which kernels of collectives wait for each other. What NCCL's manual says is strict here.
+"""Devices of several ranks, on which kernels of collectives wait for each other, as strictly as NCCL's manual says.
 
 A collective is launched without waiting, and its kernels run until all of its ranks have launched it. A device runs
 one at a time, in the order of their launches: that those of two communicators fit on it together is promised nowhere.
