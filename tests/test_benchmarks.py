@@ -13,6 +13,7 @@ import parity_phases
 import pytest
 import quantising
 import scale
+import scale_nodes
 import step_time
 import torch
 from lab import rendezvous
@@ -76,6 +77,21 @@ def test_bytes_of_factors_do_not_grow_with_workers() -> None:
         assert sent == pytest.approx(4 * elements, rel=0.01)
         few, many = (strategy.sent(scale.Network(workers, 1e-5, 1e-9), sent) for workers in (8, 4096))
         assert many == pytest.approx(4096 / 4095 * few, rel=0.15) and many < 8 * sent
+
+
+def test_a_nodes_port_carries_one_selection_for_each_other_node_in_two_levels() -> None:
+    """Flat rings carry one for each other worker; with one worker a node both are the same, in time as in bytes."""
+    for nodes, local in scale_nodes.SHAPES:
+        net = scale_nodes.cluster("10 Gbit", nodes, local)
+        took = scale_nodes.predicted("bert-large", net)
+        assert took["sparse"].port / took["two-level"].port == pytest.approx((nodes * local - 1) / (nodes - 1))
+        assert took["two-level"].seconds < took["sparse"].seconds < took["dense"].seconds
+        inside = 4 * sum(map(math.prod, shapes.shapes("bert-large"))) * (local - 1) / local
+        slow = scale_nodes.predicted("bert-large", scale_nodes.cluster("10 Gbit", nodes, local, inside=1.0))
+        assert slow["two-level"].seconds > 2 * 8 * inside / 1e9  # there, and back
+        assert slow["sparse"] == took["sparse"] and slow["dense"] == took["dense"]
+    alone = scale_nodes.predicted("bert-large", scale_nodes.cluster("10 Gbit", 8, 1))
+    assert alone["two-level"] == alone["sparse"]
 
 
 def test_bytes_of_a_step_are_those_that_training_was_seen_to_send() -> None:

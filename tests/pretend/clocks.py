@@ -76,11 +76,11 @@ class Memory:
     """Hold what was done to the bytes of one allocation; views of it share this.
 
     ``stream``: which it was allocated for, and whose next allocation may get it as soon as it is freed. ``report`` is
-    told of races.
+    told of races, ``freed`` of the end.
     """
 
-    def __init__(self, stream: Stream, report: Callable[[Race], None]) -> None:
-        self._stream, self._report = stream, report
+    def __init__(self, stream: Stream, report: Callable[[Race], None], freed: Callable[[], None]) -> None:
+        self._stream, self._report, self._freed = stream, report, freed
         self._uses: list[Use] = []
 
     def use(self, tensor: Tensor, writes: bool, stream: Stream, time: int, what: str) -> None:
@@ -101,6 +101,7 @@ class Memory:
         for use in self._uses:
             if not use.is_before(self._stream):
                 self._report(Race(str(use), f"{self._stream} frees it"))
+        self._freed()
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

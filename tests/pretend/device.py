@@ -7,27 +7,51 @@ There is one ``pretend:0`` in a process; ranks that are threads have a :class:`D
 
 from __future__ import annotations
 
+import math
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+from torch import Tensor
 
 from pretend.books import Books, place
 from pretend.clocks import Clock, Memory, Stream, covers, merge
 from pretend.operations import Access
 from pretend.pinned import PinnedMemory
 
+ROUNDED = 512  # bytes: torch's allocator asks for multiples of it
+
 _thread = threading.local()  # .device: the one that this thread used last; .streams: see _streams
+
+
+class Kernels:
+    """Kernels that take time, of one device. Here: none does."""
+
+    def have_ended(self, clock: Clock) -> bool:
+        """Whether all of them have ended that are queued before ``clock``."""
+        return True
+
+    def wait(self, clock: Clock, seconds: float, what: str) -> bool:
+        """Let the host wait for those before ``clock``, so many seconds; return whether they have ended."""
+        return True
+
+    def allocate(self) -> None:
+        """Let the host ask the driver for memory, which may wait for all kernels."""
 
 
 class Device:
     """Be one rank's accelerator: what is asked of it is written into ``books``.
 
     ``is_watched``: launches and races, too, which takes more time than to compute; else waits alone.
+    ``kernels``: those that take time; None: each has ended as soon as somebody looks.
     ``leave_out``: do not wait where this line of the library asks for it, to see that it is missed; empty: wait.
     """
 
-    def __init__(self, *, is_watched: bool = True) -> None:
+    def __init__(self, *, is_watched: bool = True, kernels: Kernels | None = None) -> None:
         self.is_watched = is_watched
+        self._kernels = kernels or Kernels()
+        self._cached: Counter[tuple[Stream, int]] = Counter()  # free blocks of memory, by stream and bytes
         self.books = Books()
         self.pinned = PinnedMemory(self.books.raced)
         self.default = Stream("default")
@@ -105,13 +129,27 @@ class Device:
         if not self._is_left_out(place().line):
             stream.wait(clock)
 
-    def wait_on_host(self, what: str, clock: Clock | None = None) -> None:
-        """Let the host wait until ``clock``; None: for the current stream, and that it does in any case."""
+    def wait_on_host(self, what: str, clock: Clock | None = None, seconds: float = math.inf) -> bool:
+        """Let the host wait until ``clock``; None: for the current stream, and that it does in any case.
+
+        Returns whether it has come within so many seconds.
+        """
         if clock is not None and clock and self._is_left_out(place().line):
-            return
+            return True
         if clock is None or not self.knows(clock):
             self.books.waited(what)
-        self.know(self.stream.clock if clock is None else clock)
+        clock = self.stream.clock if clock is None else clock
+        if not self._kernels.wait(clock, seconds, what):
+            return False
+        self.know(clock)
+        return True
+
+    def looks(self, clock: Clock) -> bool:
+        """Whether ``clock`` has come: then the host knows."""
+        if not self._kernels.have_ended(clock):
+            return False
+        self.know(clock)
+        return True
 
     def knows(self, clock: Clock) -> bool:
         """Whether the host knows that ``clock`` has come."""
@@ -123,6 +161,16 @@ class Device:
         for stream in self._streams:
             stream.wait(clock)
         self.pinned.waited(self._host)
+
+    def allocate(self, tensor: Tensor) -> Memory:
+        """Return the memory of the host's ``tensor`` for the current stream, as torch's caching allocator finds it."""
+        size = -(-tensor.untyped_storage().nbytes() // ROUNDED) * ROUNDED
+        block = self.stream, size
+        if self._cached[block] > 0:
+            self._cached[block] -= 1
+        elif size:
+            self._kernels.allocate()
+        return Memory(self.stream, self.books.raced, lambda: self._cached.update([block]))
 
     def _is_left_out(self, line: str) -> bool:
         if line:

@@ -15,7 +15,6 @@ from pretend.books import COLLECTIVE
 from pretend.clocks import Clock
 from pretend.device import Device
 from pretend.operations import Access
-from pretend.schedule import Schedule
 from pretend.tensors import DeviceTensor
 
 
@@ -80,25 +79,19 @@ class DeviceHandle(Handle):
 class DeviceBackend(Backend):
     """Run collectives of ``inner``, an in-memory group's, on tensors of ``device``; those of the host as they are.
 
-    ``schedule``: when they are seen as ended; None: as soon as they have. ``label``: what this communicator was made
-    with.
+    They have ended when all ranks have called them: :mod:`pretend.process_groups` is stricter.
     """
 
     name = "pretend"
 
-    def __init__(
-        self, inner: Backend, device: Device, turn: Turn, schedule: Schedule | None = None, label: str = "world"
-    ) -> None:
+    def __init__(self, inner: Backend, device: Device, turn: Turn) -> None:
         self._inner, self._device, self._turn = inner, device, turn
-        self._schedule, self._label = schedule, label
         self._stream = device.new_stream("nccl")
         self.rank, self.size = inner.rank, inner.size
         self.local_rank, self.local_size = inner.local_rank, inner.local_size
 
     def _started(self, handle: Handle, name: str, *tensors: Tensor) -> Handle:
         ours = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
-        if self._schedule is not None:
-            handle = self._schedule.follow(handle, self._label, name)
         if not ours:
             return DeviceHandle(handle, self._device, name, {}, (), self._turn)
         self._stream.wait(self._device.stream.clock)
@@ -130,11 +123,11 @@ class DeviceBackend(Backend):
         return self._started(self._inner.barrier(name), name)
 
     def duplicate(self, label: str, timeout: float) -> Backend:
-        return DeviceBackend(self._inner.duplicate(label, timeout), self._device, self._turn, self._schedule, label)
+        return DeviceBackend(self._inner.duplicate(label, timeout), self._device, self._turn)
 
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> Backend | None:
         inner = self._inner.subgroup(ranks, label, timeout)
-        return None if inner is None else DeviceBackend(inner, self._device, self._turn, self._schedule, label)
+        return None if inner is None else DeviceBackend(inner, self._device, self._turn)
 
     def over(self, process_set: Any) -> Backend | None:
         return self._inner.over(process_set)

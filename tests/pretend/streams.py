@@ -18,7 +18,7 @@ from pretend.registration import NAME, install
 
 
 class Event:
-    """Stand for ``torch.Event``: a place in a stream. It has come as soon as somebody looks."""
+    """Stand for ``torch.Event``: a place in a stream, which has come when the device's kernels before it have ended."""
 
     def __init__(self, device: Any = None, *, enable_timing: bool = False, **others: Any) -> None:
         self._at: float | None = None  # seconds of the host's clock
@@ -30,8 +30,7 @@ class Event:
 
     def query(self) -> bool:
         """Whether the device has got there: then the host knows."""
-        current().know(self.clock)
-        return True
+        return current().looks(self.clock)
 
     def synchronize(self) -> None:
         """Let the host wait until the device has got there."""
@@ -88,8 +87,7 @@ class DeviceStreams(streams.Streams):
         return current().is_capturing
 
     def wait_on_host(self, event: Event, timeout: float) -> bool:
-        event.synchronize()
-        return True
+        return current().wait_on_host("Event.synchronize", event.clock, timeout)
 
 
 def _synchronize(device: Any = None) -> None:

@@ -68,7 +68,7 @@ class DeviceTensor(Tensor):
 
 def put(host: Tensor, device: Device) -> DeviceTensor:
     """Return a tensor of ``device`` that is ``host``, without a copy."""
-    return DeviceTensor(host, device, Memory(device.stream, device.books.raced))
+    return DeviceTensor(host, device, device.allocate(host))
 
 
 def perform(operation: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -93,7 +93,7 @@ def perform(operation: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) 
     results = [one for one in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(one, Tensor)]
     for host in results:
         if id(host) not in known:
-            memory = base.memory if isinstance(base, DeviceTensor) else Memory(device.stream, device.books.raced)
+            memory = base.memory if isinstance(base, DeviceTensor) else device.allocate(host)
             known[id(host)] = host if leaves else DeviceTensor(host, device, memory)
     if device.is_watched:
         accesses = operations.accesses(operation, host_args, host_kwargs, results)
