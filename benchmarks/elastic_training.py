@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from elastic import PORT, ROOT, lines, start, wait_for
+from elastic import ROOT, free_port, lines, start, wait_for
 
 SETTINGS = {  # optimizer, and arguments of agmerge.DistributedOptimizer
     "default": ("AdamW", {"compression": "eden"}),
@@ -51,7 +51,7 @@ else:
     inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
 while "AGMERGE_WAITS" in os.environ and not (folder / f"{os.getpid()}.enter").exists():
     time.sleep(0.02)
-agmerge.init(elastic=True)
+agmerge.init(elastic=agmerge.Elastic(suspect=60.0))  # others may use this machine: who is late is not dead
 optimizer = agmerge.DistributedOptimizer(
     inner, model.named_parameters(), timeout=120, merging="threshold", **setting)
 state = agmerge.elastic.State(model=model, optimizer=optimizer, step=0)
@@ -76,14 +76,16 @@ class Training:
     def __init__(self, folder: Path, setting: str, seed: int, steps: int, workers: int) -> None:
         (folder / "worker.py").write_text(WORKER)
         self.folder, self.arguments = folder, (steps, str(seed), json.dumps(SETTINGS[setting]))
-        self.lighthouse = subprocess.Popen([sys.executable, "-m", "agmerge", "lighthouse", "--port", PORT], cwd=ROOT)
-        time.sleep(3)
+        self.port = free_port()
+        command = [sys.executable, "-m", "agmerge", "lighthouse", "--port", self.port]
+        self.lighthouse = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self.lighthouse.stdout.readline()  # its address: it serves from now on
         self.workers = [self.start() for _ in range(workers)]
         self.killed: list[subprocess.Popen[bytes]] = []
 
     def start(self, **more: str) -> subprocess.Popen[bytes]:
         """Start a worker; with ``AGMERGE_WAITS`` it does not join before :meth:`let_in`."""
-        return start(self.folder, *self.arguments, AGMERGE_LIGHTHOUSE=f"127.0.0.1:{PORT}", **more)
+        return start(self.folder, *self.arguments, AGMERGE_LIGHTHOUSE=f"127.0.0.1:{self.port}", **more)
 
     def reach(self, step: int) -> None:
         """Wait until a worker has made this step."""
