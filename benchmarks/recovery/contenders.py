@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Set
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -52,9 +53,9 @@ class Contender(ABC):
             self._started.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
         return self._started[-1]
 
-    def ended(self) -> int:
-        """Return how many of the processes that were started here have ended."""
-        return sum(process.poll() is not None for process in self._started)
+    def ended(self, killed: Set[int]) -> bool:
+        """Return whether a process has ended that was started here, other than those of ``killed``."""
+        return any(process.poll() is not None and process.pid not in killed for process in self._started)
 
     def worker(self, name: str, *arguments: str) -> tuple[str, ...]:
         """Return the command of a worker, without the interpreter."""

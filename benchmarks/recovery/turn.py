@@ -81,7 +81,7 @@ class Turn:
     def __init__(self, job: Contender, patience: float, seed: int) -> None:
         self.job, self.patience = job, patience
         self.chance = random.Random(seed)
-        self.killed = 0
+        self.killed: set[int] = set()
         self.deaths: list[float] = []
         self.arrivals: list[float] = []
         self.repeated: list[int] = []
@@ -96,7 +96,7 @@ class Turn:
             pids = [line.pid for line in lines]
             if sum(pids.count(pid) >= count for pid in set(pids)) >= workers:
                 return lines
-            if self.job.ended() > self.killed:
+            if self.job.ended(self.killed):
                 raise ChildProcessError("a process that nobody has killed has ended")
             if time.monotonic() > end:
                 raise TimeoutError(f"no {count} steps of {workers} workers within {self.patience:g} s")
@@ -118,7 +118,7 @@ class Turn:
         victim = self.chance.choice(sorted({line.pid for line in lines}))
         killed = time.monotonic()
         os.kill(victim, signal.SIGKILL)
-        self.killed += 1
+        self.killed.add(victim)
         needed = WORKERS if self.job.replaces else WORKERS - 1
         self.wait(needed, AFTER, killed)
         lines = [line for line in timeline(self.job.folder) if line.time >= began and line.pid != victim]
