@@ -7,10 +7,11 @@ Three workers of one machine, in a network of their own whose only link has that
 parameters with AdamW. One is killed, at random, every few steps, and replaced. Each contender's turn is in namespaces
 of its own, which end with all that it has started. ``--install-torchft`` first makes build/torchft-venv.
 
-Prints medians over all kills, and one JSON object on the last line. "death": from the SIGKILL to the next step that
-another worker finishes, less a usual step. "arrival": the longest time without a finished step while a worker comes,
-less a usual step. "again": steps begun in vain at a death. "goodput": steps gained from first to last x usual step /
-seconds. torchrun starts all workers again, so a death is an arrival there, too.
+Prints medians over all kills, and one JSON object on the last line. "death", "arrival": the longest time without a
+finished step, less a usual step of those who make the next one, and the worst of it. "from kill": from the SIGKILL to
+the others' next finished step; how long the step under way had lasted before is not in it. "again": steps begun in vain
+at a death. "goodput": steps gained from first to last x usual step / seconds. torchrun starts all workers again, so a
+death is an arrival there, too.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from recovery.contenders import CONTENDERS, WORKERS, install_torchft
-from recovery.turn import Turn
+from recovery.turn import MEASURED, Turn
 
-HEADS = "contender | death s | worst | arrival s | worst | again | a step s | MB a step | goodput | steps/min"
+HEADS = "contender | death s | worst | from kill s | worst | arrival s | worst | again | a step s | MB a step"
+HEADS += " | goodput | steps/min"
 SPACES = "setpriv --pdeathsig KILL unshare --net --uts --pid --fork --mount-proc --kill-child"
 
 
@@ -68,17 +70,16 @@ def turn(chosen: argparse.Namespace) -> dict[str, Any]:
 def row(name: str, turns: Sequence[dict[str, Any]]) -> list[str]:
     """Return one contender's cells: medians over all its turns."""
     failures = [one["failed"].splitlines()[0] for one in turns if "failed" in one]
-    every = {key: [x for one in turns for x in one.get(key, ())] for key in ("deaths", "arrivals", "repeated", "steps")}
+    every = {key: [x for one in turns for x in one.get(key, ())] for key in MEASURED}
     if not every["deaths"]:
         return [name, failures[0] if failures else "nothing measured"]
     whole = [one for one in turns if "failed" not in one]
     goodputs = [one["useful"] * statistics.median(one["steps"]) / one["seconds"] for one in whole]
     rates = [60 * one["useful"] / one["seconds"] for one in whole]
-    megabytes = [x for one in turns for x in one.get("megabytes", ())]
     cells = [name]
-    for values in (every["deaths"], every["arrivals"]):
+    for values in (every["deaths"], every["from_kill"], every["arrivals"]):
         cells += [f"{statistics.median(values):.1f}", f"{max(values):.1f}"] if values else ["-", "-"]
-    for values, form in ((every["repeated"], "g"), (every["steps"], ".2f"), (megabytes, ".1f")):
+    for values, form in ((every["repeated"], "g"), (every["steps"], ".2f"), (every["megabytes"], ".1f")):
         cells.append(format(statistics.median(values), form))
     for values, form in ((goodputs, ".2f"), (rates, ".1f")):
         cells.append(format(statistics.median(values), form) if values else "-")

@@ -4,9 +4,10 @@
     python benchmarks/elastic_training.py [--setting default|dgc|updates] [--seeds 5] [--first 0]
 
 A small GPT-2 learns the standard library's own source text, byte by byte, with four workers of this machine. One is
-killed every hundred steps, another one comes fifty steps later. The uninterrupted training ends at the step after which
-its four workers have made as many batches. Prints, for each seed, the loss of both on text that was held back, which
-all workers evaluate alike, and their ratio; then the median of ratios, and one JSON object on the last line.
+killed every hundred steps, another one comes fifty steps later. Prints, for each seed, the loss on text that was held
+back, which all workers evaluate alike, and its ratio to that of the uninterrupted training: at the step after which its
+four workers have made as many batches, which is an earlier one, and at the same step, after more batches. Then the
+medians of ratios, and one JSON object on the last line.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from elastic import ROOT, free_port, lines, start, wait_for
 
@@ -33,7 +35,7 @@ import contextlib, json, os, pathlib, sys, time
 import torch, agmerge
 from transformers import GPT2Config, GPT2LMHeadModel
 folder, until, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-kind, setting = json.loads(sys.argv[4])
+kind, setting, evaluated = json.loads(sys.argv[4])
 torch.set_num_threads(1); torch.manual_seed(seed)
 library = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))
 text = torch.tensor(list(b"".join(path.read_bytes() for path in library)), dtype=torch.uint8)
@@ -45,6 +47,9 @@ def batch(number, start, stop):
 model = GPT2LMHeadModel(GPT2Config(
     vocab_size=256, n_positions=64, n_embd=128, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 loss_of = lambda ids: model(ids, labels=ids).loss
+def evaluate():
+    with torch.no_grad(), optimizer.shared() if setting.get("sync") == "updates" else contextlib.nullcontext():
+        return sum(loss_of(batch(-1 - number, held_back, len(text))).item() for number in range(100)) / 100
 if kind == "SGD":
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 else:
@@ -56,16 +61,16 @@ optimizer = agmerge.DistributedOptimizer(
     inner, model.named_parameters(), timeout=120, merging="threshold", **setting)
 state = agmerge.elastic.State(model=model, optimizer=optimizer, step=0)
 with open(folder / f"{os.getpid()}.lines", "a") as lines:
+    losses = {}
     while state.step < until:
         optimizer.zero_grad()
         number = (seed * 100_000 + state.step) * 16 + agmerge.rank()
         loss_of(batch(number, 0, held_back)).backward()
         optimizer.step(); state.step += 1; state.commit()
         print(json.dumps([time.monotonic(), state.step, agmerge.size()]), file=lines, flush=True)
-shared = optimizer.shared() if setting.get("sync") == "updates" else contextlib.nullcontext()
-with torch.no_grad(), shared:
-    found = sum(loss_of(batch(-1 - number, held_back, len(text))).item() for number in range(100)) / 100
-(folder / f"{os.getpid()}.loss").write_text(str(found))
+        if state.step in evaluated:
+            losses[state.step] = evaluate()
+(folder / f"{os.getpid()}.loss").write_text(json.dumps(losses))
 agmerge.shutdown()
 """
 
@@ -73,9 +78,11 @@ agmerge.shutdown()
 class Training:
     """Lighthouse and workers of one training."""
 
-    def __init__(self, folder: Path, setting: str, seed: int, steps: int, workers: int) -> None:
+    def __init__(self, folder: Path, setting: str, seed: int, evaluated: list[int], workers: int) -> None:
+        """Start all. ``evaluated``: steps after which the loss is evaluated; the last one ends the training."""
         (folder / "worker.py").write_text(WORKER)
-        self.folder, self.arguments = folder, (steps, str(seed), json.dumps(SETTINGS[setting]))
+        arguments = json.dumps([*SETTINGS[setting], evaluated])
+        self.folder, self.arguments = folder, (evaluated[-1], str(seed), arguments)
         self.port = free_port()
         command = [sys.executable, "-m", "agmerge", "lighthouse", "--port", self.port]
         self.lighthouse = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -111,13 +118,13 @@ class Training:
         wait_for(self.folder, [spare.pid], 1)
         self.workers.append(spare)
 
-    def loss(self) -> float:
-        """Wait for the end; return the loss, which is the same on all workers."""
+    def losses(self) -> list[float]:
+        """Wait for the end; return the losses, which are the same on all workers."""
         codes = [one.wait(1800) for one in self.workers]
         assert not any(codes), (self.folder / "log").read_text()[-3000:]
         losses = {(self.folder / f"{one.pid}.loss").read_text() for one in self.workers}
         assert len(losses) == 1, f"workers differ: {losses}"
-        return float(losses.pop())
+        return list(json.loads(losses.pop()).values())
 
     def batches(self) -> int:
         """Return how many batches all workers together have made; those of steps that killed ones began are not."""
@@ -130,15 +137,15 @@ class Training:
             one.wait()
 
 
-def trained(chosen: argparse.Namespace, seed: int, steps: int, every: int) -> dict[str, float]:
-    """Train; return loss, seconds from the first step to the last one, batches, and numbers of kills and arrivals.
+def trained(chosen: argparse.Namespace, seed: int, evaluated: list[int], every: int) -> dict[str, Any]:
+    """Train; return the losses after steps ``evaluated``, seconds from the first step to the last one, and batches.
 
     ``every``: steps from one kill to the next; 0: none.
     """
-    chance = random.Random(seed)
+    chance, steps = random.Random(seed), evaluated[-1]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        training = Training(folder, chosen.setting, seed, steps, chosen.workers)
+        training = Training(folder, chosen.setting, seed, evaluated, chosen.workers)
         try:
             wait_for(folder, [one.pid for one in training.workers], 1)
             began = min(lines(folder, one.pid)[0][0] for one in training.workers)
@@ -148,13 +155,13 @@ def trained(chosen: argparse.Namespace, seed: int, steps: int, every: int) -> di
                 training.kill(chance.randrange(chosen.workers))
                 training.reach(due + chosen.later)
                 training.let_in(spare)
-            loss = training.loss()
+            losses = training.losses()
             ended = max(lines(folder, one.pid)[-1][0] for one in training.workers)
             sizes = [size for _, _, size in lines(folder, training.workers[0].pid)]
             return {
-                "loss": loss,
+                "losses": losses,
                 "seconds": ended - began,
-                "steps": steps,
+                "steps": evaluated,
                 "batches": training.batches(),
                 "killed": len(training.killed),
                 "steps of fewer": sizes.count(chosen.workers - 1),
@@ -176,17 +183,18 @@ def main() -> None:
     chosen = parser.parse_args()
     pairs = []
     for seed in range(chosen.first, chosen.first + chosen.seeds):
-        through = trained(chosen, seed, chosen.steps, chosen.every)
-        alone = trained(chosen, seed, round(through["batches"] / chosen.workers), 0)
-        pairs.append({"seed": seed, "killed": through, "alone": alone, "ratio": through["loss"] / alone["loss"]})
-        print(f"seed {seed}: ", end="")
-        for one in (through, alone):
-            print(f"{one['killed']} killed, {one['steps']} steps, {one['batches']} batches, ", end="")
-            print(f"loss {one['loss']:.4f}, {one['seconds']:.0f} s; ", end="")
-        print(f"ratio {pairs[-1]['ratio']:.4f}", flush=True)
-    ratios = [pair["ratio"] for pair in pairs]
-    told = f"median {statistics.median(ratios):.4f} ({min(ratios):.4f} to {max(ratios):.4f})"
-    print(f"{chosen.setting}: loss with kills / without, as many batches: {told}, {len(ratios)} seeds")
+        killed = trained(chosen, seed, [chosen.steps], chosen.every)
+        equal = round(killed["batches"] / chosen.workers)
+        alone = trained(chosen, seed, [equal, chosen.steps], 0)
+        loss, (as_many, more) = killed["losses"][0], alone["losses"]
+        pair = {"seed": seed, "killed": killed, "alone": alone, "ratio": loss / as_many, "same steps": loss / more}
+        pairs.append(pair)
+        print(f"seed {seed}: {killed['killed']} killed, {killed['batches']} batches, loss {loss:.4f}; alone ", end="")
+        print(f"{as_many:.4f} after {equal} steps, {more:.4f} after {chosen.steps}", flush=True)
+    for what, words in (("ratio", "as many batches"), ("same steps", "as many steps")):
+        ratios = [pair[what] for pair in pairs]
+        told = f"median {statistics.median(ratios):.4f} ({min(ratios):.4f} to {max(ratios):.4f})"
+        print(f"{chosen.setting}: loss with kills / without, {words}: {told}, {len(ratios)} seeds")
     print(json.dumps({**vars(chosen), "pairs": pairs}))
 
 

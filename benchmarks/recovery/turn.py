@@ -17,7 +17,8 @@ from typing import Any
 
 from recovery.contenders import WORKERS, Contender
 
-AFTER = 4  # steps after a death, and after an arrival, before anything else happens
+MEASURED = ("deaths", "from_kill", "arrivals", "repeated", "steps", "megabytes")
+AFTER = 5  # steps after a death, and after an arrival, before anything else happens
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,17 @@ def pause(lines: Sequence[Line], since: float) -> Pause:
 
 
 def usual(lines: Sequence[Line]) -> float:
-    """Return the median seconds of steps that the same worker has finished one after the other, among all workers."""
+    """Return the median seconds of a worker's steps, of those between which the number of workers is the same."""
     found = []
     for pid in {line.pid for line in lines}:
         of_one = [line for line in lines if line.pid == pid]
-        found += [b.time - a.time for a, b in pairwise(of_one) if a.workers == b.workers == WORKERS]
+        found += [b.time - a.time for a, b in pairwise(of_one) if a.workers == b.workers]
     return statistics.median(found)
+
+
+def beyond(lines: Sequence[Line], gap: Pause) -> float:
+    """Return the seconds of a pause beyond a usual step of those who end it: two workers' steps are not three's."""
+    return gap.after - gap.before - usual([line for line in lines if line.time >= gap.after])
 
 
 def repeated(lines: Sequence[Line], gap: Pause) -> int:
@@ -83,6 +89,7 @@ class Turn:
         self.chance = random.Random(seed)
         self.killed: set[int] = set()
         self.deaths: list[float] = []
+        self.from_kill: list[float] = []  # seconds to the next finished step, nothing taken off
         self.arrivals: list[float] = []
         self.repeated: list[int] = []
         self.steps: list[float] = []  # seconds of usual ones
@@ -114,7 +121,7 @@ class Turn:
     def kill(self, count: int) -> None:
         """Kill a worker after ``count`` steps, replace it some steps later, and measure both pauses."""
         lines = self.usual_steps(count)
-        began, step = lines[0].time, self.steps[-1]
+        began = lines[0].time
         victim = self.chance.choice(sorted({line.pid for line in lines}))
         killed = time.monotonic()
         os.kill(victim, signal.SIGKILL)
@@ -123,15 +130,16 @@ class Turn:
         self.wait(needed, AFTER, killed)
         lines = [line for line in timeline(self.job.folder) if line.time >= began and line.pid != victim]
         gap = pause(lines, killed)
-        self.deaths.append(gap.after - killed - step)
+        self.deaths.append(beyond(lines, gap))
+        self.from_kill.append(gap.after - killed)
         self.repeated.append(repeated(lines, gap))
         if self.job.replaces:
             return
         came = time.monotonic()
         self.job.replace()
         self.wait(WORKERS, AFTER, came)
-        gap = pause([line for line in timeline(self.job.folder) if line.time >= killed and line.pid != victim], came)
-        self.arrivals.append(gap.after - gap.before - step)
+        lines = [line for line in timeline(self.job.folder) if line.time >= killed and line.pid != victim]
+        self.arrivals.append(beyond(lines, pause(lines, came)))
 
     def run(self, kills: int, steps: int) -> dict[str, Any]:
         """Return what was measured; with "failed" where it ended early. ``steps``: at least, from one kill to another.
@@ -148,7 +156,7 @@ class Turn:
         except (TimeoutError, OSError) as error:
             log = (self.job.folder / "log").read_text()[-1500:]
             failed = f"{error}; its log ends: {log}"
-        found = {name: getattr(self, name) for name in ("deaths", "arrivals", "repeated", "steps", "megabytes")}
+        found = {name: getattr(self, name) for name in MEASURED}
         if failed:
             return {**found, "failed": failed}
         lines = [line for line in timeline(self.job.folder) if line.time >= began]
