@@ -145,7 +145,9 @@ class HorovodAGMerge(Horovod):
 
 
 class TorchFT(Contender):
-    """The Manager of torchft, a replica group for each worker, its wrappers of model and optimizer."""
+    """The Manager of torchft and its optimizer, a replica group for each worker."""
+
+    way = "manager"
 
     @staticmethod
     def missing() -> str:
@@ -165,9 +167,15 @@ class TorchFT(Contender):
             self.replace()
 
     def replace(self) -> None:
-        command = self.worker("torchft", str(self._count))
+        command = self.worker("torchft", str(self._count), self.way)
         self._count += 1
         self.launch(str(TORCHFT_PYTHON), *command, TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{PORT}")
+
+
+class TorchFTParallel(TorchFT):
+    """The same with its DistributedDataParallel."""
+
+    way = "ddp"
 
 
 CONTENDERS: dict[str, type[Contender]] = {
@@ -178,6 +186,7 @@ CONTENDERS: dict[str, type[Contender]] = {
     "horovod 30 s": HorovodDefault,
     "horovod + agmerge": HorovodAGMerge,
     "torchft": TorchFT,
+    "torchft ddp": TorchFTParallel,
 }
 
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker, a replica group of its own, of torchft's Manager: ``python torchft_worker.py FOLDER MODEL NUMBER``."""
+"""A worker of torchft's Manager, a replica group of its own: ``python torchft_worker.py FOLDER MODEL NUMBER WAY``.
+
+``WAY``: "manager", its ``allreduce`` of all gradients in one tensor after the backward pass; or "ddp", its wrapper of
+DistributedDataParallel. In 0.2.0 over Gloo that wrapper ends a survivor's process (``assert fut._fut``) if another one
+dies in an all-reduce: after an error in ``Work.wait`` its future was never made.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,12 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+import torch
 from task import Record, network, optimizer_of
 from torch.distributed import TCPStore
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-folder, kind, number = sys.argv[1:]
+folder, kind, number, way = sys.argv[1:]
 model, loss_of = network(kind)
 inner = optimizer_of(model)
 record = Record(folder)
@@ -41,12 +47,26 @@ manager = Manager(  # the lighthouse is named by TORCHFT_LIGHTHOUSE; time-outs a
     store_port=store.port,
     hostname="127.0.0.1",
 )
-parallel, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+optimizer = Optimizer(manager, inner)
+parallel = DistributedDataParallel(manager, model) if way == "ddp" else model
+
+
+def average() -> None:
+    """Replace gradients by their mean over workers; after an error they are not used."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    together = torch.cat([gradient.flatten() for gradient in gradients])
+    manager.allreduce(together).wait()
+    for gradient, mean in zip(gradients, together.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
 while True:
     record.begin()
     before = manager.current_step()
     optimizer.zero_grad()
     loss_of(parallel).backward()
+    if way == "manager":
+        average()
     optimizer.step()
     if manager.current_step() > before:  # else the step did not count: it is made again
         record.end(manager.current_step(), manager.num_participants())
