@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -83,12 +84,12 @@ class Training:
         (folder / "worker.py").write_text(WORKER)
         arguments = json.dumps([*SETTINGS[setting], evaluated])
         self.folder, self.arguments = folder, (evaluated[-1], str(seed), arguments)
+        self.killed: list[subprocess.Popen[bytes]] = []
         self.port = free_port()
         command = [sys.executable, "-m", "agmerge", "lighthouse", "--port", self.port]
         self.lighthouse = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         self.lighthouse.stdout.readline()  # its address: it serves from now on
         self.workers = [self.start() for _ in range(workers)]
-        self.killed: list[subprocess.Popen[bytes]] = []
 
     def start(self, **more: str) -> subprocess.Popen[bytes]:
         """Start a worker; with ``AGMERGE_WAITS`` it does not join before :meth:`let_in`."""
@@ -181,6 +182,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers are ended then, too
     pairs = []
     for seed in range(chosen.first, chosen.first + chosen.seeds):
         killed = trained(chosen, seed, [chosen.steps], chosen.every)
