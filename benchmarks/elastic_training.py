@@ -114,9 +114,14 @@ class Training:
         self.killed.append(victim)
 
     def let_in(self, spare: subprocess.Popen[bytes]) -> None:
-        """Let a worker join that was started to wait, and wait for its first step."""
+        """Let a worker join that was started to wait, and wait for its first step; it may come too late for that."""
         (self.folder / f"{spare.pid}.enter").touch()
-        wait_for(self.folder, [spare.pid], 1)
+        while not lines(self.folder, spare.pid):
+            if any(one.poll() is not None for one in (*self.workers, spare)):
+                spare.kill()
+                spare.wait()
+                return
+            time.sleep(0.05)
         self.workers.append(spare)
 
     def losses(self) -> list[float]:
@@ -165,6 +170,7 @@ def trained(chosen: argparse.Namespace, seed: int, evaluated: list[int], every: 
                 "steps": evaluated,
                 "batches": training.batches(),
                 "killed": len(training.killed),
+                "arrived": len(training.workers) + len(training.killed) - chosen.workers,
                 "steps of fewer": sizes.count(chosen.workers - 1),
             }
         finally:
