@@ -85,6 +85,7 @@ class Training:
         arguments = json.dumps([*SETTINGS[setting], evaluated])
         self.folder, self.arguments = folder, (evaluated[-1], str(seed), arguments)
         self.killed: list[subprocess.Popen[bytes]] = []
+        self._started: list[subprocess.Popen[bytes]] = []  # those that wait to be let in, too
         self.port = free_port()
         command = [sys.executable, "-m", "agmerge", "lighthouse", "--port", self.port]
         self.lighthouse = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -93,7 +94,8 @@ class Training:
 
     def start(self, **more: str) -> subprocess.Popen[bytes]:
         """Start a worker; with ``AGMERGE_WAITS`` it does not join before :meth:`let_in`."""
-        return start(self.folder, *self.arguments, AGMERGE_LIGHTHOUSE=f"127.0.0.1:{self.port}", **more)
+        self._started.append(start(self.folder, *self.arguments, AGMERGE_LIGHTHOUSE=f"127.0.0.1:{self.port}", **more))
+        return self._started[-1]
 
     def reach(self, step: int) -> None:
         """Wait until a worker has made this step."""
@@ -138,7 +140,7 @@ class Training:
 
     def close(self) -> None:
         """End all processes."""
-        for one in (*self.workers, self.lighthouse):
+        for one in (*self._started, self.lighthouse):
             one.kill()
             one.wait()
 
@@ -158,7 +160,7 @@ def trained(chosen: argparse.Namespace, seed: int, evaluated: list[int], every: 
             for due in range(every, steps, every) if every else ():
                 spare = training.start(AGMERGE_WAITS="1")
                 training.reach(due)
-                training.kill(chance.randrange(chosen.workers))
+                training.kill(chance.randrange(len(training.workers)))
                 training.reach(due + chosen.later)
                 training.let_in(spare)
             losses = training.losses()
