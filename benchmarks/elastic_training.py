@@ -119,7 +119,8 @@ class Training:
         """Let a worker join that was started to wait, and wait for its first step; it may come too late for that."""
         (self.folder / f"{spare.pid}.enter").touch()
         while not lines(self.folder, spare.pid):
-            if any(one.poll() is not None for one in (*self.workers, spare)):
+            assert spare.poll() is None, (self.folder / "log").read_text()[-3000:]
+            if any(one.poll() is not None for one in self.workers):
                 spare.kill()
                 spare.wait()
                 return
