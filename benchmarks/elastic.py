@@ -15,6 +15,7 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -70,9 +71,16 @@ def lines(folder: Path, pid: int) -> list[list[float]]:
     return [json.loads(one) for one in whole.splitlines()]
 
 
+def free_port() -> str:
+    """Return a port that nobody uses now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
+
+
 def wait_for(folder: Path, pids: list[int], count: int) -> None:
     """Wait until each worker has made so many steps."""
-    end = time.monotonic() + 180
+    end = time.monotonic() + 600
     while not all(len(lines(folder, pid)) >= count for pid in pids):
         if time.monotonic() > end:
             sys.exit((folder / "log").read_text()[-3000:])
