@@ -166,7 +166,8 @@ def load(reducer: AnyReducer, section: Mapping[str, Any] | None, *, own: bool = 
     if section is not None and RANKS in section:
         section = _own_part(exchange, section)
     if section is None:
-        if exchange.agreed.config.compression.memory.has_residual:  # the default keeps nothing back
+        config = exchange.agreed.config
+        if config.compression.memory.has_residual or config.sync.updates is not None:  # the default keeps nothing back
             warnings.warn(NO_RESIDUALS, stacklevel=3)
         restored = Restored(shard=exchange.group.shard)
     else:

@@ -14,7 +14,6 @@ SECTIONS = "optimizers"  # in a state: a list of each optimizer's own state_dict
 # A key of a state with more sections than a plain optimizer loads, which keeps unknown keys. Keys are numbers of
 # parameters, which scripts may sort.
 MARK = -1
-GROUP_MARK = "agmerge"  # likewise in each group, where there is no state by parameter: momentum is kept by this library
 
 
 class StateOfAll(MutableMapping[Any, Any]):
@@ -95,21 +94,17 @@ def sections_of(optimizer: torch.optim.Optimizer, saved: Any) -> list[Any]:
 def marked(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state with a mark in its state by parameter, where a plain optimizer keeps it when it loads.
 
-    A state with nothing by parameter has it in its groups: Horovod's ``broadcast_optimizer_state`` recognises such a
-    state by its length. Groups must be the same on all ranks, so the mark is there on all of them or on none.
+    A group's options would be no place for it: Horovod's ``broadcast_optimizer_state`` expects them to be the same on
+    all ranks. A state with nothing by parameter gets none: that function recognises it by its length.
     """
     if SECTIONS in state and "param_groups" not in state:
         return {**state, SECTIONS: [marked(section) for section in state[SECTIONS]]}
-    if state["state"]:
-        return {**state, "state": {**state["state"], MARK: {}}}
-    return {**state, "param_groups": [{**group, GROUP_MARK: 1} for group in state["param_groups"]]}
+    return {**state, "state": {**state["state"], MARK: {}}} if state["state"] else dict(state)
 
 
 def unmark(optimizer: torch.optim.Optimizer) -> bool:
     """Remove the marks from states that optimizers have loaded; return whether there were any."""
-    each_has = [each.state.pop(MARK, None) is not None for each in optimizers_of(optimizer)]
-    groups = [group for each in optimizers_of(optimizer) for group in each.param_groups]
-    return any([*each_has, *[group.pop(GROUP_MARK, None) is not None for group in groups]])
+    return any([each.state.pop(MARK, None) is not None for each in optimizers_of(optimizer)])
 
 
 def check_state(optimizer: torch.optim.Optimizer, saved: Any) -> None:
