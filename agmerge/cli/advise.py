@@ -14,37 +14,51 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
+import torch.multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import agmerge
 from agmerge.backends import registry
 from agmerge.backends.horovod_mpi import cores
-from agmerge.cli.advise_turns import OTHERS, STEPS, Enough, Swappable, Turns
+from agmerge.cli import advise_script
+from agmerge.cli.advise_script import Script
+from agmerge.cli.advise_turns import OTHERS, ROUNDS, STEPS, TURN, Enough, Swappable, Turns, leave_out_notices
+from agmerge.cli.advise_updates import exchanging_updates
 from agmerge.options.arguments import Options
-from agmerge.options.named_costs import told_cost
+from agmerge.options.named_costs import told_cost, told_cost_of_updates
 from agmerge.planning import advice
 from agmerge.step.updates import UPDATES
 from sparsifiers.quantising.choice import NONE
 from sparsifiers.registry import spelling
 
 # No plan changes while steps are timed.
-GIVEN: dict[str, Any] = {"compression": NONE, "merging": "threshold", "check_every": 0}
+STILL: dict[str, Any] = {"merging": "threshold", "check_every": 0}
+GIVEN: dict[str, Any] = {"compression": NONE, **STILL}
 NOT_USED, NO_ANSWER = 3, 4  # exit codes: "do not use agmerge here", and that nothing can be said
 ONE_WORKER = "one worker exchanges nothing: start at least two, for example by --workers 2, without a launcher"
-# By the modules that call a model.
-CALLERS = {
-    "transformers.trainer": advice.TRAINER,
-    "lightning": advice.LIGHTNING,
-    "pytorch_lightning": advice.LIGHTNING,
-}
+SEVERAL = (
+    "it has {count} DistributedDataParallel models, and only what one model exchanges is compared. Each of them can "
+    "have a line (docs/frameworks.md)"
+)
+NO_MODEL = (
+    "no DistributedDataParallel has the parameters that its {optimizer} steps. If nothing else averages gradients, each "
+    "worker trains by itself. For Horovod and FSDP2 see docs/frameworks.md, else this makes the script one for several "
+    "workers; then ask again"
+)
+SPAWNS = (
+    "it starts its workers itself, by torch.multiprocessing, where nothing can be watched. Have them started for this "
+    "question: call what each of them runs with the rank and the number of workers that torchrun puts into RANK and "
+    "WORLD_SIZE"
+)
 
 
 class Advisor:
@@ -52,27 +66,15 @@ class Advisor:
 
     def __init__(self, script: str, as_json: bool, result: str) -> None:
         self.script, self._as_json, self._result = script, as_json, result
-        self.models: list[DistributedDataParallel] = []
         self.code: int | None = None  # the exit code, once it is known
         self.steps = 0  # of the first optimizer that steps
+        self.ended = ""  # how the script has ended by itself, in words
         self._ours = False  # the script has a DistributedOptimizer
         self._main: torch.optim.Optimizer | None = None
         self._turns: Turns | None = None
-        self._framework = ""
+        self._found: Script | None = None  # at the first step
 
     # -- what the script has ------------------------------------------------------------------------------------------
-
-    def called(self, module: torch.nn.Module, *_: object) -> None:
-        """Note a model that exchanges its gradients, at its first forward pass, and the framework that calls it."""
-        if not isinstance(module, DistributedDataParallel) or any(module is model for model in self.models):
-            return
-        self.models.append(module)
-        frame, callers = sys._getframe(1), []
-        while frame.f_back is not None:
-            frame = frame.f_back
-            callers.append(str(frame.f_globals.get("__name__", "")))
-        found = (name for start, name in CALLERS.items() if any(caller.startswith(start) for caller in callers))
-        self._framework = next(found, advice.ACCELERATE if uses_accelerate() else advice.DDP)
 
     def uses_ours(self) -> None:
         """Note that the script has an optimizer of this library's, which tells of its steps by itself."""
@@ -88,39 +90,65 @@ class Advisor:
             return
         self.steps += 1
         if self._turns is None:
-            self._check()
-            self._turns = Turns(optimizer, self._compressed)
+            self._begin(optimizer)
+        assert self._turns is not None and self._found is not None
         if self._turns.step():
-            self.conclude(self._turns, optimizer, self._framework)
+            self.conclude(self._turns, optimizer, self._found)
 
-    def _check(self) -> None:
-        """End the script with a message where no answer can be had."""
-        if len(self.models) != 1:
-            self.give_up(
-                f"its optimizer steps, and it has {len(self.models)} DistributedDataParallel models; one is needed. "
-                "A script without one trains each worker by itself: put the line for plain PyTorch into it, and ask "
-                "again"
-            )
-        if self.models[0].process_group.size() == 1:
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the script, and begin to take turns; end it with a message where no answer can be had."""
+        models = advise_script.models()
+        if len(models) > 1:
+            self.give_up(SEVERAL.format(count=len(models)))
+        framework = advice.DDP if models else advice.PLAIN
+        holding = advise_script.is_model(models[0]) if models else advise_script.holding(optimizer)
+        found = {"model": holding, "optimizer": lambda each: each is optimizer}
+        self._found = script = advise_script.described(self.script, framework, found)
+        if not models or not advise_script.holds(models[0], optimizer):
+            lines = advice.pasted(advice.PLAIN, script.names if not models else {}, scaled=script.scaler is not None)
+            self.give_up("\n".join([NO_MODEL.format(optimizer=type(optimizer).__name__), "", *lines]))
+        model = models[0]
+        if model.process_group.size() == 1:
             self.give_up(ONE_WORKER)
 
-    def _compressed(self, optimizer: torch.optim.Optimizer) -> Swappable:
-        exchange: Swappable = agmerge.integrations.ddp.compress(self.models[0], optimizer=optimizer, **GIVEN)
-        return exchange
+        def compressed(_: torch.optim.Optimizer) -> Swappable:
+            line = agmerge.integrations.ddp.compress
+            exchange: Swappable = line(model, optimizer=optimizer, scaler=script.scaler, **GIVEN)
+            return exchange
+
+        def updates(_: torch.optim.Optimizer) -> AbstractContextManager[None]:
+            return exchanging_updates(model, optimizer, **STILL)
+
+        # A GradScaler leaves out steps of one worker then, and the others would count on.
+        refused = model.static_graph or script.scaler is not None
+        self._turns = Turns(optimizer, compressed, None if refused else updates)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def conclude(self, turns: Turns, optimizer: torch.optim.Optimizer, framework: str) -> None:
+    def conclude(self, turns: Turns, optimizer: torch.optim.Optimizer, script: Script) -> None:
         """Collective. Print the advice on rank 0, and end the script on every rank."""
-        seconds = {name: advice.median_of_slowest(agmerge.allgather_object(own)) for name, own in turns.seconds.items()}
-        candidates = tuple(
-            advice.Candidate(name, took, name in turns.defaults, told_cost(name, OTHERS.get(name), optimizer))
-            for name, took in seconds.items()
-            if name
+        candidates = []
+        for name, own in turns.seconds.items():
+            told = told_cost(name, OTHERS.get(name), optimizer)
+            if name == UPDATES:
+                told = told_cost_of_updates(agmerge.size(), optimizer)
+            everyones = agmerge.allgather_object(own)
+            by_turn = [[each[turn * TURN :][:TURN] for each in everyones] for turn in range(ROUNDS)]
+            took = tuple(map(advice.median_of_slowest, by_turn))
+            whole = advice.median_of_slowest(everyones)
+            candidates.append(advice.Candidate(name, whole, name in turns.defaults, told, took))
+        base = next(one for name in ("", NONE) for one in candidates if one.name == name)
+        found = advice.Facts(
+            script.framework,
+            type(optimizer).__name__,
+            agmerge.size(),
+            sum(one.numel() for group in optimizer.param_groups for one in group["params"]),
+            base.seconds,
+            tuple(one for one in candidates if one.name),
+            base.turns,
+            script.names,
+            script.scaler is not None,
         )
-        parameters = sum(one.numel() for group in optimizer.param_groups for one in group["params"])
-        now = seconds.get("", seconds.get(NONE, 0.0))
-        found = advice.Facts(framework, type(optimizer).__name__, agmerge.size(), parameters, now, candidates)
         chosen = advice.choose(found)
         self.code = 0 if chosen.use else NOT_USED
         if agmerge.rank() == 0:
@@ -132,10 +160,19 @@ class Advisor:
 
     def give_up(self, why: str) -> None:
         """End the script: no advice can be given."""
-        sys.stderr.write(f"agmerge advise: {self.script}: {why}\n")
-        sys.stderr.flush()
+        self.say(f": {why}")
         self.code = NO_ANSWER
         raise Enough
+
+    def say(self, what: str) -> None:
+        """Write a line about the script: what is so on every rank on the first one alone, where a launcher tells."""
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"agmerge advise: {self.script}{what}\n")
+            sys.stderr.flush()
+
+    def spawns(self, *_: object, **__: object) -> None:
+        """End the script, which starts workers by itself."""
+        self.give_up(SPAWNS)
 
     def leave_if_done(self) -> None:
         """End the process where the script has caught what was to end it, and goes on."""
@@ -143,22 +180,21 @@ class Advisor:
             sys.stdout.flush()
             os._exit(self.exit_code())
 
+    def end(self, code: Any) -> None:
+        """Note the exit code with which the script has ended itself."""
+        self.ended = f", by itself with exit code {code}" if code else ""
+
     def exit_code(self) -> int:
         """Return this process's exit code, and write the script's into the file of ``--result``."""
         code = self.code
         if code is None:  # the script has come to its end
-            seen = f"{self.steps} steps of an optimizer, {len(self.models)} DistributedDataParallel"
-            sys.stderr.write(f"agmerge advise: {self.script} ended too early, after {seen}; {STEPS} steps are needed\n")
+            seen = f"{self.steps} steps of an optimizer, {len(advise_script.models())} DistributedDataParallel"
+            hint = ". More epochs, or a smaller batch, would do" if self.steps else ""
+            self.say(f" ended too early{self.ended}, after {seen}; {STEPS} steps are needed{hint}")
             code = NO_ANSWER
         if self._result and os.environ.get("RANK") == "0":
             Path(self._result).write_text(str(code))
         return 0 if self._result or code == NOT_USED else code
-
-
-def uses_accelerate() -> bool:
-    """Return whether the script has an Accelerator."""
-    state = sys.modules.get("accelerate.state")
-    return state is not None and bool(state.PartialState._shared_state)
 
 
 def advised(advisor: Advisor) -> type[agmerge.DistributedOptimizer]:
@@ -183,7 +219,12 @@ def advised(advisor: Advisor) -> type[agmerge.DistributedOptimizer]:
             if agmerge.size() == 1:
                 advisor.give_up(ONE_WORKER)
             if self._turns.step():
-                advisor.conclude(self._turns, self._inner, advice.OURS)
+                found = {
+                    "model": advise_script.holding(self._inner),
+                    "optimizer": lambda each: each is self,
+                    "plain": lambda each: each is self._inner,
+                }
+                advisor.conclude(self._turns, self._inner, advise_script.described(advisor.script, advice.OURS, found))
             return loss
 
     return AdvisedOptimizer
@@ -197,7 +238,10 @@ def start(script: str, arguments: Sequence[str], flags: Sequence[str], workers: 
         run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}", "-m", "agmerge", "advise"]
         environment = {"OMP_NUM_THREADS": str(max(1, cores() // workers)), **os.environ}
         subprocess.run([sys.executable, *run, *flags, "--result", str(file), script, *arguments], env=environment)
-        return int(file.read_text()) if file.exists() else NO_ANSWER
+        if file.exists():
+            return int(file.read_text())
+    sys.stderr.write(f"agmerge advise: no answer for {script}: what is above says why\n")
+    return NO_ANSWER
 
 
 def main(script: str, arguments: Sequence[str], *, as_json: bool, patience: float, workers: int, result: str) -> int:
@@ -224,7 +268,9 @@ def watched(advisor: Advisor, arguments: Sequence[str], patience: float) -> int:
     """Run the script of ``advisor`` until it ends; return the exit code."""
     script = advisor.script
     agmerge.DistributedOptimizer = agmerge.optimizer.DistributedOptimizer = advised(advisor)  # type: ignore[misc]
-    hooks = register_module_forward_pre_hook(advisor.called), register_optimizer_step_post_hook(advisor.stepped)
+    torch.multiprocessing.spawn = torch.multiprocessing.start_processes = advisor.spawns  # type: ignore[assignment]
+    leave_out_notices()
+    hook = register_optimizer_step_post_hook(advisor.stepped)
     over = threading.Event()
 
     def guard() -> None:
@@ -239,10 +285,16 @@ def watched(advisor: Advisor, arguments: Sequence[str], patience: float) -> int:
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
         runpy.run_path(script, run_name="__main__")
-    except (Enough, SystemExit):
+    except Enough:
         pass
+    except SystemExit as end:
+        advisor.end(end.code)
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.write(f"agmerge advise: {script} failed by itself, in step {advisor.steps + 1}, see above\n")
+        sys.stderr.flush()
+        os._exit(NO_ANSWER)  # others may wait for this worker
     finally:
         over.set()
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
     return advisor.exit_code()
