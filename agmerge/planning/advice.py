@@ -24,7 +24,7 @@ OURS, PLAIN = "agmerge", "plain PyTorch"
 # Where to paste what, by what the script uses. A word in braces stands for a name of the script's.
 LINES = {
     DDP: (
-        "below DistributedDataParallel(...) and the optimizer, and start the script as ever",
+        "below DistributedDataParallel(...) and the optimizer{also}, and start the script as ever",
         ("import agmerge", "compressed = agmerge.integrations.ddp.compress({model}, optimizer={optimizer}{scaling})"),
     ),
     TRAINER: (
@@ -44,7 +44,7 @@ LINES = {
         ("{optimizer} = agmerge.DistributedOptimizer({plain}, {model}.named_parameters(){scaling})",),
     ),
     PLAIN: (
-        "below the optimizer, and start the script by torchrun",
+        "below the optimizer{also}, and start the script by torchrun",
         (
             "import agmerge",
             "agmerge.init()",
@@ -53,7 +53,9 @@ LINES = {
         ),
     ),
 }
-SCALING = ", scaler={scaler}"  # where the script has a GradScaler
+# Where the script has a GradScaler.
+SCALING = ", scaler={scaler}"
+ALSO = " and GradScaler(...)"
 # What the words stand for where the script's own names are not known, which are these words then.
 WORDS = {
     "model": "the model, in its DistributedDataParallel where it is in one",
@@ -131,8 +133,8 @@ def choose(facts: Facts) -> Advice:
     why = (
         f"use the default: steps of {milliseconds(best.seconds)} in place of {milliseconds(facts.now)}, {times(gain)}."
     )
-    where, lines = LINES[facts.framework]
-    return Advice(True, why + told, gain, where, filled(lines, facts.names, scaled=facts.scaled))
+    where, lines = filled(facts.framework, facts.names, scaled=facts.scaled)
+    return Advice(True, why + told, gain, where, lines)
 
 
 def _least(facts: Facts, one: Candidate) -> float:
@@ -140,11 +142,12 @@ def _least(facts: Facts, one: Candidate) -> float:
     return min(facts.turns, default=facts.now) / max(one.turns, default=one.seconds)
 
 
-def filled(lines: Sequence[str], names: Mapping[str, str], *, scaled: bool) -> tuple[str, ...]:
-    """Return lines to paste, with the script's names."""
+def filled(framework: str, names: Mapping[str, str], *, scaled: bool) -> tuple[str, tuple[str, ...]]:
+    """Return where to paste what for a framework, with the script's names. ``scaled``: it has a GradScaler."""
+    where, lines = LINES[framework]
     known = {**{word: word for word in WORDS}, "plain": "optimizer", **names}
     scaling = SCALING.format(**known) if scaled else ""
-    return tuple(line.format(**known, scaling=scaling) for line in lines)
+    return where.format(also=ALSO if scaled else ""), tuple(line.format(**known, scaling=scaling) for line in lines)
 
 
 def words(framework: str, *, scaled: bool) -> tuple[str, ...]:
@@ -155,8 +158,8 @@ def words(framework: str, *, scaled: bool) -> tuple[str, ...]:
 
 def pasted(framework: str, names: Mapping[str, str], *, scaled: bool) -> list[str]:
     """Return what is printed of the lines for a script: where, the lines, and what words in them stand for."""
-    where, lines = LINES[framework]
-    told = [f"Put this {where}:", "", *(f"    {line}" for line in filled(lines, names, scaled=scaled))]
+    where, lines = filled(framework, names, scaled=scaled)
+    told = [f"Put this {where}:", "", *(f"    {line}" for line in lines)]
     stand = [f"{word} is {WORDS[word]}" for word in words(framework, scaled=scaled)]
     return [*told, *(["", f"Write your own names: {'; '.join(stand)}."] if stand and not names else [])]
 

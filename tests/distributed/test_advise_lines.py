@@ -17,8 +17,9 @@ from agmerge.cli import advise
 from agmerge.planning import advice
 
 # A script with names of its own, as newcomers write it; it knows nothing of agmerge.
-OWN_NAMES = """
+OWN_NAMES = r"""
 import argparse
+import sys
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -49,13 +50,14 @@ def main():
             amp.step(opt)
             amp.update()
             schedule.step()
-        print(f"loss {loss.item()}")
+        sys.stdout.write(f"loss {loss.item()}\n")
 
 
 if __name__ == "__main__":
     main()
 """
 HEAD = """
+import sys
 import tempfile
 import torch
 torch.manual_seed(0)
@@ -70,13 +72,13 @@ class Net(torch.nn.Module):
         return {"loss": loss}
 model = Net()
 """
-LOOP = """
+LOOP = r"""
 for step in range(30):
     optimizer.zero_grad()
     loss = model(x, x[:, :4])["loss"]
     {backward}
     optimizer.step()
-    print(f"loss {{loss.item()}}")
+    sys.stdout.write(f"loss {{loss.item()}}\n")
 """
 SCRIPTS = {
     advice.PLAIN: HEAD
@@ -98,13 +100,13 @@ SCRIPTS = {
     + "trainer = Trainer(model=model, args=args, train_dataset=data)\n"
     + "trainer.train()\n"
     + "for entry in trainer.state.log_history:\n"
-    + "    if 'loss' in entry: print('loss', entry['loss'])\n",
+    + "    if 'loss' in entry: sys.stdout.write(f'loss {entry[\"loss\"]}\\n')\n",
     advice.LIGHTNING: HEAD
     + "from lightning.pytorch import LightningModule, Trainer\n"
     + "class Module(LightningModule):\n"
     + "    def __init__(self):\n        super().__init__()\n        self.net = model\n"
     + "    def training_step(self, batch, _):\n"
-    + "        loss = self.net(**batch)['loss']\n        print('loss', loss.item())\n        return loss\n"
+    + "        loss = self.net(**batch)['loss']\n        sys.stdout.write(f'loss {loss.item()}\\n')\n        return loss\n"
     + "    def configure_optimizers(self):\n        return torch.optim.AdamW(self.parameters(), lr=0.01)\n"
     + "loader = torch.utils.data.DataLoader(data, batch_size=8)\n"
     + "trainer = Trainer(max_epochs=15, accelerator='cpu', devices=2, logger=False, enable_progress_bar=False,\n"
@@ -127,10 +129,10 @@ def paste(script: str, told: str) -> str:
     """The script with the lines that were printed, at the place that was printed."""
     (where,) = re.findall(r"^Put this (.*):$", told, re.MULTILINE)
     lines = "\n".join(re.findall(r"^    (.*)$", told, re.MULTILINE))
-    calls = [f"{name}(" for name in re.findall(r"([\w.]+)\(\.\.\.\)", where)]
-    calls += ["torch.optim.AdamW("] if "the optimizer" in where else []
+    calls = re.findall(r"([\w.]+)\(\.\.\.\)", where) + (["AdamW"] if "the optimizer" in where else [])
     rows = script.splitlines()
-    places = [number for number, row in enumerate(rows) if any(f"= {call}" in row for call in calls)]
+    made = re.compile(rf"= ([\w.]+\.)?({'|'.join(map(re.escape, calls))})\(")
+    places = [number for number, row in enumerate(rows) if made.search(row)]
     at = places[-1] if "below" in where else places[0]
     while "below" in where and rows[at + 1].startswith("    ") and rows[at].count("(") > rows[at].count(")"):
         at += 1  # a call of several lines
@@ -145,7 +147,8 @@ def paste(script: str, told: str) -> str:
 def trained(script: str, report: str, tmp_path: Path) -> Ended:
     """The pasted script in two workers, which say at its end what their exchange has sent."""
     file = tmp_path / "pasted.py"
-    end = f'import agmerge; print("sent", {report}.stats()["bytes_sent"], agmerge.size())'
+    sent = f"sent {{{report}.stats()['bytes_sent']}} {{agmerge.size()}}"
+    end = f'import agmerge, sys; sys.stdout.write(f"{sent}\\n")'
     called = "\n\n\nif __name__"
     script = script.replace(called, f"\n    {end}{called}") if called in script else f"{script}\n{end}\n"
     file.write_text(script)
