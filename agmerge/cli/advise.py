@@ -35,6 +35,7 @@ from agmerge.cli.advise_turns import OTHERS, ROUNDS, STEPS, TURN, Enough, Swappa
 from agmerge.cli.advise_updates import exchanging_updates
 from agmerge.options.arguments import Options
 from agmerge.options.named_costs import told_cost, told_cost_of_updates
+from agmerge.options.named_uses import wanted
 from agmerge.planning import advice
 from agmerge.step.updates import UPDATES
 from sparsifiers.quantising.choice import NONE
@@ -136,7 +137,7 @@ class Advisor:
             by_turn = [[each[turn * TURN :][:TURN] for each in everyones] for turn in range(ROUNDS)]
             took = tuple(map(advice.median_of_slowest, by_turn))
             whole = advice.median_of_slowest(everyones)
-            candidates.append(advice.Candidate(name, whole, name in turns.defaults, told, took))
+            candidates.append(advice.Candidate(name, whole, name in turns.defaults, told, took, wanted(name)))
         base = next(one for name in ("", NONE) for one in candidates if one.name == name)
         found = advice.Facts(
             script.framework,

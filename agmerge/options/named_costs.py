@@ -95,7 +95,7 @@ FOR_UPDATES = ("AdamW", "NAdam", "RAdam", "Adamax", "Adafactor", "Lion")  # opti
 def known_cost(config: Any, optimizer: torch.optim.Optimizer) -> Cost | None:
     """Return the cost of ``config``'s compressors with ``optimizer``: of several the highest.
 
-    None: nothing was measured, or it cost less than 1 %.
+    None: nothing was measured, or it cost less than ``ENOUGH``.
 
     Args:
         config: a ``Config``.
@@ -123,7 +123,7 @@ def told_cost(name: str, bound: float | None, optimizer: torch.optim.Optimizer) 
     if cost is not None:
         return f"{cost.percent} % of a small language model's, in our runs"
     if name in defaults.candidates_for(optimizer):
-        return "less than 1 %, in our runs" if name != NONE else "nothing"
+        return f"less than {ENOUGH:g} %, in our runs" if name != NONE else "nothing"
     return "not measured with this optimizer"
 
 

@@ -60,7 +60,7 @@ ALSO = " and GradScaler(...)"
 WORDS = {
     "model": "the model, in its DistributedDataParallel where it is in one",
     "optimizer": "the optimizer that the script steps",
-    "plain": "the optimizer of torch's inside of it",
+    "plain": "the one that agmerge wraps",
     "scaler": "the GradScaler",
     "trainer": "the Trainer",
     "accelerator": "the Accelerator",
@@ -76,6 +76,7 @@ class Candidate:
     is_default: bool  # the default chooses among these; others are had by name
     cost: str  # what it costs of the loss, in words
     turns: tuple[float, ...] = ()  # seconds of a step in each of its turns
+    use: str = ""  # what it is for, in words; empty: it is the default's
 
     @property
     def argument(self) -> str:
@@ -120,7 +121,8 @@ def choose(facts: Facts) -> Advice:
     fastest = min(facts.candidates, key=lambda one: one.seconds)
     told = ""
     if not fastest.is_default and best.seconds / fastest.seconds >= WORTH and _least(facts, fastest) >= WORTH:
-        told = f" By name there is {fastest.argument}, {times(facts.now / fastest.seconds)} (loss: {fastest.cost})."
+        speed, use = times(facts.now / fastest.seconds), f"for {fastest.use}, " if fastest.use else ""
+        told = f" By name there is {fastest.argument}, {use}{speed} (loss: {fastest.cost})."
     if best.name == NONE:
         why = f"{NOT_HERE}: the fastest is to send whole gradients, as the script does."
         return Advice(False, why + told, gain, "", ())
@@ -145,7 +147,7 @@ def _least(facts: Facts, one: Candidate) -> float:
 def filled(framework: str, names: Mapping[str, str], *, scaled: bool) -> tuple[str, tuple[str, ...]]:
     """Return where to paste what for a framework, with the script's names. ``scaled``: it has a GradScaler."""
     where, lines = LINES[framework]
-    known = {**{word: word for word in WORDS}, "plain": "optimizer", **names}
+    known = {**{word: word for word in WORDS}, **names}
     scaling = SCALING.format(**known) if scaled else ""
     return where.format(also=ALSO if scaled else ""), tuple(line.format(**known, scaling=scaling) for line in lines)
 

@@ -85,8 +85,8 @@ SCRIPTS = {
     + "optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)\n"
     + LOOP.format(backward="loss.backward()"),
     advice.OURS: HEAD
-    + "import agmerge\nagmerge.init()\noptimizer = torch.optim.AdamW(model.parameters(), lr=0.01)\n"
-    + "optimizer = agmerge.DistributedOptimizer(optimizer, model.named_parameters(), compression='topk')\n"
+    + "import agmerge\nagmerge.init()\nplain = torch.optim.AdamW(model.parameters(), lr=0.01)\n"
+    + "optimizer = agmerge.DistributedOptimizer(plain, model.named_parameters(), compression='topk')\n"
     + LOOP.format(backward="loss.backward()"),
     advice.ACCELERATE: HEAD
     + "from accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\n"
@@ -148,7 +148,7 @@ def trained(script: str, report: str, tmp_path: Path) -> Ended:
     """The pasted script in two workers, which say at its end what their exchange has sent."""
     file = tmp_path / "pasted.py"
     sent = f"sent {{{report}.stats()['bytes_sent']}} {{agmerge.size()}}"
-    end = f'import agmerge, sys; sys.stdout.write(f"{sent}\\n")'
+    end = f'sys.stdout.write(f"{sent}\\n")'
     called = "\n\n\nif __name__"
     script = script.replace(called, f"\n    {end}{called}") if called in script else f"{script}\n{end}\n"
     file.write_text(script)
