@@ -16,8 +16,8 @@ from sparsifiers.quantising.choice import NONE
 WORTH = 1.1  # times as fast: less is no reason to change a script
 NOT_HERE = "do not use agmerge here"
 UNSURE = (
-    "no gain is sure. A step takes {now} now, turn by turn, and {then} with {name}. Ask again when nothing else runs on "
-    "this machine."
+    "no gain is sure. A step takes {now} now, turn by turn, and {then} with {name}. Ask again when nothing else "
+    "runs on this machine."
 )
 DDP, TRAINER, ACCELERATE, LIGHTNING = "DistributedDataParallel", "Trainer", "Accelerate", "Lightning"
 OURS, PLAIN = "agmerge", "plain PyTorch"

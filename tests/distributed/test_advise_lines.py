@@ -13,7 +13,7 @@ from textwrap import indent
 import pytest
 from launching import Ended, run, torchrun
 
-from agmerge.cli import advise
+from agmerge.cli import advisor
 from agmerge.planning import advice
 
 # A script with names of its own, as newcomers write it; it knows nothing of agmerge.
@@ -106,7 +106,8 @@ SCRIPTS = {
     + "class Module(LightningModule):\n"
     + "    def __init__(self):\n        super().__init__()\n        self.net = model\n"
     + "    def training_step(self, batch, _):\n"
-    + "        loss = self.net(**batch)['loss']\n        sys.stdout.write(f'loss {loss.item()}\\n')\n        return loss\n"
+    + "        loss = self.net(**batch)['loss']\n"
+    + "        sys.stdout.write(f'loss {loss.item()}\\n')\n        return loss\n"
     + "    def configure_optimizers(self):\n        return torch.optim.AdamW(self.parameters(), lr=0.01)\n"
     + "loader = torch.utils.data.DataLoader(data, batch_size=8)\n"
     + "trainer = Trainer(max_epochs=15, accelerator='cpu', devices=2, logger=False, enable_progress_bar=False,\n"
@@ -155,7 +156,7 @@ def trained(script: str, report: str, tmp_path: Path) -> Ended:
     ended = torchrun(2, file, timeout=100)
     assert ended.code == 0, ended.output[-3000:]
     losses = [float(loss) for loss in re.findall(r"loss ([\d.e-]+)", ended.output)]
-    assert len(losses) > 20 and sum(losses[-4:]) < 0.7 * sum(losses[:4]), losses
+    assert len(losses) > 12 and sum(losses[-4:]) < 0.7 * sum(losses[:4]), losses
     sent = re.findall(r"sent (\d+) (\d+)", ended.output)
     assert len(sent) == 2 and all(int(count) > 0 and workers == "2" for count, workers in sent), ended.output[-3000:]
     return ended
@@ -167,7 +168,7 @@ def test_a_script_that_never_heard_of_us_gets_lines_with_its_own_names(tmp_path:
     file = tmp_path / "train.py"
     file.write_text(OWN_NAMES)
     ended = run([sys.executable, "-m", "agmerge", "advise", "--json", str(file), "--epochs", "50"], timeout=120)
-    assert ended.code in (0, advise.NOT_USED), ended.output[-3000:]
+    assert ended.code in (0, advisor.NOT_USED), ended.output[-3000:]
     found = json.loads(next(line for line in ended.output.splitlines() if line.startswith("{")))
     assert found["framework"] == advice.DDP and found["scaled"]
     assert found["names"] == {"model": "net", "optimizer": "opt", "scaler": "amp"}

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from agmerge.backends import registry
-from agmerge.cli import advise, advise_script
+from agmerge.cli import advise, advise_script, advisor
 from agmerge.cli.advise_turns import OTHERS, ROUNDS, STEPS, TURN, WARM, Turns
 from agmerge.cli.advise_updates import kept
 from agmerge.options.named_costs import told_cost, told_cost_of_updates
@@ -255,7 +255,8 @@ SCRIPTS = {
     "short": "import sys\nprint('ran with', sys.argv[1:])\nsys.exit(7)\n",
     "spawns": "import torch.multiprocessing as mp\nif __name__ == '__main__':\n    mp.spawn(print, nprocs=2)\n",
     "failing": HEAD + "dist.init_process_group('gloo')\nmodel = DistributedDataParallel(torch.nn.Linear(64, 64))\n"
-    "optimizer = torch.optim.AdamW(model.parameters())\n" + LOOP.replace("optimizer.step()", "optimizer.step(); 1 // (step - 1)"),
+    "optimizer = torch.optim.AdamW(model.parameters())\n"
+    + LOOP.replace("optimizer.step()", "optimizer.step(); 1 // (step - 1)"),
     "stubborn": HEAD + "dist.init_process_group('gloo')\nmodel = DistributedDataParallel(torch.nn.Linear(64, 64))\n"
     "optimizer = torch.optim.AdamW(model.parameters())\nfor step in range(10000):\n    optimizer.zero_grad()\n"
     "    model(torch.randn(8, 64)).square().mean().backward()\n"
@@ -286,7 +287,7 @@ def test_a_script_that_never_heard_of_us_is_measured_and_ended(tmp_path: Path, n
     """On this machine's memory the answer may be either; both are valid, and say so by the exit code."""
     code, out, error = asked(tmp_path, name, "--json")
     found = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
-    assert (code, found["use"]) in ((0, True), (advise.NOT_USED, False)), error
+    assert (code, found["use"]) in ((0, True), (advisor.NOT_USED, False)), error
     assert found["framework"] == {"ddp": DDP, "ours": OURS}[name]
     assert (found["workers"], found["parameters"], found["optimizer"]) == (2, 64 * 64 + 64, "AdamW")
     names = {one["name"] for one in found["candidates"]}
@@ -302,7 +303,7 @@ def test_a_script_that_never_heard_of_us_is_measured_and_ended(tmp_path: Path, n
 @pytest.mark.timeout(200)
 def test_a_script_that_catches_everything_ends_all_the_same(tmp_path: Path) -> None:
     code, out, error = asked(tmp_path, "stubborn", "--json")
-    assert code in (0, advise.NOT_USED), error
+    assert code in (0, advisor.NOT_USED), error
     assert out.count('"framework"') == 1 and out.count("caught") == 2
 
 
@@ -311,7 +312,7 @@ def test_a_script_that_catches_everything_ends_all_the_same(tmp_path: Path) -> N
 def test_the_trainers_line_is_found_for_a_script_of_the_trainer(tmp_path: Path) -> None:
     code, out, error = asked(tmp_path, "trainer", "--json")
     found = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
-    assert code in (0, advise.NOT_USED) and found["framework"] == advice.TRAINER, error
+    assert code in (0, advisor.NOT_USED) and found["framework"] == advice.TRAINER, error
 
 
 @pytest.mark.timeout(200)
@@ -326,13 +327,13 @@ def test_the_trainers_line_is_found_for_a_script_of_the_trainer(tmp_path: Path) 
 )
 def test_where_nothing_can_be_said_it_says_why(tmp_path: Path, name: str, words: str) -> None:
     code, out, error = asked(tmp_path, name)
-    assert code == advise.NO_ANSWER and words in error and ("ChildFailedError" in error) is (name == "failing")
+    assert code == advisor.NO_ANSWER and words in error and ("ChildFailedError" in error) is (name == "failing")
     assert name != "short" or "ran with ['--lr', '1']" in out
 
 
 def test_a_script_that_is_not_there_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     given: dict[str, Any] = {"as_json": False, "patience": 1.0, "workers": 2, "result": ""}
-    assert advise.main("nowhere.py", [], **given) == advise.NO_ANSWER
+    assert advise.main("nowhere.py", [], **given) == advisor.NO_ANSWER
     assert "there is no script nowhere.py" in capfd.readouterr().err
-    assert advise.main(__file__, [], **{**given, "workers": 0}) == advise.NO_ANSWER
+    assert advise.main(__file__, [], **{**given, "workers": 0}) == advisor.NO_ANSWER
     assert "--workers 0" in capfd.readouterr().err

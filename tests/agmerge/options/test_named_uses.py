@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import sparsifiers
-from agmerge.cli import advise
+from agmerge.cli import advisor
 from agmerge.cli.advise_turns import OTHERS, STEPS
 from agmerge.options.defaults import FOUR
 from agmerge.options.named_costs import OF_UPDATES, told_cost, told_cost_of_updates
@@ -65,4 +65,4 @@ def test_the_example_of_the_page_is_what_advise_prints() -> None:
     assert updates == [told_cost_of_updates(2, stand_in(ADAMW))]
     assert f"at most {STEPS} steps" in PAGE and f"**{NOT_HERE}**" in PAGE
     codes = re.findall(r"^\| (\d) \|", PAGE, re.MULTILINE)
-    assert [*map(int, codes)] == [0, advise.NOT_USED, advise.NO_ANSWER]
+    assert [*map(int, codes)] == [0, advisor.NOT_USED, advisor.NO_ANSWER]
