@@ -65,7 +65,8 @@ def watched(advisor: Advisor, arguments: Sequence[str], patience: float) -> int:
     """Run the script of ``advisor`` until it ends; return the exit code."""
     script = advisor.script
     agmerge.DistributedOptimizer = agmerge.optimizer.DistributedOptimizer = advised(advisor)  # type: ignore[misc]
-    torch.multiprocessing.spawn = torch.multiprocessing.start_processes = advisor.spawns  # type: ignore[assignment]
+    for name in ("spawn", "start_processes"):
+        setattr(torch.multiprocessing, name, advisor.spawns)
     leave_out_notices()
     hook = register_optimizer_step_post_hook(advisor.stepped)
     over = threading.Event()
@@ -88,7 +89,7 @@ def watched(advisor: Advisor, arguments: Sequence[str], patience: float) -> int:
         advisor.end(end.code)
     except Exception:
         traceback.print_exc()
-        sys.stderr.write(f"agmerge advise: {script} failed by itself, in step {advisor.steps + 1}, see above\n")
+        sys.stderr.write(f"agmerge advise: {script} failed in step {advisor.steps + 1}, see above\n")
         sys.stderr.flush()
         os._exit(NO_ANSWER)  # others may wait for this worker
     finally:

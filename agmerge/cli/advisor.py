@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -79,7 +79,11 @@ class Advisor:
         if self._turns is None:
             self._begin(optimizer)
         assert self._turns is not None and self._found is not None
-        if self._turns.step():
+        try:
+            over = self._turns.step()
+        except (TypeError, ValueError) as refused:  # on all ranks alike, before anything is exchanged
+            self.give_up(f"it is refused: {refused}")
+        if over:
             self.conclude(self._turns, optimizer, self._found)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
@@ -145,7 +149,7 @@ class Advisor:
         agmerge.barrier()
         raise Enough
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, why: str) -> NoReturn:
         """End the script: no advice can be given."""
         self.say(f": {why}")
         self.code = NO_ANSWER

@@ -257,6 +257,11 @@ SCRIPTS = {
     "failing": HEAD + "dist.init_process_group('gloo')\nmodel = DistributedDataParallel(torch.nn.Linear(64, 64))\n"
     "optimizer = torch.optim.AdamW(model.parameters())\n"
     + LOOP.replace("optimizer.step()", "optimizer.step(); 1 // (step - 1)"),
+    "refused": HEAD + "dist.init_process_group('gloo')\n"
+    "embedding = torch.nn.Embedding(9, 4, sparse=True)\n"
+    "model = DistributedDataParallel(torch.nn.Sequential(embedding, torch.nn.Linear(4, 4)))\n"
+    "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    + LOOP.replace("torch.randn(8, 64)", "torch.ones(8, dtype=int)"),
     "stubborn": HEAD + "dist.init_process_group('gloo')\nmodel = DistributedDataParallel(torch.nn.Linear(64, 64))\n"
     "optimizer = torch.optim.AdamW(model.parameters())\nfor step in range(10000):\n    optimizer.zero_grad()\n"
     "    model(torch.randn(8, 64)).square().mean().backward()\n"
@@ -321,7 +326,8 @@ def test_the_trainers_line_is_found_for_a_script_of_the_trainer(tmp_path: Path) 
     [
         pytest.param("plain", "DistributedOptimizer(optimizer, model.named_parameters())", marks=pytest.mark.long),
         pytest.param("spawns", "it starts its workers itself", marks=pytest.mark.long),
-        pytest.param("failing", "failed by itself, in step 3", marks=pytest.mark.long),
+        pytest.param("refused", "an embedding has sparse=True", marks=pytest.mark.long),
+        pytest.param("failing", "failed in step 3", marks=pytest.mark.long),
         pytest.param("short", "ended too early, by itself with exit code 7, after 0 steps", marks=pytest.mark.long),
     ],
 )

@@ -14,7 +14,7 @@ from agmerge.cli.advise_turns import OTHERS, STEPS
 from agmerge.options.defaults import FOUR
 from agmerge.options.named_costs import OF_UPDATES, told_cost, told_cost_of_updates
 from agmerge.options.named_uses import ADAMW, USES, stand_in, table, wanted
-from agmerge.planning.advice import NOT_HERE, Candidate
+from agmerge.planning.advice import DDP, NOT_HERE, filled
 from agmerge.step.updates import UPDATES
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -60,9 +60,8 @@ def test_the_example_of_the_page_is_what_advise_prints() -> None:
     assert {name for name, _ in rows} >= {*FOUR, "topk", "eden-1", "acpsgd"}
     for name, cost in rows:
         assert cost == told_cost(name, OTHERS.get(name), stand_in(ADAMW)), name
-    argument = re.escape(Candidate(UPDATES, 1.0, False, "").argument)
-    updates = re.findall(rf"^{argument} +[\d.]+ +[\d.]+  (\S.*)$", example, re.MULTILINE)
-    assert updates == [told_cost_of_updates(2, stand_in(ADAMW))]
+    where, lines = filled(DDP, {}, scaled=False)
+    assert "\n".join([f"Put this {where}:", "", *(f"    {line}" for line in lines)]) in example
     assert f"at most {STEPS} steps" in PAGE and f"**{NOT_HERE}**" in PAGE
     codes = re.findall(r"^\| (\d) \|", PAGE, re.MULTILINE)
     assert [*map(int, codes)] == [0, advisor.NOT_USED, advisor.NO_ANSWER]
