@@ -179,7 +179,9 @@ def test_a_script_that_never_heard_of_us_gets_lines_with_its_own_names(tmp_path:
 
 
 @pytest.mark.timeout(130)
-@pytest.mark.parametrize("framework", SCRIPTS)
+@pytest.mark.parametrize(
+    "framework", [pytest.param(name, marks=[pytest.mark.long] if name == advice.OURS else []) for name in SCRIPTS]
+)
 def test_the_lines_for_a_framework_train(framework: str, tmp_path: Path) -> None:
     package = PACKAGES.get(framework)
     if package is not None and importlib.util.find_spec(package) is None:
