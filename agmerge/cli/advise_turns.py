@@ -6,19 +6,22 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
+from agmerge.errors.catalogue import catalogue, pattern
 from agmerge.options.defaults import candidates_for, sparsifier_for
+from agmerge.options.named_costs import takes_updates
+from agmerge.step.updates import UPDATES
 
 WARM = 3  # steps before anything is timed: first touches of memory, first connections
 TURN = 4  # steps of a turn that are timed; one before them is not
 ROUNDS = 2  # turns of each compressor
 # By name, beside the default's, with the density or the rank that their cost in loss is of.
 OTHERS: dict[str, float | None] = {"eden-1": None, "topk": 0.01, "dgc": 0.01, "acpsgd": 4}
-STEPS = (1 + WARM) + (1 + ROUNDS * TURN) + ROUNDS * 7 * (1 + TURN)  # at most
+STEPS = (1 + WARM) + ROUNDS * 9 * (1 + TURN)  # at most
 
 
 class Enough(BaseException):
@@ -33,19 +36,29 @@ class Swappable(Protocol):
 
 
 class Turns:
-    """Turns of one script. ``begin``: puts an exchange of ours in place of the script's, and returns it.
+    """Turns of one script: of the script as it is, of updates, then of gradients by compressor.
 
-    ``seconds``: of the timed steps on this rank, by compressor; ``""``: as the script was, if ``as_it_is`` was timed.
+    ``begin``: puts an exchange of gradients in place of the script's, for good, and returns it. ``updates``: puts one
+    of updates there for a while; None: it cannot.
+
+    ``seconds``: of the timed steps on this rank, by compressor; ``""``: as the script was, if ``as_it_is`` was timed,
+    and ``UPDATES``.
     """
 
     def __init__(
-        self, optimizer: Any, begin: Callable[[torch.optim.Optimizer], Swappable], *, as_it_is: bool = True
+        self,
+        optimizer: torch.optim.Optimizer,
+        begin: Callable[[torch.optim.Optimizer], Swappable],
+        updates: Callable[[torch.optim.Optimizer], AbstractContextManager[None]] | None = None,
+        *,
+        as_it_is: bool = True,
     ) -> None:
         self.seconds: dict[str, list[float]] = {}
         self.defaults = candidates_for(optimizer)
         left_out = "dgc" if sparsifier_for(optimizer) == "topk" else "topk"
         self._names = [*self.defaults, *(name for name in OTHERS if name not in (left_out, *self.defaults))]
         self._begin, self._as_it_is = begin, as_it_is
+        self._updates = updates if takes_updates(optimizer) else None
         self._story = self._in_turns(optimizer)
         next(self._story)
 
@@ -53,17 +66,19 @@ class Turns:
         """Count a step that has ended; return whether all turns are over. The same on all ranks."""
         return next(self._story, True) is True
 
-    def _in_turns(self, optimizer: Any) -> Iterator[bool]:
+    def _in_turns(self, optimizer: torch.optim.Optimizer) -> Iterator[bool]:
         """Yield False until the next step has ended."""
         yield from self._timed(WARM, None)
-        if self._as_it_is:
-            yield from self._timed(ROUNDS * TURN, self.seconds.setdefault("", []))
-        with notices_left_out():
-            exchange = self._begin(optimizer)
+        for _ in range(ROUNDS):
+            if self._as_it_is:
+                yield from self._timed(TURN, self.seconds.setdefault("", []))
+            if self._updates is not None:
+                with self._updates(optimizer):
+                    yield from self._timed(TURN, self.seconds.setdefault(UPDATES, []))
+        exchange = self._begin(optimizer)
         for _ in range(ROUNDS):
             for name in self._names:
-                with notices_left_out():
-                    exchange.set_compressor(name)
+                exchange.set_compressor(name)
                 yield from self._timed(TURN, self.seconds.setdefault(name, []))
 
     def _timed(self, steps: int, seconds: list[float] | None) -> Iterator[bool]:
@@ -76,9 +91,7 @@ class Turns:
                 seconds.append(time.perf_counter() - began)
 
 
-@contextmanager
-def notices_left_out() -> Iterator[None]:
-    """Hide warnings inside, such as the notice of what a named compressor cost: the table says it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def leave_out_notices() -> None:
+    """Hide this library's warnings from now on: they are about compressors that the script has not named itself."""
+    symptoms = [pattern(symptom).pattern for problem in catalogue() for symptom in problem.symptoms]
+    warnings.filterwarnings("ignore", message=f"(?s).*?({'|'.join(symptoms)})")

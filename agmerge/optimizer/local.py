@@ -27,7 +27,7 @@ from agmerge.options import keywords
 from agmerge.options.arguments import Options
 from agmerge.options.defaults import EVERY, of_local_steps
 from agmerge.options.prepare import prepare
-from agmerge.options.typed import LocalOptions, Wire
+from agmerge.options.typed import LocalOptions, SyncOptions, Wire
 from agmerge.runtime import workers
 from agmerge.tensors.parameters import ParameterTable
 
@@ -78,13 +78,14 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
         *,
         compression: Any = "auto",
         density: Any = None,
-        wire: str | None = None,
+        wire: Wire | None = None,
         sync_every: int | None = None,
         outer_optimizer: torch.optim.Optimizer | None = None,
         fragment_sync_delay: int | None = None,
-        **options: Any,
+        **options: Unpack[SyncOptions],
     ) -> None:
-        keywords.refuse_unknown(type(self).__name__, options)
+        given: dict[str, Any] = {**options}
+        keywords.refuse_unknown(type(self).__name__, given)
         named = list(model.named_parameters())
         inner = self._inner = inner_of(optimizer, named)
         rank_state.warn_of_unread(inner, "sync = agmerge.LocalSync(model, optimizer, ...)", "sync")
@@ -95,9 +96,9 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
             ("outer", None if outer_optimizer is None else _scripts_outer(outer_optimizer, named), "outer_optimizer"),
             ("overlap", fragment_sync_delay, "fragment_sync_delay"),
         ):
-            if value is not None and options.setdefault(name, value) is not value:
+            if value is not None and given.setdefault(name, value) is not value:
                 raise ValueError(f"{other} is another name of {name}: give one of them")
-        settings = of_local_steps(every, compression, density, wire, options)
+        settings = of_local_steps(every, compression, density, wire, given)
         self._reducer = UpdateReducer(ParameterTable(inner, named), prepare(Options(**settings), inner).config)
         self._unfollow: Callable[[], None] | None = None  # removes the hooks; None: there are none
 

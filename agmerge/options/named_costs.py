@@ -87,11 +87,15 @@ COSTS = (
     Cost("eden-4", "Muon", 1.5, 2.6),
 )
 
+# Of ``sync="updates"`` with its defaults: workers, and % of the loss with AdamW. docs/parity.md, "Exchanging updates".
+OF_UPDATES = ((2, 0.2), (4, 1.1), (8, 4.7))
+FOR_UPDATES = ("AdamW", "NAdam", "RAdam", "Adamax", "Adafactor", "Lion")  # optimizers that it is for
+
 
 def known_cost(config: Any, optimizer: torch.optim.Optimizer) -> Cost | None:
     """Return the cost of ``config``'s compressors with ``optimizer``: of several the highest.
 
-    None: nothing was measured, or it cost less than 1 %.
+    None: nothing was measured, or it cost less than ``ENOUGH``.
 
     Args:
         config: a ``Config``.
@@ -119,8 +123,21 @@ def told_cost(name: str, bound: float | None, optimizer: torch.optim.Optimizer) 
     if cost is not None:
         return f"{cost.percent} % of a small language model's, in our runs"
     if name in defaults.candidates_for(optimizer):
-        return "less than 1 %, in our runs" if name != NONE else "nothing"
+        return f"less than {ENOUGH:g} %, in our runs" if name != NONE else "nothing"
     return "not measured with this optimizer"
+
+
+def takes_updates(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``sync="updates"`` is for this optimizer: AdamW and its kind, where selection costs most."""
+    return any(kind in FOR_UPDATES for kind in _kinds(optimizer))
+
+
+def told_cost_of_updates(workers: int, optimizer: torch.optim.Optimizer) -> str:
+    """Return in words how much of the loss ``sync="updates"`` costs."""
+    if "AdamW" not in _kinds(optimizer):
+        return "not measured with this optimizer"
+    number, percent = next((row for row in OF_UPDATES if row[0] >= workers), OF_UPDATES[-1])
+    return f"{percent:g} % of a small language model's with {number} workers, in our runs"
 
 
 def _named(config: Any) -> Iterator[tuple[str, float | None]]:

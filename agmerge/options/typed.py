@@ -46,8 +46,8 @@ class _Common(TypedDict, total=False):
     outer: Any
 
 
-class LocalOptions(_Common, total=False):
-    """Options of :class:`agmerge.LocalOptimizer` beside its parameters."""
+class SyncOptions(_Common, total=False):
+    """Options of :class:`agmerge.LocalSync` beside its parameters."""
 
     backward_passes_per_step: int
     num_groups: int
@@ -57,6 +57,11 @@ class LocalOptions(_Common, total=False):
     scaler: Any
     timeout: float | None
     unused: Unused
+
+
+class LocalOptions(SyncOptions, total=False):
+    """Options of :class:`agmerge.LocalOptimizer` beside its parameters."""
+
     model: torch.nn.Module | None
 
 

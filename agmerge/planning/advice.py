@@ -7,36 +7,63 @@ Pure functions; ``python -m agmerge advise`` measures and prints, see ``cli/advi
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from agmerge.step.updates import UPDATES
 from sparsifiers.quantising.choice import NONE
 
 WORTH = 1.1  # times as fast: less is no reason to change a script
 NOT_HERE = "do not use agmerge here"
-DDP, TRAINER, ACCELERATE, LIGHTNING, OURS = "DistributedDataParallel", "Trainer", "Accelerate", "Lightning", "agmerge"
-# Where to paste what, by what the script uses.
+UNSURE = (
+    "no gain is sure. A step takes {now} now, turn by turn, and {then} with {name}. Ask again when nothing else "
+    "runs on this machine."
+)
+DDP, TRAINER, ACCELERATE, LIGHTNING = "DistributedDataParallel", "Trainer", "Accelerate", "Lightning"
+OURS, PLAIN = "agmerge", "plain PyTorch"
+# Where to paste what, by what the script uses. A word in braces stands for a name of the script's.
 LINES = {
     DDP: (
-        "after DistributedDataParallel(...) and the optimizer, and start the script as ever",
-        ("import agmerge", "compressed = agmerge.integrations.ddp.compress(model, optimizer=optimizer)"),
+        "below DistributedDataParallel(...) and the optimizer{also}, and start the script as ever",
+        ("import agmerge", "compressed = agmerge.integrations.ddp.compress({model}, optimizer={optimizer}{scaling})"),
     ),
     TRAINER: (
-        "between Trainer(...) and trainer.train()",
-        ("import agmerge", "compression = agmerge.integrations.transformers.compress(trainer)"),
+        "below Trainer(...), above its train()",
+        ("import agmerge", "compression = agmerge.integrations.transformers.compress({trainer})"),
     ),
     ACCELERATE: (
-        "after accelerator.prepare(...)",
-        ("import agmerge", "compressed = agmerge.integrations.accelerate.compress(accelerator, model)"),
+        "below accelerator.prepare(...)",
+        ("import agmerge", "compressed = agmerge.integrations.accelerate.compress({accelerator}, {model})"),
     ),
     LIGHTNING: (
-        "as the Trainer's strategy",
+        "above Trainer(...), and write Trainer(strategy=strategy, ...)",
         ("import agmerge", "strategy = agmerge.integrations.lightning.CompressedDDPStrategy()"),
     ),
     OURS: (
-        "in place of the optimizer's line",
-        ("optimizer = agmerge.DistributedOptimizer(optimizer, model.named_parameters())",),
+        "in place of the line with agmerge.DistributedOptimizer(...)",
+        ("{optimizer} = agmerge.DistributedOptimizer({plain}, {model}.named_parameters(){scaling})",),
     ),
+    PLAIN: (
+        "below the optimizer{also}, and start the script by torchrun",
+        (
+            "import agmerge",
+            "agmerge.init()",
+            "{optimizer} = agmerge.DistributedOptimizer({optimizer}, {model}.named_parameters(){scaling})",
+            "agmerge.broadcast_parameters({model}.state_dict(), root_rank=0)",
+        ),
+    ),
+}
+# Where the script has a GradScaler.
+SCALING = ", scaler={scaler}"
+ALSO = " and GradScaler(...)"
+# What the words stand for where the script's own names are not known, which are these words then.
+WORDS = {
+    "model": "the model, in its DistributedDataParallel where it is in one",
+    "optimizer": "the optimizer that the script steps",
+    "plain": "the one that agmerge wraps",
+    "scaler": "the GradScaler",
+    "trainer": "the Trainer",
+    "accelerator": "the Accelerator",
 }
 
 
@@ -48,11 +75,18 @@ class Candidate:
     seconds: float  # of a step: the median of the slowest worker
     is_default: bool  # the default chooses among these; others are had by name
     cost: str  # what it costs of the loss, in words
+    turns: tuple[float, ...] = ()  # seconds of a step in each of its turns
+    use: str = ""  # what it is for, in words; empty: it is the default's
+
+    @property
+    def argument(self) -> str:
+        """Return the argument that names it."""
+        return f"sync={self.name!r}" if self.name == UPDATES else f"compression={self.name!r}"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found in a script and measured of it. ``now``: seconds of a step as the script is."""
+    """What was found in a script and measured of it. ``now``: seconds of a step as the script is, ``turns`` by turn."""
 
     framework: str  # one of LINES
     optimizer: str  # the name of its class
@@ -60,6 +94,9 @@ class Facts:
     parameters: int
     now: float
     candidates: tuple[Candidate, ...]
+    turns: tuple[float, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)  # of the script's, by word of WORDS; empty: not known
+    scaled: bool = False  # a GradScaler makes its steps
 
 
 @dataclass(frozen=True)
@@ -76,29 +113,67 @@ class Advice:
 def choose(facts: Facts) -> Advice:
     """Return the advice for a script.
 
-    The default is advised if one of its candidates is ``WORTH`` times as fast as the script is now. What costs more of
-    the loss is never advised, only told.
+    The default is advised if one of its candidates is ``WORTH`` times as fast as the script is now, in the slowest of
+    its turns and beside the fastest of the script's. What costs more of the loss is never advised, only told.
     """
     best = min((one for one in facts.candidates if one.is_default), key=lambda one: one.seconds)
     gain = facts.now / best.seconds
     fastest = min(facts.candidates, key=lambda one: one.seconds)
     told = ""
-    if not fastest.is_default and best.seconds / fastest.seconds >= WORTH:
-        speed = times(facts.now / fastest.seconds)
-        told = f" By name there is compression={fastest.name!r}, {speed} (loss: {fastest.cost})."
-    if gain < WORTH or best.name == NONE:
+    if not fastest.is_default and best.seconds / fastest.seconds >= WORTH and _least(facts, fastest) >= WORTH:
+        speed, use = times(facts.now / fastest.seconds), f"for {fastest.use}, " if fastest.use else ""
+        told = f" By name there is {fastest.argument}, {use}{speed} (loss: {fastest.cost})."
+    if best.name == NONE:
+        why = f"{NOT_HERE}: the fastest is to send whole gradients, as the script does."
+        return Advice(False, why + told, gain, "", ())
+    if gain < WORTH:
         why = f"{NOT_HERE}: a step takes {milliseconds(facts.now)} now, and {milliseconds(best.seconds)} at best."
         return Advice(False, why + told, gain, "", ())
-    where, lines = LINES[facts.framework]
+    if _least(facts, best) < WORTH:
+        why = f"{NOT_HERE}: {UNSURE.format(now=ranged(facts.turns), name=best.name, then=ranged(best.turns))}"
+        return Advice(False, why, gain, "", ())
     why = (
         f"use the default: steps of {milliseconds(best.seconds)} in place of {milliseconds(facts.now)}, {times(gain)}."
     )
+    where, lines = filled(facts.framework, facts.names, scaled=facts.scaled)
     return Advice(True, why + told, gain, where, lines)
+
+
+def _least(facts: Facts, one: Candidate) -> float:
+    """Return how many times as fast a step was at the least: the slowest turn beside the script's fastest."""
+    return min(facts.turns, default=facts.now) / max(one.turns, default=one.seconds)
+
+
+def filled(framework: str, names: Mapping[str, str], *, scaled: bool) -> tuple[str, tuple[str, ...]]:
+    """Return where to paste what for a framework, with the script's names. ``scaled``: it has a GradScaler."""
+    where, lines = LINES[framework]
+    known = {**{word: word for word in WORDS}, **names}
+    scaling = SCALING.format(**known) if scaled else ""
+    return where.format(also=ALSO if scaled else ""), tuple(line.format(**known, scaling=scaling) for line in lines)
+
+
+def words(framework: str, *, scaled: bool) -> tuple[str, ...]:
+    """Return the words of WORDS in the lines for a framework."""
+    text = "".join(LINES[framework][1]).replace("{scaling}", SCALING if scaled else "")
+    return tuple(word for word in WORDS if f"{{{word}}}" in text)
+
+
+def pasted(framework: str, names: Mapping[str, str], *, scaled: bool) -> list[str]:
+    """Return what is printed of the lines for a script: where, the lines, and what words in them stand for."""
+    where, lines = filled(framework, names, scaled=scaled)
+    told = [f"Put this {where}:", "", *(f"    {line}" for line in lines)]
+    stand = [f"{word} is {WORDS[word]}" for word in words(framework, scaled=scaled)]
+    return [*told, *(["", f"Write your own names: {'; '.join(stand)}."] if stand and not names else [])]
 
 
 def milliseconds(seconds: float) -> str:
     """Return seconds as text."""
     return f"{1e3 * seconds:.3g} ms"
+
+
+def ranged(turns: Sequence[float]) -> str:
+    """Return the seconds of turns as text."""
+    return f"{milliseconds(min(turns))} to {milliseconds(max(turns))}"
 
 
 def times(gain: float) -> str:
@@ -113,11 +188,11 @@ def text(facts: Facts, advice: Advice) -> str:
     if facts.framework != OURS:  # there it is compared with dense
         lines.append(f"{'as it is':26}{1e3 * facts.now:10.1f}  {1:6.2f}")
     for one in sorted(facts.candidates, key=lambda one: one.seconds):
-        name = f"{one.name}{' (of the default)' if one.is_default else ''}"
+        name = one.argument if one.name == UPDATES else f"{one.name}{' (of the default)' if one.is_default else ''}"
         lines.append(f"{name:26}{1e3 * one.seconds:10.1f}  {facts.now / one.seconds:6.2f}  {one.cost}")
     lines += ["", advice.why]
-    if advice.lines:
-        lines += ["", f"Put this {advice.where}:", "", *(f"    {line}" for line in advice.lines)]
+    if advice.use:
+        lines += ["", *pasted(facts.framework, facts.names, scaled=facts.scaled)]
     return "\n".join(lines)
 
 

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +20,13 @@ import torch
 from torch import nn
 
 from agmerge.backends import registry
-from agmerge.cli import advise
+from agmerge.cli import advise, advise_script, advisor
 from agmerge.cli.advise_turns import OTHERS, ROUNDS, STEPS, TURN, WARM, Turns
-from agmerge.options.named_costs import told_cost
+from agmerge.cli.advise_updates import kept
+from agmerge.options.named_costs import told_cost, told_cost_of_updates
 from agmerge.planning import advice
 from agmerge.planning.advice import DDP, LINES, NOT_HERE, OURS, Candidate, Facts
+from agmerge.step.updates import UPDATES
 
 ROOT = Path(__file__).resolve().parents[3]
 COST = "22 to 40 %"
@@ -28,7 +34,11 @@ COST = "22 to 40 %"
 
 def facts(now: float, framework: str = DDP, **seconds: float) -> Facts:
     """Seconds by compressor; topk is the one that is no default's."""
-    candidates = [Candidate(name.replace("_", "-"), took, name != "topk", COST) for name, took in seconds.items()]
+    named = {"topk": "", "updates": "few bytes"}
+    candidates = [
+        Candidate(name.replace("_", "-"), took, name not in named, COST, use=named.get(name, ""))
+        for name, took in seconds.items()
+    ]
     return Facts(framework, "AdamW", 2, 1_000_000, now, tuple(candidates))
 
 
@@ -41,6 +51,8 @@ def facts(now: float, framework: str = DDP, **seconds: float) -> Facts:
         (facts(1.0, none=1.0, eden_2=2.0, topk=3.0), False, NOT_HERE),
         (facts(1.0, none=0.8, eden_2=2.0, topk=3.0), False, NOT_HERE),
         (facts(1.0, none=1.0, eden_2=0.95, topk=0.1), False, f"compression='topk', 10 times as fast (loss: {COST})"),
+        (facts(1.0, none=0.8, eden_2=2.0, topk=3.0), False, "the fastest is to send whole gradients"),
+        (facts(1.0, none=1.0, eden_2=0.5, updates=0.1), True, "sync='updates', for few bytes, 10 times as fast"),
         (facts(0.02, none=0.02, eden_2=0.01), True, "steps of 10 ms in place of 20 ms"),
         (facts(1.0, OURS, none=1.0, eden_2=0.5, topk=0.49), True, "2 times as fast."),
     ],
@@ -55,10 +67,37 @@ def test_the_advice_follows_from_the_seconds_and_never_costs_loss(measured: Fact
     assert ("as it is" in told) is (measured.framework != OURS)
 
 
+@pytest.mark.parametrize(
+    ("now", "best", "use"),
+    [((1.0, 1.2), (0.5, 0.8), True), ((0.85, 1.2), (0.5, 0.8), False), ((1.0, 1.2), (0.3, 0.95), False)],
+)
+def test_a_gain_that_not_every_turn_shows_is_none(now: tuple[float, ...], best: tuple[float, ...], use: bool) -> None:
+    candidates = (Candidate("none", 1.1, True, "", (1.1, 1.1)), Candidate("eden-2", 0.6, True, "", best))
+    measured = Facts(DDP, "AdamW", 2, 1_000_000, 1.1, candidates, now)
+    chosen = advice.choose(measured)
+    assert chosen.use is use and (NOT_HERE in chosen.why) is not use
+    assert use or "no gain is sure" in chosen.why
+    noisy = replace(measured, candidates=(*candidates, Candidate("topk", 0.2, False, COST, (0.1, 2.0))))
+    assert "topk" not in advice.choose(noisy).why
+
+
+@pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("framework", LINES)
-def test_there_are_lines_for_every_framework(framework: str) -> None:
-    chosen = advice.choose(facts(1.0, framework, none=1.0, eden_2=0.5))
-    assert chosen.lines == LINES[framework][1] and "agmerge" in "".join(chosen.lines)
+def test_there_are_lines_for_every_framework(framework: str, scaled: bool) -> None:
+    """With the script's names, or with words and a sentence that says what they stand for."""
+    measured = replace(facts(1.0, framework, none=1.0, eden_2=0.5), scaled=scaled)
+    wanted = advice.words(framework, scaled=scaled)
+    assert ("scaler" in wanted) is (scaled and framework in (DDP, OURS, advice.PLAIN))
+    own = replace(measured, names={word: f"my_{word}" for word in wanted})
+    for one in (measured, own):
+        chosen = advice.choose(one)
+        told = advice.text(one, chosen)
+        assert "agmerge" in "".join(chosen.lines) and "{" not in chosen.where + "".join(chosen.lines)
+        assert all(f"    {line}" in told for line in chosen.lines) and f"Put this {chosen.where}:" in told
+        for word in wanted:
+            assert (f"{word} is {advice.WORDS[word]}" in told) is (one is measured)
+            assert (f"my_{word}" in told) is (one is own)
+        assert ("GradScaler(...)" in chosen.where) is (scaled and framework in (DDP, advice.PLAIN))
 
 
 def test_the_slowest_worker_counts_by_its_median() -> None:
@@ -73,6 +112,12 @@ def test_costs_are_told_in_words() -> None:
     assert told_cost("qsgd", None, optimizer).startswith("not measured")
 
 
+def test_the_cost_of_updates_is_told_by_workers() -> None:
+    adamw, nadam = (kind(nn.Linear(2, 2).parameters()) for kind in (torch.optim.AdamW, torch.optim.NAdam))
+    assert told_cost_of_updates(4, adamw) == "1.1 % of a small language model's with 4 workers, in our runs"
+    assert told_cost_of_updates(2, nadam).startswith("not measured")
+
+
 class Recorded:
     """Exchange that notes its compressors."""
 
@@ -83,19 +128,115 @@ class Recorded:
         self.names.append(compression)
 
 
+def of_sgd(momentum: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=momentum)
+
+
 @pytest.mark.parametrize("as_it_is", [True, False])
-@pytest.mark.parametrize(("momentum", "left_out"), [(0.9, "topk"), (0.0, "dgc")])
-def test_every_candidate_has_all_its_turns(momentum: float, left_out: str, as_it_is: bool) -> None:
-    optimizer, exchange = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=momentum), Recorded()
-    turns = Turns(optimizer, lambda _: exchange, as_it_is=as_it_is)
+@pytest.mark.parametrize(
+    ("optimizer", "left_out", "has_updates"),
+    [
+        (of_sgd(0.9), "topk", False),
+        (of_sgd(0.0), "dgc", False),
+        (torch.optim.AdamW(nn.Linear(2, 2).parameters()), "dgc", True),
+    ],
+)
+def test_every_candidate_has_all_its_turns(
+    optimizer: torch.optim.Optimizer, left_out: str, has_updates: bool, as_it_is: bool
+) -> None:
+    exchange, inside, ended = Recorded(), [], []
+
+    @contextmanager
+    def updates(_: torch.optim.Optimizer) -> Iterator[None]:
+        assert exchange.names == []  # one exchange of gradients stays in its place for good
+        inside.append(steps)
+        yield
+        ended.append(steps)
+
     steps = 0
+    turns = Turns(optimizer, lambda _: exchange, updates, as_it_is=as_it_is)
     while not turns.step():
         steps += 1
         assert as_it_is is False or steps > WARM or exchange.names == []
     tried = [*turns.defaults, *(name for name in OTHERS if name != left_out)]
     assert exchange.names == tried * ROUNDS and steps <= STEPS
-    assert set(turns.seconds) == {*tried, *([""] if as_it_is else [])}
+    before = [*([""] if as_it_is else []), *([UPDATES] if has_updates else [])]
+    assert set(turns.seconds) == {*tried, *before}
     assert {len(seconds) for seconds in turns.seconds.values()} == {ROUNDS * TURN}
+    assert [after - at for at, after in zip(inside, ended, strict=True)] == [1 + TURN] * ROUNDS * has_updates
+
+
+def test_after_a_turn_of_updates_parameters_and_state_are_as_before() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(seed: int) -> None:
+        torch.manual_seed(seed)
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    restore = kept(optimizer)
+    step(1)
+    weight = next(iter(model.parameters()))
+    optimizer.state[weight]["exp_avg"] = torch.zeros(2, 3)  # another object, as optimizers may have it
+    restore()
+    assert_equal((model.state_dict(), optimizer.state_dict()), before)
+    step(2)
+    after = copy.deepcopy(model.state_dict())
+    restore()
+    step(2)
+    assert_equal(model.state_dict(), after)
+
+
+def assert_equal(values: Any, others: Any) -> None:
+    torch.testing.assert_close(values, others, rtol=0, atol=0)
+
+
+class Fitting:
+    """A script's own class, with a model and an optimizer in it."""
+
+    def __init__(self) -> None:
+        self.net = nn.Linear(2, 2)
+        self.opt = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def described(found: dict[str, Any], file: str = __file__) -> advise_script.Script:
+    """What is found by a step; the frame of the hook lies between."""
+    return (lambda: advise_script.described(file, DDP, found))()
+
+
+def test_names_are_those_of_one_frame_of_the_script(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    found = {"model": advise_script.is_model(net), "optimizer": lambda each: each is opt}
+    assert described(found).names == {"model": "net", "optimizer": "opt"}
+    assert described(found, str(tmp_path / "train.py")).names == {}  # no frame is of a script there
+
+    def train(model: nn.Module, stepper: Any) -> advise_script.Script:
+        return described(found)
+
+    assert train(net, opt).names == {"model": "net", "optimizer": "opt"}  # of several frames the outermost
+    held = Fitting()
+    about = {"model": advise_script.holding(held.opt), "optimizer": lambda each: each is held.opt}
+    assert described(about).names == {"model": "held.net", "optimizer": "held.opt"}
+
+
+def test_a_scaler_that_makes_the_step_is_found() -> None:
+    net = nn.Linear(2, 2)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    amp = torch.amp.GradScaler("cpu")
+    seen: list[advise_script.Script] = []
+    found = {"model": advise_script.is_model(net), "optimizer": lambda each: each is opt}
+    hook = opt.register_step_post_hook(lambda *_: seen.append(described(found)))
+    amp.scale(net(torch.ones(1, 2)).sum()).backward()
+    amp.step(opt)
+    opt.step()
+    hook.remove()
+    assert [one.scaler for one in seen] == [amp, None]
+    assert seen[0].names == {"model": "net", "optimizer": "opt", "scaler": "amp"}
 
 
 HEAD = "import sys, torch, torch.distributed as dist\nfrom torch.nn.parallel import DistributedDataParallel\n"
@@ -111,7 +252,16 @@ SCRIPTS = {
     "ours": HEAD + "import agmerge\nagmerge.init()\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(64, 64)\n"
     "inner = torch.optim.AdamW(model.parameters())\n"
     "optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters())\n" + LOOP,
-    "short": "import sys\nprint('ran with', sys.argv[1:])\nsys.exit()\n",
+    "short": "import sys\nprint('ran with', sys.argv[1:])\nsys.exit(7)\n",
+    "spawns": "import torch.multiprocessing as mp\nif __name__ == '__main__':\n    mp.spawn(print, nprocs=2)\n",
+    "failing": HEAD + "dist.init_process_group('gloo')\nmodel = DistributedDataParallel(torch.nn.Linear(64, 64))\n"
+    "optimizer = torch.optim.AdamW(model.parameters())\n"
+    + LOOP.replace("optimizer.step()", "optimizer.step(); 1 // (step - 1)"),
+    "refused": HEAD + "dist.init_process_group('gloo')\n"
+    "embedding = torch.nn.Embedding(9, 4, sparse=True)\n"
+    "model = DistributedDataParallel(torch.nn.Sequential(embedding, torch.nn.Linear(4, 4)))\n"
+    "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    + LOOP.replace("torch.randn(8, 64)", "torch.ones(8, dtype=int)"),
     "stubborn": HEAD + "dist.init_process_group('gloo')\nmodel = DistributedDataParallel(torch.nn.Linear(64, 64))\n"
     "optimizer = torch.optim.AdamW(model.parameters())\nfor step in range(10000):\n    optimizer.zero_grad()\n"
     "    model(torch.randn(8, 64)).square().mean().backward()\n"
@@ -142,10 +292,13 @@ def test_a_script_that_never_heard_of_us_is_measured_and_ended(tmp_path: Path, n
     """On this machine's memory the answer may be either; both are valid, and say so by the exit code."""
     code, out, error = asked(tmp_path, name, "--json")
     found = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
-    assert (code, found["use"]) in ((0, True), (advise.NOT_USED, False)), error
+    assert (code, found["use"]) in ((0, True), (advisor.NOT_USED, False)), error
     assert found["framework"] == {"ddp": DDP, "ours": OURS}[name]
     assert (found["workers"], found["parameters"], found["optimizer"]) == (2, 64 * 64 + 64, "AdamW")
-    assert {"none", "int8", "eden-4", "eden-2", "topk"} <= {one["name"] for one in found["candidates"]}
+    names = {one["name"] for one in found["candidates"]}
+    assert names >= {"none", "int8", "eden-4", "eden-2", "topk"} and (UPDATES in names) is (name == "ddp")
+    own = {"model": "model", "optimizer": "optimizer"}
+    assert found["names"] == {"ddp": own, "ours": {**own, "plain": "inner"}}[name]
     assert all(one["seconds"] > 0 for one in found["candidates"]) and found["now"] > 0
     steps = [int(count) for count in re.findall(r"steps (\d+)", out)]
     assert len(steps) == 2 and max(steps) <= STEPS + 2
@@ -155,7 +308,7 @@ def test_a_script_that_never_heard_of_us_is_measured_and_ended(tmp_path: Path, n
 @pytest.mark.timeout(200)
 def test_a_script_that_catches_everything_ends_all_the_same(tmp_path: Path) -> None:
     code, out, error = asked(tmp_path, "stubborn", "--json")
-    assert code in (0, advise.NOT_USED), error
+    assert code in (0, advisor.NOT_USED), error
     assert out.count('"framework"') == 1 and out.count("caught") == 2
 
 
@@ -164,26 +317,29 @@ def test_a_script_that_catches_everything_ends_all_the_same(tmp_path: Path) -> N
 def test_the_trainers_line_is_found_for_a_script_of_the_trainer(tmp_path: Path) -> None:
     code, out, error = asked(tmp_path, "trainer", "--json")
     found = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
-    assert code in (0, advise.NOT_USED) and found["framework"] == advice.TRAINER, error
+    assert code in (0, advisor.NOT_USED) and found["framework"] == advice.TRAINER, error
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        pytest.param("plain", "put the line for plain PyTorch into it", marks=pytest.mark.long),
-        pytest.param("short", "ended too early, after 0 steps", marks=pytest.mark.long),
+        pytest.param("plain", "DistributedOptimizer(optimizer, model.named_parameters())", marks=pytest.mark.long),
+        pytest.param("spawns", "it starts its workers itself", marks=pytest.mark.long),
+        pytest.param("refused", "an embedding has sparse=True", marks=pytest.mark.long),
+        pytest.param("failing", "failed in step 3", marks=pytest.mark.long),
+        pytest.param("short", "ended too early, by itself with exit code 7, after 0 steps", marks=pytest.mark.long),
     ],
 )
 def test_where_nothing_can_be_said_it_says_why(tmp_path: Path, name: str, words: str) -> None:
     code, out, error = asked(tmp_path, name)
-    assert code == advise.NO_ANSWER and words in error and "ChildFailedError" not in error
+    assert code == advisor.NO_ANSWER and words in error and ("ChildFailedError" in error) is (name == "failing")
     assert name != "short" or "ran with ['--lr', '1']" in out
 
 
 def test_a_script_that_is_not_there_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     given: dict[str, Any] = {"as_json": False, "patience": 1.0, "workers": 2, "result": ""}
-    assert advise.main("nowhere.py", [], **given) == advise.NO_ANSWER
+    assert advise.main("nowhere.py", [], **given) == advisor.NO_ANSWER
     assert "there is no script nowhere.py" in capfd.readouterr().err
-    assert advise.main(__file__, [], **{**given, "workers": 0}) == advise.NO_ANSWER
+    assert advise.main(__file__, [], **{**given, "workers": 0}) == advisor.NO_ANSWER
     assert "--workers 0" in capfd.readouterr().err

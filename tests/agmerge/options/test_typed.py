@@ -44,8 +44,10 @@ def test_types_and_defaults_are_those_of_the_constructor() -> None:
 
 
 def test_each_function_has_all_of_its_options_and_no_other() -> None:
-    of_local = set(inspect.signature(agmerge.LocalOptimizer).parameters)
-    assert set(LOCAL) == set(OPTIONS) - of_local - {"sync"}
+    for function, options in ((agmerge.LocalOptimizer, typed.LocalOptions), (agmerge.LocalSync, typed.SyncOptions)):
+        parameters = inspect.signature(function).parameters
+        assert set(get_type_hints(options)) == set(OPTIONS) - set(parameters) - {"sync"}
+        assert parameters["options"].annotation == f"Unpack[{options.__name__}]"
     assert set(DDP) == set(OPTIONS) - set(SAID_ELSEWHERE) - {"scaler"}
     assert set(DDP) <= set(STRATEGY)
 
@@ -68,12 +70,16 @@ model = torch.nn.Linear(2, 2)
 sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 ddp.compress(model, optimizer=sgd, compression="topk", density=0.01, sync="updates", timeout=3.0)
 agmerge.LocalOptimizer(sgd, every=4, exchange="sparse", timeout=None)
+agmerge.LocalSync(model, sgd, sync_every=4, carry="hold", outer=agmerge.Nesterov(), wire="sign")
 agmerge.DistributedOptimizer(sgd, wire="int8")
 ddp.compress(model, densty=0.01)  # wrong
 ddp.compress(model, sync="update")  # wrong
 ddp.compress(model, groups=3)  # wrong
 agmerge.LocalOptimizer(sgd, exchange="spars")  # wrong
 agmerge.LocalOptimizer(sgd, sync="updates")  # wrong
+agmerge.LocalSync(model, sgd, fragmnts=2)  # wrong
+agmerge.LocalSync(model, sgd, carry="drop")  # wrong
+agmerge.LocalSync(model, sgd, wire="int9")  # wrong
 agmerge.DistributedOptimizer(sgd, wire="int9")  # wrong
 """
 

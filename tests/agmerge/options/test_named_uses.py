@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page that says which setting to take has the figures and words of the code, which advise and notices say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import sparsifiers
+from agmerge.cli import advisor
+from agmerge.cli.advise_turns import OTHERS, STEPS
+from agmerge.options.defaults import FOUR
+from agmerge.options.named_costs import OF_UPDATES, told_cost, told_cost_of_updates
+from agmerge.options.named_uses import ADAMW, USES, stand_in, table, wanted
+from agmerge.planning.advice import DDP, NOT_HERE, filled
+from agmerge.step.updates import UPDATES
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE = (DOCS / "which_setting.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_the_page_is_that_of_the_code() -> None:
+    """To write it: python -c "from agmerge.options.named_uses import table; print(table())"."""
+    section = PAGE.partition("## By name\n\n")[2]
+    assert section.startswith(table())
+
+
+def test_every_setting_that_advise_tries_by_name_has_a_use_and_a_figure() -> None:
+    assert all(wanted(name) for name in (*OTHERS, UPDATES)) and wanted("none") == ""
+    for use in USES:
+        assert use.name == "" or use.cost[0].isdigit(), use
+        assert (DOCS / use.page.partition("#")[0]).is_file()
+        known = sparsifiers.names() + sparsifiers.low_rank_names() + sparsifiers.quantisers()
+        assert use.name in ("", UPDATES, *known) and use.name in use.take
+
+
+def test_figures_of_updates_are_those_of_the_pages() -> None:
+    parity, adaptive = ((DOCS / name).read_text(encoding="utf-8") for name in ("parity.md", "adaptive.md"))
+    two, four, eight = OF_UPDATES
+    row = re.search(r"\*\*apply, 5 % sign\*\* \| [\d.]+ \| \+([\d.]+) \|", parity)
+    more = re.search(r"W = 4: \+([\d.]+) \(three pairs\), W = 8: \+([\d.]+) \(one\)", parity)
+    assert row and more
+    measured = [float(row.group(1)), *map(float, more.groups())]
+    assert [two[1], four[1], eight[1]] == [round(figure, 1) for figure in measured]
+    assert f"{four[1]:g} % with four, {eight[1]:g} % with eight" in adaptive
+    assert f"| +{two[1]:g} (" in adaptive
+
+
+@pytest.mark.parametrize(("workers", "figure"), [(2, "0.2 % "), (3, "1.1 % "), (8, "4.7 % "), (64, "4.7 % ")])
+def test_of_updates_the_figure_of_as_many_workers_is_told(workers: int, figure: str) -> None:
+    assert told_cost_of_updates(workers, stand_in(ADAMW)).startswith(figure)
+
+
+def test_the_example_of_the_page_is_what_advise_prints() -> None:
+    """Costs, exit codes, numbers of steps; its seconds are of one day."""
+    example = PAGE.partition("million parameters, AdamW")[2].partition("```")[0]
+    rows = re.findall(r"^([\w-]+)(?: \(of the default\))? +[\d.]+ +[\d.]+  (\S.*)$", example, re.MULTILINE)
+    assert {name for name, _ in rows} >= {*FOUR, "topk", "eden-1", "acpsgd"}
+    for name, cost in rows:
+        assert cost == told_cost(name, OTHERS.get(name), stand_in(ADAMW)), name
+    where, lines = filled(DDP, {}, scaled=False)
+    assert "\n".join([f"Put this {where}:", "", *(f"    {line}" for line in lines)]) in example
+    assert f"at most {STEPS} steps" in PAGE and f"**{NOT_HERE}**" in PAGE
+    codes = re.findall(r"^\| (\d) \|", PAGE, re.MULTILINE)
+    assert [*map(int, codes)] == [0, advisor.NOT_USED, advisor.NO_ANSWER]
