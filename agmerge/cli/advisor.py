@@ -23,6 +23,8 @@ from agmerge.options.arguments import Options
 from agmerge.options.named_costs import told_cost, told_cost_of_updates
 from agmerge.options.named_uses import wanted
 from agmerge.planning import advice
+from agmerge.runtime import pretended_link
+from agmerge.step.config import AUTO
 from agmerge.step.updates import UPDATES
 from sparsifiers.quantising.choice import NONE
 from sparsifiers.registry import spelling
@@ -57,15 +59,17 @@ class Advisor:
         self.steps = 0  # of the first optimizer that steps
         self.ended = ""  # how the script has ended by itself, in words
         self._ours = False  # the script has a DistributedOptimizer
+        self._has_default = False  # which names no compressor
+        self._link = os.environ.get(pretended_link.VARIABLE, "")  # it would not hold back the script's own exchange
         self._main: torch.optim.Optimizer | None = None
         self._turns: Turns | None = None
         self._found: Script | None = None  # at the first step
 
     # -- what the script has ------------------------------------------------------------------------------------------
 
-    def uses_ours(self) -> None:
+    def uses_ours(self, *, has_default: bool) -> None:
         """Note that the script has an optimizer of this library's, which tells of its steps by itself."""
-        self._ours = True
+        self._ours, self._has_default = True, has_default
 
     def stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Count a step of any optimizer of torch's."""
@@ -112,7 +116,7 @@ class Advisor:
 
         # A GradScaler leaves out steps of one worker then, and the others would count on.
         refused = model.static_graph or script.scaler is not None
-        self._turns = Turns(optimizer, compressed, None if refused else updates)
+        self._turns = Turns(optimizer, compressed, None if refused else updates, as_it_is=not self._link)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -139,6 +143,8 @@ class Advisor:
             base.turns,
             script.names,
             script.scaler is not None,
+            self._has_default,
+            self._link,
         )
         chosen = advice.choose(found)
         self.code = 0 if chosen.use else NOT_USED
@@ -193,7 +199,7 @@ def advised(advisor: Advisor) -> type[agmerge.DistributedOptimizer]:
 
     class AdvisedOptimizer(agmerge.DistributedOptimizer):
         def _set_up(self, optimizer: Any, named: Any, options: Options, *, are_new: bool) -> None:
-            advisor.uses_ours()
+            advisor.uses_ours(has_default=options.compression == AUTO and options.density is None)
             advisor.leave_if_done()
             dear = isinstance(options.merging, str) and spelling(options.merging) == "dear"
             if options.sync == UPDATES or dear or options.process_set is not None:

@@ -97,6 +97,13 @@ class Facts:
     turns: tuple[float, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)  # of the script's, by word of WORDS; empty: not known
     scaled: bool = False  # a GradScaler makes its steps
+    has_default: bool = False  # it has this library's default already
+    link: str = ""  # the rate of a pretended link, which holds this library's messages back alone
+
+    @property
+    def beside_dense(self) -> bool:
+        """Return whether ``now`` is of whole gradients by this library: the script's own exchange cannot be timed."""
+        return self.framework == OURS or bool(self.link)
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,8 @@ def choose(facts: Facts) -> Advice:
         why = f"{NOT_HERE}: the fastest is to send whole gradients, as the script does."
         return Advice(False, why + told, gain, "", ())
     if gain < WORTH:
-        why = f"{NOT_HERE}: a step takes {milliseconds(facts.now)} now, and {milliseconds(best.seconds)} at best."
+        dense = "with whole gradients" if facts.beside_dense else "now"
+        why = f"{NOT_HERE}: a step takes {milliseconds(facts.now)} {dense}, and {milliseconds(best.seconds)} at best."
         return Advice(False, why + told, gain, "", ())
     if _least(facts, best) < WORTH:
         why = f"{NOT_HERE}: {UNSURE.format(now=ranged(facts.turns), name=best.name, then=ranged(best.turns))}"
@@ -135,6 +143,12 @@ def choose(facts: Facts) -> Advice:
     why = (
         f"use the default: steps of {milliseconds(best.seconds)} in place of {milliseconds(facts.now)}, {times(gain)}."
     )
+    if facts.has_default:
+        why = (
+            f"change nothing, the script has the default: steps of {milliseconds(best.seconds)}, and of "
+            f"{milliseconds(facts.now)} with whole gradients, {times(gain)}."
+        )
+        return Advice(True, why + told, gain, "", ())
     where, lines = filled(facts.framework, facts.names, scaled=facts.scaled)
     return Advice(True, why + told, gain, where, lines)
 
@@ -184,14 +198,16 @@ def times(gain: float) -> str:
 def text(facts: Facts, advice: Advice) -> str:
     """Return the table of what was measured, and the advice."""
     about = f"{facts.parameters / 1e6:.3g} million parameters, {facts.optimizer}, {facts.framework}"
-    lines = [f"{about}, {facts.workers} workers", "", f"{'':26}{'ms a step':>10}  {'x now':>6}  costs of the loss"]
-    if facts.framework != OURS:  # there it is compared with dense
+    link = f", a pretended link of {facts.link}" if facts.link else ""
+    beside = "x dense" if facts.beside_dense else "x now"
+    lines = [f"{about}, {facts.workers} workers{link}", "", f"{'':26}{'ms a step':>10} {beside:>7}  costs of the loss"]
+    if not facts.beside_dense:
         lines.append(f"{'as it is':26}{1e3 * facts.now:10.1f}  {1:6.2f}")
     for one in sorted(facts.candidates, key=lambda one: one.seconds):
         name = one.argument if one.name == UPDATES else f"{one.name}{' (of the default)' if one.is_default else ''}"
         lines.append(f"{name:26}{1e3 * one.seconds:10.1f}  {facts.now / one.seconds:6.2f}  {one.cost}")
     lines += ["", advice.why]
-    if advice.use:
+    if advice.lines:
         lines += ["", *pasted(facts.framework, facts.names, scaled=facts.scaled)]
     return "\n".join(lines)
 

@@ -67,6 +67,15 @@ def test_the_advice_follows_from_the_seconds_and_never_costs_loss(measured: Fact
     assert ("as it is" in told) is (measured.framework != OURS)
 
 
+def test_over_a_pretended_link_and_with_our_own_optimizer_dense_is_what_it_is_compared_with() -> None:
+    linked = replace(facts(1.0, none=1.0, eden_2=0.25), link="200mbit")
+    told = advice.text(linked, advice.choose(linked))
+    assert "a pretended link of 200mbit" in told and "x dense" in told and "as it is" not in told
+    own = replace(facts(1.0, OURS, none=1.0, eden_2=0.25), has_default=True)
+    chosen = advice.choose(own)
+    assert chosen.use and not chosen.lines and "change nothing, the script has the default" in advice.text(own, chosen)
+
+
 @pytest.mark.parametrize(
     ("now", "best", "use"),
     [((1.0, 1.2), (0.5, 0.8), True), ((0.85, 1.2), (0.5, 0.8), False), ((1.0, 1.2), (0.3, 0.95), False)],
