@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from sparsifiers import gpu
-from sparsifiers.gpu import rotation
+from sparsifiers.gpu import records
 from sparsifiers.gpu.kernels import add as add_kernel
 from sparsifiers.quantising.blocks import blocks_in
 from sparsifiers.quantising.draws import Draws
@@ -63,7 +63,7 @@ def calls() -> Iterator[str]:
         yield f"whole, {str(wire).removeprefix('torch.')}"
         gpu.add_whole(torch.zeros(N), torch.zeros(W, N, dtype=wire), 0.125)
     for dtype in (torch.float32, torch.bfloat16):
-        for bits in rotation.BITS:
+        for bits in records.BITS:
             for size in (64, 128, 256):
                 yield f"{str(dtype).removeprefix('torch.')}, {bits} bits, blocks of {size}"
                 quantised(bits, size, dtype, N - 3, senders=W)
@@ -74,9 +74,9 @@ def quantised(bits: int, size: int, dtype: torch.dtype, length: int, senders: in
     blocks, record = blocks_in(length, size), Eden(bits).record_bytes(size)
     messages, draws = list(torch.zeros(senders, blocks * record, dtype=torch.uint8)), [Draws(7 * N)] * senders
     squares, again = torch.zeros(1, dtype=torch.float64), torch.zeros(blocks * record, dtype=torch.uint8)
-    rotation.encode(torch.zeros(length, dtype=dtype), size, draws[0], messages[0], squares, bits)
-    rotation.decode_sum(messages, draws, size, 0.125, torch.zeros(length, dtype=dtype), bits)
-    rotation.encode_sum(messages, draws, size, 0.125, Draws(3 * N), again, bits, (bits, record))
+    records.encode(torch.zeros(length, dtype=dtype), size, draws[0], messages[0], squares, bits)
+    records.decode_sum(messages, draws, size, 0.125, torch.zeros(length, dtype=dtype), bits)
+    records.encode_sum(messages, draws, size, 0.125, Draws(3 * N), again, bits, (bits, record))
 
 
 def calls_of_one() -> Iterator[str]:

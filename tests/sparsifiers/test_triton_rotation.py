@@ -77,7 +77,7 @@ def test_sums_have_the_same_bits_and_so_have_they_in_bits_again(count: int, seco
 
 
 def test_nothing_outside_is_written_and_one_launch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparsifiers.gpu.kernels import rotation as kernel
+    from sparsifiers.gpu.kernels import records as kernel
 
     launched: list[str] = []
     launch = kernel.launch
