@@ -62,6 +62,9 @@ def calls() -> Iterator[str]:
     for wire in (torch.float32, torch.bfloat16):
         yield f"whole, {str(wire).removeprefix('torch.')}"
         gpu.add_whole(torch.zeros(N), torch.zeros(W, N, dtype=wire), 0.125)
+    yield "heads"
+    heads, figures = torch.zeros(W, 20, dtype=torch.int32), torch.zeros(W, 4, dtype=torch.int64)
+    gpu.merge_heads(heads, figures, 3, 5, (heads[0], figures[0]), free=4, used=9)
     for dtype in (torch.float32, torch.bfloat16):
         for bits in records.BITS:
             for size in (64, 128, 256):

@@ -50,6 +50,7 @@ TABLE = (
     Fused("codec", "encode_reference", 1, lambda a: 8 * elements(a, "indices")),
     Fused("codec", "decode_reference", 2, lambda a: 8 * elements(a, "out")),
     Fused("whole", "reference", 1, lambda a: 4 * elements(a, "update") + 4 * elements(a, "rows")),
+    Fused("heads", "reference", 1, lambda a: 4 * elements(a, "words")),
     Fused("add", "reference", 1, lambda a: 4 * elements(a, "update") + 8 * elements(a, "values")),
 )
 

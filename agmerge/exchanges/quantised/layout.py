@@ -67,7 +67,9 @@ class ShardLayout:
         ``squares``: float64[1]. On a device there is no checksum.
         """
         self.header.write_header(shard, control, [0] * len(self.header.sections))
-        self._write_figures(shard, fault, key, squares)
+        figures = self._figures_of(shard)
+        host_copies.write([fault, key - (key >> 63 << 64), 0, 0], figures)
+        figures[_SQUARES : _SQUARES + 1].view(torch.float64).copy_(squares)
         self.seal(shard)
 
     def seal(self, shard: Tensor) -> None:
@@ -75,20 +77,13 @@ class ShardLayout:
         if shard.device.type == "cpu":
             self._figures_of(shard)[_CHECKSUM] = self._checksum(shard)
 
-    def merge_headers(self, shard: Tensor, rows: Tensor, own: int, *, key: int, squares: Tensor) -> None:
-        """Put the merged header of ``rows``, uint8[W, size or more], and the figures in front of ``shard``.
+    def merge_headers(self, shard: Tensor, rows: Tensor, own: int, *, key: int) -> None:
+        """Put the merged header and figures of ``rows``, uint8[W, size or more], in front of ``shard``.
 
         That is for devices: nothing waits. A row that does not belong with number ``own`` is announced as a fault.
         """
-        fault = self.header.merge_on_device(rows, own, shard)
-        self._write_figures(shard, 0, key, squares)[_FAULT].copy_(fault)
-
-    def _write_figures(self, shard: Tensor, fault: int, key: int, squares: Tensor) -> Tensor:
-        """Write the figures but the checksum; return them."""
-        figures = self._figures_of(shard)
-        host_copies.write([fault, key - (key >> 63 << 64), 0, 0], figures)
-        figures[_SQUARES : _SQUARES + 1].view(torch.float64).copy_(squares)
-        return figures
+        out = shard, self._figures_of(shard)
+        self.header.merge_on_device(rows, self._figures_of(rows), own, key - (key >> 63 << 64), out)
 
     def faults(self, rows: Tensor) -> list[int]:
         """Return the fault of the first phase that each of ``rows``, uint8[W, size or more], announces: see FIGURES."""

@@ -103,7 +103,6 @@ class TwoPhaseExchange(QuantisedExchange):
         rank, size, step = self.comm.rank, self.comm.size, pending.control.step
         shard, summed, longest = state.layout.first[rank], state.layout.second[rank], state.layout.longest
         rows = pending.received.view(size, -1)
-        squares = shard.squares(rows).sum(dim=0, keepdim=True)  # in any order: the others read this rank's sum
         message = self.keep(("sum", pending.name), longest, torch.uint8, rows.device)
         self.quantiser.encode_sum_all(
             shard.table, rows, self._keys(step, 0, size), self.scale, self.quantiser, self._key(None, step, 1, 0), message
@@ -112,9 +111,10 @@ class TwoPhaseExchange(QuantisedExchange):
             message[out].view(run.segment.tensor_class.dtype).copy_(self._sum_of(run, rows[:, where]))
         key = self._key(None, step, 1, 0)
         if pending.has_streams:
-            summed.merge_headers(message[: summed.size], rows, rank, key=key, squares=squares)
+            summed.merge_headers(message[: summed.size], rows, rank, key=key)
         else:
             control, fault = self._checked(shard, rows, pending)
+            squares = shard.squares(rows).sum(dim=0, keepdim=True)  # in any order: the others read this rank's sum
             summed.write_header(message[: summed.size], control, fault=fault, key=key, squares=squares)
         state.sums = self.keep(("sums", pending.name), size * longest, torch.uint8, rows.device)
         pending.handle = self._second.all_gather(state.sums, message, f"{pending.name}/sum")
