@@ -105,7 +105,8 @@ class Accumulation:
         self._batches.accumulate(buffer)
         for message in self._buffers.messages[buffer]:
             magnitude = message.exchange.complete(message.name, self._step)
-            given = [one for one in self._in_place.get(buffer, ()) if one[0] in message.slots]
+            inside = {slot.index for slot in message.slots} if buffer in self._in_place else set()
+            given = [one for one in self._in_place.get(buffer, ()) if one[0].index in inside]
             if magnitude is not None and given:
                 self._guard.note(magnitude, [(slot.name, values) for slot, values in given])
             for slot, values in given if magnitude is None else ():

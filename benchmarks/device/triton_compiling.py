@@ -33,8 +33,8 @@ from sparsifiers.gpu.kernels import codec as codec_kernel
 from sparsifiers.gpu.kernels import compact as compact_kernel
 from sparsifiers.gpu.kernels import compensation as compensation_kernel
 from sparsifiers.gpu.kernels import edge as edge_kernel
-from sparsifiers.gpu.kernels import launching
 from sparsifiers.gpu.kernels import heads as heads_kernel
+from sparsifiers.gpu.kernels import launching
 from sparsifiers.gpu.kernels import records as records_kernel
 from sparsifiers.gpu.kernels import rows as rows_kernel
 from sparsifiers.gpu.kernels import whole as whole_kernel

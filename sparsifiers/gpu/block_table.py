@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsifiers.gpu.sending import send
 
 TILE = 2048  # coordinates of a program: 8 a thread, and whole blocks of any size
-FIELDS = ("before", "number", "first", "blocks", "size", "length", "source", "target")  # int64, of each run in the table
+FIELDS = ("before", "number", "first", "blocks", "size", "length", "source", "target")  # int64, of a run in the table
 _SOURCE, _TARGET = FIELDS.index("source"), FIELDS.index("target")
 
 

@@ -168,7 +168,7 @@ class Quantiser(Compressor):
         values: by run of `table`, its elements; None: zeros. key: of the message, under which each tensor has its own.
         out: uint8, 1-D, of which `table` says where records begin.
         """
-        if not records.encode_all(table, values, key, out, squares, self._number()):
+        if table.runs and not records.encode_all(table, values, key, out, squares, self._number()):
             self._encode_each(table, values, key, out, squares)
 
     def _encode_each(
@@ -189,7 +189,7 @@ class Quantiser(Compressor):
 
         rows, keys: uint8[W, bytes], of all senders. outs: by run of `table`, its elements.
         """
-        if not records.decode_all(table, rows, keys, scale, outs, self._number()):
+        if table.runs and not records.decode_all(table, rows, keys, scale, outs, self._number()):
             self._decode_each(table, rows, keys, scale, outs)
 
     def _decode_each(
@@ -215,7 +215,7 @@ class Quantiser(Compressor):
         rows, keys: uint8[W, bytes], of all senders. own: key of what is written. out: as of :meth:`encode_all`.
         """
         numbers = self._number(), second._number()
-        if not records.encode_sum_all(table, rows, keys, scale, own, out, *numbers):
+        if table.runs and not records.encode_sum_all(table, rows, keys, scale, own, out, *numbers):
             self._encode_sum_each(table, rows, keys, scale, second, own, out)
 
     def _encode_sum_each(

@@ -163,11 +163,18 @@ class Format:
     # -- writing --------------------------------------------------------------------------------------------
 
     def write_header(
-        self, message: torch.Tensor, control: RoundHeader, counts: Sequence[int | torch.Tensor], *, seal: bool = False
+        self,
+        message: torch.Tensor,
+        control: RoundHeader,
+        counts: Sequence[int | torch.Tensor],
+        *,
+        seal: bool = False,
+        behind: Sequence[int] = (),
     ) -> None:
         """Put ``control`` and the counts of the sections in front of ``message``, uint8.
 
         A count on a device stays there. ``seal``: also put in the checksum of the bytes behind, which must be in place.
+        ``behind``: int32 words that are written behind the header, on the next boundary.
         """
         words = [MAGIC, control.step, control.plan, control.buffer, control.flags, self.words, self.size, 0, 0]
         on_host = message.device.type == "cpu"
@@ -180,7 +187,9 @@ class Format:
         if control.finite is not None:
             words[_FLAGS] |= Flag.NONFINITE
         header = self.header_of(message)
-        host_copies.write(words, header)
+        if behind:
+            words += [*[0] * (aligned(4 * self.words, GRAIN) // 4 - self.words), *behind]
+        host_copies.write(words, message[: 4 * len(words)].view(torch.int32))
         if control.finite is not None:  # the flag is there, and taken off again
             header[_FLAGS].add_(control.finite, alpha=-int(Flag.NONFINITE))
         for place, count in enumerate(counts, start=1):

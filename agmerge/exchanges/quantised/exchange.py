@@ -20,7 +20,7 @@ from agmerge.exchanges.message.format import Flag, Format, RoundHeader
 from agmerge.exchanges.quantised.layout import MessageLayout, ShardLayout, number_of
 from agmerge.exchanges.quantised.shards import Piece, Run, cut_blocks, cut_plain
 from agmerge.tensors.layout import Segment, Slot
-from sparsifiers import Kind, Selection
+from sparsifiers import Kind, Selection, gpu
 from sparsifiers.gpu.block_table import BlockTable
 from sparsifiers.quantising.draws import Draws, key_of, key_within
 
@@ -197,9 +197,13 @@ class QuantisedExchange(Exchange):
     def can_queue(self, pending: InFlight) -> bool:
         return pending.has_streams
 
-    def _sum_of(self, run: Run, rows: Tensor) -> Tensor:
-        """Return the scaled sum of plain values, from uint8[W, bytes], added in rank order."""
-        return in_rank_order(rows.view(run.segment.tensor_class.dtype)).mul_(self.scale)
+    def _write_sum(self, run: Run, rows: Tensor, out: Tensor) -> None:
+        """Write the scaled sum of plain values, from uint8[W, bytes], added in rank order, to ``out``."""
+        values = rows.view(run.segment.tensor_class.dtype)
+        if gpu.is_fused(rows.device) and values.dtype == out.dtype == torch.float32:
+            gpu.add_whole(out, values, 1.0, factor=self.scale)
+        else:
+            out.copy_(in_rank_order(values).mul_(self.scale))
 
     def _damaged(
         self, shard: ShardLayout, rows: Tensor, pending: InFlight, *, sealed: bool | None = None

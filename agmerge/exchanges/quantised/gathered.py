@@ -59,7 +59,7 @@ class GatheredExchange(QuantisedExchange):
         self._decode(pending, shard.table, [piece for piece, _ in shard.records], rows, 0, self.scale)
         update_of = {load.segment: load.update for load in pending.loads}
         for run, where in shard.plain:
-            update_of[run.segment][run.start : run.stop].copy_(self._sum_of(run, rows[:, where]))
+            self._write_sum(run, rows[:, where], update_of[run.segment][run.start : run.stop])
 
     def noise(self, pending: InFlight) -> Noise | None:
         if self.context.feedback:  # the quantisation error is sent later: it is no noise

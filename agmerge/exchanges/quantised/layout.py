@@ -14,7 +14,6 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from agmerge.exchanges import host_copies
 from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.exchanges.message.indices import GRAIN
 from agmerge.exchanges.quantised.shards import Piece, Run
@@ -66,10 +65,9 @@ class ShardLayout:
 
         ``squares``: float64[1]. On a device there is no checksum.
         """
-        self.header.write_header(shard, control, [0] * len(self.header.sections))
-        figures = self._figures_of(shard)
-        host_copies.write([fault, key - (key >> 63 << 64), 0, 0], figures)
-        figures[_SQUARES : _SQUARES + 1].view(torch.float64).copy_(squares)
+        words = [half - (half >> 31 << 32) for word in (fault, key, 0, 0) for half in (word & 0xFFFFFFFF, word >> 32)]
+        self.header.write_header(shard, control, [0] * len(self.header.sections), behind=words)
+        self._figures_of(shard)[_SQUARES : _SQUARES + 1].view(torch.float64).copy_(squares)
         self.seal(shard)
 
     def seal(self, shard: Tensor) -> None:

@@ -104,12 +104,10 @@ class TwoPhaseExchange(QuantisedExchange):
         shard, summed, longest = state.layout.first[rank], state.layout.second[rank], state.layout.longest
         rows = pending.received.view(size, -1)
         message = self.keep(("sum", pending.name), longest, torch.uint8, rows.device)
-        self.quantiser.encode_sum_all(
-            shard.table, rows, self._keys(step, 0, size), self.scale, self.quantiser, self._key(None, step, 1, 0), message
-        )  # fmt: skip
+        keys, key = self._keys(step, 0, size), self._key(None, step, 1, 0)
+        self.quantiser.encode_sum_all(shard.table, rows, keys, self.scale, self.quantiser, key, message)
         for (run, where), (_, out) in zip(shard.plain, summed.plain, strict=True):
-            message[out].view(run.segment.tensor_class.dtype).copy_(self._sum_of(run, rows[:, where]))
-        key = self._key(None, step, 1, 0)
+            self._write_sum(run, rows[:, where], message[out].view(run.segment.tensor_class.dtype))
         if pending.has_streams:
             summed.merge_headers(message[: summed.size], rows, rank, key=key)
         else:

@@ -299,7 +299,8 @@ def encode(
     launch(
         eden_encode_kernel, table.programs, out,
         given, *_runs(table), out, out if squares is None else squares,
-        FROM=DTYPES[dtype], SQUARES=squares is not None, **_levels(bits), SIZES=table.sizes, TILE=TILE, maxnreg=REGISTERS,
+        FROM=DTYPES[dtype], SQUARES=squares is not None, **_levels(bits),
+        SIZES=table.sizes, TILE=TILE, maxnreg=REGISTERS,
     )  # fmt: skip
 
 

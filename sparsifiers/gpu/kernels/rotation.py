@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotate blocks with random signs, and add up what is in a block, with the bits of `sparsifiers.quantising`.
 
-A program takes `TILE` coordinates, which are whole blocks. A block has `64 << DOUBLINGS` of them, of which there are 0 to 2;
-so what is the same for a block is kept for each 64 coordinates, a group: [TILE // 64]. Sums and differences have the order
-of `sparsifiers.quantising.rotation`.
+A program takes `TILE` coordinates, which are whole blocks. A block has `64 << DOUBLINGS` of them, with 0 to 2 of
+these; so what is the same for a block is kept for each 64 coordinates, a group: [TILE // 64]. Sums and differences have
+the order of `sparsifiers.quantising.rotation`.
 """
 
 from __future__ import annotations
