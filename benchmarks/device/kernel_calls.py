@@ -9,6 +9,7 @@ import torch
 
 from sparsifiers import gpu
 from sparsifiers.gpu import records
+from sparsifiers.gpu.block_table import BlockRun, BlockTable
 from sparsifiers.gpu.kernels import add as add_kernel
 from sparsifiers.quantising.blocks import blocks_in
 from sparsifiers.quantising.draws import Draws
@@ -70,6 +71,19 @@ def calls() -> Iterator[str]:
             for size in (64, 128, 256):
                 yield f"{str(dtype).removeprefix('torch.')}, {bits} bits, blocks of {size}"
                 quantised(bits, size, dtype, N - 3, senders=W)
+    for bits in records.BITS:
+        yield f"{bits} bits, blocks of all sizes"
+        quantised_together(Eden(bits))
+
+
+def quantised_together(quantiser: Eden) -> None:
+    """Quantise tensors with blocks of all sizes, read the sums of some messages, and quantise these."""
+    table = BlockTable([BlockRun(size, size, 0, 100, 100 * size - 3) for size in (64, 128, 256)])
+    tensors = [torch.zeros(run.length) for run in table.runs]
+    rows, again = torch.zeros(W, 1 << 15, dtype=torch.uint8), torch.zeros(1 << 15, dtype=torch.uint8)
+    quantiser.encode_all(table, tensors, 7, again, torch.zeros(1, dtype=torch.float64))
+    quantiser.decode_all(table, rows, [7] * W, 0.125, tensors)
+    quantiser.encode_sum_all(table, rows, [7] * W, 0.125, quantiser, 7, again)
 
 
 def quantised(bits: int, size: int, dtype: torch.dtype, length: int, senders: int) -> None:
