@@ -8,6 +8,7 @@ All of them return False, with nothing done, where torch must do it. One launch 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from sparsifiers.quantising.draws import Draws, unmixed
 
 BITS = (1, 2, 3, 4)  # the numbers of quantisers that have kernels, which are eden's bits
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Given = TypeVar("Given", Tensor, "Tensor | None")  # None: zeros
 
 
 def encode_all(
@@ -118,7 +120,7 @@ def _are_plain(tensors: Sequence[Tensor | None]) -> bool:
     return all(one is None or (one.dtype in DTYPES and one.is_contiguous()) for one in tensors)
 
 
-def _by_dtype(table: BlockTable, tensors: Sequence[Tensor | None]) -> Iterator[tuple[BlockTable, list[Tensor | None]]]:
+def _by_dtype(table: BlockTable, tensors: Sequence[Given]) -> Iterator[tuple[BlockTable, list[Given]]]:
     """Yield the runs of each dtype with their tensors; what has none goes with the first."""
     dtypes = list(dict.fromkeys(one.dtype for one in tensors if one is not None))
     if len(dtypes) < 2:
