@@ -151,8 +151,12 @@ class Exchange(ABC):
         """
         return None
 
-    def magnitude(self, slot: Slot) -> torch.Tensor | None:
-        """Return a number on a device, 0-dim, that is finite if a prepared tensor is; None: preparing computes none."""
+    def complete(self, name: str, step: int) -> torch.Tensor | None:
+        """Process what :meth:`prepare` has only noted of message ``name``: on a device, all tensors together.
+
+        Called before the message starts, when all its tensors are there. Returns a number on the device, 0-dim, that
+        is finite if they are; None: there is none.
+        """
         return None
 
     def add_and_prepare(

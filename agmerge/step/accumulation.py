@@ -24,6 +24,8 @@ class Accumulation:
     def __init__(self, buffers: MergeBuffers, step: int, guard: NonFiniteGuard) -> None:
         self._buffers, self._step, self._guard = buffers, step, guard
         self._batches = Batches(buffers, guard)
+        # By merge buffer: tensors on devices that are prepared from where their gradients lie, which may still be read.
+        self._in_place: dict[int, list[tuple[Slot, torch.Tensor]]] = {}
         self._selections: dict[int, Selection] = {}  # by slot, of tensors that are selected from before merging
         self._is_prepared: set[int] = set()  # slots that were prepared while they were accumulated
         self._has_moved: set[int] = set()  # slots with a gradient that moved to its update's place meanwhile
@@ -60,11 +62,10 @@ class Accumulation:
         self._is_prepared.add(slot.index)
         if values is None or finite:
             return
-        magnitude = exchange.magnitude(slot) if slot.tensor_class.on_device else None
-        if magnitude is None:
-            self._guard.inspect(slot, values, finite)
+        if slot.tensor_class.on_device:
+            self._in_place.setdefault(self._buffers.buffer_of[slot.index], []).append((slot, values))
         else:
-            self._guard.note(magnitude, [(slot.name, values)])
+            self._guard.inspect(slot, values, finite)
 
     def _fused(self, slot: Slot, moves: bool) -> Add | None:
         """Return a function that accumulates a tensor and prepares it in the same pass; None: there is none.
@@ -100,8 +101,16 @@ class Accumulation:
             exchange.prepare(slot, self._buffers.flat.arena_of[slot.index].work_of(slot), self._step)
 
     def complete(self, buffer: int) -> None:
-        """Accumulate the tensors of a merge buffer that have waited for each other."""
+        """Accumulate and prepare the tensors of a merge buffer that have waited for each other."""
         self._batches.accumulate(buffer)
+        for message in self._buffers.messages[buffer]:
+            magnitude = message.exchange.complete(message.name, self._step)
+            inside = {slot.index for slot in message.slots} if buffer in self._in_place else set()
+            given = [one for one in self._in_place.get(buffer, ()) if one[0].index in inside]
+            if magnitude is not None and given:
+                self._guard.note(magnitude, [(slot.name, values) for slot, values in given])
+            for slot, values in given if magnitude is None else ():
+                self._guard.inspect(slot, values)
 
     def selection(self, segment: Segment) -> Selection:
         """Return the selection of a segment, made ahead or now."""
@@ -126,3 +135,4 @@ class Accumulation:
     def let_go(self) -> None:
         """Drop references to gradients: work queued from now on runs after the kernels that have read them."""
         self._batches.let_go()
+        self._in_place.clear()

@@ -13,7 +13,8 @@ from torch import Tensor
 import sparsifiers
 from device.gpu_bench import Bench
 from device.gpu_figures import LARGE, Figure, of_bandwidth, of_compressor, of_kernels
-from sparsifiers.quantising.draws import Draws, key_of
+from sparsifiers.gpu.block_table import BlockRun, BlockTable
+from sparsifiers.quantising.draws import key_of
 
 DENSITIES = (0.1, 0.01, 0.001)
 RANKS = 8  # whose messages K4 adds
@@ -118,16 +119,16 @@ def quantiser(bench: Bench, n: int, one: float) -> Iterator[Figure]:
     In a step of W ranks a rank writes n elements, adds up n / W, and reads n.
     """
     chosen, size, vector = sparsifiers.quantiser("eden-4"), 256, bench.normal(n)
-    draws = [Draws(key_of(1, rank), 0) for rank in range(RANKS)]
-    message = torch.zeros(RANKS, -(-n // size) * chosen.record_bytes(size), dtype=torch.uint8, device=bench.device)
-    messages, squares = list(message), torch.zeros(1, dtype=torch.float64, device=bench.device)
-    for sent, own in zip(messages, draws, strict=True):
-        chosen.encode(vector, size, own, sent)
-    again, read = torch.zeros_like(messages[0]), torch.zeros_like(vector)
+    table, keys = BlockTable([BlockRun(1, size, 0, -(-n // size), n)]), [key_of(1, rank) for rank in range(RANKS)]
+    rows = torch.zeros(RANKS, -(-n // size) * chosen.record_bytes(size), dtype=torch.uint8, device=bench.device)
+    squares = torch.zeros(1, dtype=torch.float64, device=bench.device)
+    for row, key in zip(rows, keys, strict=True):
+        chosen.encode_all(table, [vector], key, row)
+    again, read = torch.zeros_like(rows[0]), torch.zeros_like(vector)
     calls: Calls = {
-        "written": lambda: chosen.encode(vector, size, draws[0], again, squares),
-        "read": lambda: chosen.decode_sum(messages[:1], draws[:1], size, 1.0, read),
-        f"sum of {RANKS} written": lambda: chosen.encode_sum(messages, draws, size, 0.125, chosen, draws[0], again),
+        "written": lambda: chosen.encode_all(table, [vector], keys[0], again, squares),
+        "read": lambda: chosen.decode_all(table, rows[:1], keys[:1], 1.0, [read]),
+        f"sum of {RANKS} written": lambda: chosen.encode_sum_all(table, rows, keys, 0.125, chosen, keys[0], again),
     }
     for what, call in calls.items():
         micros = bench.micros(call)

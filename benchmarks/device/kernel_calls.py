@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from sparsifiers import gpu
-from sparsifiers.gpu import rotation
+from sparsifiers.gpu import records
+from sparsifiers.gpu.block_table import BlockRun, BlockTable
 from sparsifiers.gpu.kernels import add as add_kernel
 from sparsifiers.quantising.blocks import blocks_in
 from sparsifiers.quantising.draws import Draws
@@ -62,11 +63,27 @@ def calls() -> Iterator[str]:
     for wire in (torch.float32, torch.bfloat16):
         yield f"whole, {str(wire).removeprefix('torch.')}"
         gpu.add_whole(torch.zeros(N), torch.zeros(W, N, dtype=wire), 0.125)
+    yield "heads"
+    heads, figures = torch.zeros(W, 20, dtype=torch.int32), torch.zeros(W, 4, dtype=torch.int64)
+    gpu.merge_heads(heads, figures, 3, 5, (heads[0], figures[0]), free=4, used=9)
     for dtype in (torch.float32, torch.bfloat16):
-        for bits in rotation.BITS:
+        for bits in records.BITS:
             for size in (64, 128, 256):
                 yield f"{str(dtype).removeprefix('torch.')}, {bits} bits, blocks of {size}"
                 quantised(bits, size, dtype, N - 3, senders=W)
+    for bits in records.BITS:
+        yield f"{bits} bits, blocks of all sizes"
+        quantised_together(Eden(bits))
+
+
+def quantised_together(quantiser: Eden) -> None:
+    """Quantise tensors with blocks of all sizes, read the sums of some messages, and quantise these."""
+    table = BlockTable([BlockRun(size, size, 0, 100, 100 * size - 3) for size in (64, 128, 256)])
+    tensors = [torch.zeros(run.length) for run in table.runs]
+    rows, again = torch.zeros(W, 1 << 15, dtype=torch.uint8), torch.zeros(1 << 15, dtype=torch.uint8)
+    quantiser.encode_all(table, tensors, 7, again, torch.zeros(1, dtype=torch.float64))
+    quantiser.decode_all(table, rows, [7] * W, 0.125, tensors)
+    quantiser.encode_sum_all(table, rows, [7] * W, 0.125, quantiser, 7, again)
 
 
 def quantised(bits: int, size: int, dtype: torch.dtype, length: int, senders: int) -> None:
@@ -74,9 +91,9 @@ def quantised(bits: int, size: int, dtype: torch.dtype, length: int, senders: in
     blocks, record = blocks_in(length, size), Eden(bits).record_bytes(size)
     messages, draws = list(torch.zeros(senders, blocks * record, dtype=torch.uint8)), [Draws(7 * N)] * senders
     squares, again = torch.zeros(1, dtype=torch.float64), torch.zeros(blocks * record, dtype=torch.uint8)
-    rotation.encode(torch.zeros(length, dtype=dtype), size, draws[0], messages[0], squares, bits)
-    rotation.decode_sum(messages, draws, size, 0.125, torch.zeros(length, dtype=dtype), bits)
-    rotation.encode_sum(messages, draws, size, 0.125, Draws(3 * N), again, bits, (bits, record))
+    records.encode(torch.zeros(length, dtype=dtype), size, draws[0], messages[0], squares, bits)
+    records.decode_sum(messages, draws, size, 0.125, torch.zeros(length, dtype=dtype), bits)
+    records.encode_sum(messages, draws, size, 0.125, Draws(3 * N), again, bits, (bits, record))
 
 
 def calls_of_one() -> Iterator[str]:

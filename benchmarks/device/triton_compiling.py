@@ -27,14 +27,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from device.kernel_calls import calls, calls_of_one
-from sparsifiers.gpu import add, codec, compact, compensation, edge, rotation, rows, whole
+from sparsifiers.gpu import add, codec, compact, compensation, edge, heads, records, rows, whole
 from sparsifiers.gpu.kernels import add as add_kernel
 from sparsifiers.gpu.kernels import codec as codec_kernel
 from sparsifiers.gpu.kernels import compact as compact_kernel
 from sparsifiers.gpu.kernels import compensation as compensation_kernel
 from sparsifiers.gpu.kernels import edge as edge_kernel
+from sparsifiers.gpu.kernels import heads as heads_kernel
 from sparsifiers.gpu.kernels import launching
-from sparsifiers.gpu.kernels import rotation as rotation_kernel
+from sparsifiers.gpu.kernels import records as records_kernel
 from sparsifiers.gpu.kernels import rows as rows_kernel
 from sparsifiers.gpu.kernels import whole as whole_kernel
 
@@ -72,13 +73,14 @@ def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any],
     options = {**launching.OPTIONS, **{name: constants[name] for name in constants if name not in kernel.arg_names}}
     constants = {name: one for name, one in constants.items() if name in kernel.arg_names}
     given = dict(zip(kernel.arg_names, arguments, strict=False))
-    ones = {name: 1 for name, one in given.items() if is_one(one) and name != "k"}  # k changes: not specialized
+    free = {param.name for param in kernel.params if param.do_not_specialize}  # numbers that change
+    ones = {name: 1 for name, one in given.items() if is_one(one) and name not in free}
     given = {name: one for name, one in given.items() if name not in ones}
     signature = {name: type_of(given[name]) if name in given else "constexpr" for name in kernel.arg_names}
     attributes = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
-        if name in given and is_aligned(given[name])
+        if name in given and name not in free and is_aligned(given[name])
     }
     source = ASTSource(kernel, signature, constexprs={**constants, **ones}, attrs=attributes)
     log = io.StringIO()
@@ -128,11 +130,11 @@ def main(target: int, once: bool) -> None:
             seen.add(key)
             print(json.dumps({**compiled(kernel, arguments, constants, target), "form": form}), flush=True)
 
-    for module in (add, codec, compact, compensation, edge, rotation, rows, whole):
+    for module in (add, codec, compact, compensation, edge, heads, records, rows, whole):
         module.runs_triton = lambda tensor: True
     kernels = (
-        add_kernel, codec_kernel, compact_kernel, compensation_kernel, edge_kernel, rotation_kernel, rows_kernel,
-        whole_kernel,
+        add_kernel, codec_kernel, compact_kernel, compensation_kernel, edge_kernel, heads_kernel, records_kernel,
+        rows_kernel, whole_kernel,
     )  # fmt: skip
     for module in kernels:
         module.launch = instead

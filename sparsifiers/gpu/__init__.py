@@ -15,6 +15,7 @@ device memory read and written an element; n: elements, k: slots, W: ranks.
 | `decode_indices(words, counts, layout, out, good, tiles)` | index codec of all ranks | 2 | 8 W k/n |
 | `add_whole(update, rows, scale)` | the sum of what is sent whole, in rank order | 1 | 4 + 4 W |
 | `add_ranks(update, indices, values, counts, scale)` | K4: the sum in rank order | 1 | 4 + 8 W k/n |
+| `merge_heads(words, figures, own, key, out, ...)` | what all ranks say in front of their messages, OR-ed | 1 | 0 |
 
 Selections consist of
 
@@ -42,6 +43,7 @@ from sparsifiers.gpu.codec import decode_indices, encode_indices
 from sparsifiers.gpu.compact import gather, mark, settle_ties
 from sparsifiers.gpu.compensation import compensate
 from sparsifiers.gpu.edge import count_digits, count_ties, find_edge
+from sparsifiers.gpu.heads import merge_heads
 from sparsifiers.gpu.largest_key import LargestKey
 from sparsifiers.gpu.layout import IndexLayout, IndexSection
 from sparsifiers.gpu.row_table import RowTable
@@ -74,6 +76,7 @@ __all__ = [
     "has_kernels",
     "is_fused",
     "mark_rows",
+    "merge_heads",
     "runs_triton",
     "select_largest",
     "select_rows",

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
-def send(numbers: Sequence[int] | Sequence[Sequence[int]], out: Tensor) -> Tensor:
+def send(numbers: Sequence[int] | Sequence[Sequence[int]] | NDArray[Any], out: Tensor) -> Tensor:
     """Queue a copy of `numbers`, as many as there are in `out`, to `out`, and return that; the host does not wait.
 
     The copy is one of pinned memory, which torch gives away again only when it has been made.

@@ -25,6 +25,9 @@ class TensorTable:
     def __init__(self, offsets: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
         """Take where in the slice each tensor begins, and how many elements it has."""
         self.offsets, self.lengths, self._device = tuple(offsets), tuple(lengths), device
+        self._are_offsets_aligned = all(offset % 16 == 0 for offset in self.offsets)
+        # What `addresses` has returned last, and for which addresses: mostly they are those of the step before.
+        self._addresses: tuple[list[int], tuple[Tensor, bool]] | None = None
 
     @cached_property
     def places(self) -> Tensor:
@@ -59,14 +62,17 @@ class TensorTable:
         return dtypes.pop() if dtypes else torch.float32
 
     def addresses(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, bool]:
-        """Return where the elements of `gradients` lie, 0 for none: int64[tensors], of which a copy is queued.
+        """Return where the elements of `gradients` lie, 0 for none: int64[tensors].
 
-        Also returns whether tensors start where 16 bytes do: all addresses are multiples of 16, and all offsets of 16
-        elements.
+        A copy is queued if they have changed since the last call. Also returns whether tensors start where 16 bytes
+        do: all addresses are multiples of 16, and all offsets of 16 elements.
         """
         found = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
-        aligned = all(place % 16 == 0 for place in (*found, *self.offsets))
-        return send(found, torch.empty(len(found), dtype=torch.int64, device=self._device)), aligned
+        if self._addresses is None or self._addresses[0] != found:
+            aligned = self._are_offsets_aligned and all(place % 16 == 0 for place in found)
+            sent = send(found, torch.empty(len(found), dtype=torch.int64, device=self._device))
+            self._addresses = found, (sent, aligned)
+        return self._addresses[1]
 
 
 class Momenta(NamedTuple):

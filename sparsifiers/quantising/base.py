@@ -13,9 +13,10 @@ from torch.nn.functional import pad
 
 from sparsifiers import kernel_quantising
 from sparsifiers.compressor import Compressor, Kind
-from sparsifiers.gpu import rotation
+from sparsifiers.gpu import records
+from sparsifiers.gpu.block_table import BlockRun, BlockTable
 from sparsifiers.quantising.blocks import blocks_in
-from sparsifiers.quantising.draws import Draws
+from sparsifiers.quantising.draws import Draws, key_within
 
 WRITTEN = ("__init__", "record_bytes", "_encode", "_decode")  # methods that compiled loops replace
 PART = 1024  # blocks that the host quantises at once: intermediate results stay in the cache
@@ -83,7 +84,7 @@ class Quantiser(Compressor):
         number, record = self._compiled(size)
         if kernel_quantising.encode(values, size, draws, out, squares, number, record):
             return
-        if not rotation.encode(values, size, draws, out, squares, number):
+        if not records.encode(values, size, draws, out, squares, number):
             self._encode_in_torch(values, size, draws, out, squares)
 
     def _encode_in_torch(self, values: Tensor, size: int, draws: Draws, out: Tensor, squares: Tensor | None) -> None:
@@ -106,7 +107,7 @@ class Quantiser(Compressor):
         number, record = self._compiled(size)
         if kernel_quantising.decode_sum(messages, draws, size, scale, out, number, record):
             return
-        if not rotation.decode_sum(messages, draws, size, scale, out, number):
+        if not records.decode_sum(messages, draws, size, scale, out, number):
             self._decode_sum_in_torch(messages, draws, size, scale, out)
 
     def _decode_sum_in_torch(
@@ -137,7 +138,7 @@ class Quantiser(Compressor):
         by = self._compiled(size), second._compiled(size)
         if kernel_quantising.encode_sum(messages, draws, size, scale, own, out, *by):
             return
-        if not rotation.encode_sum(messages, draws, size, scale, own, out, by[0][0], by[1]):
+        if not records.encode_sum(messages, draws, size, scale, own, out, by[0][0], by[1]):
             self._encode_sum_in_torch(messages, draws, size, scale, second, own, out)
 
     def _encode_sum_in_torch(
@@ -157,11 +158,96 @@ class Quantiser(Compressor):
             total = self._sum(rows, draws, size, scale, slice(start, stop))
             second._encode(total, own.after(start), written[start:stop])
 
+    # -- of many tensors at once --------------------------------------------------------------------------------------
+
+    def encode_all(
+        self, table: BlockTable, values: Sequence[Tensor | None], key: int, out: Tensor, squares: Tensor | None = None
+    ) -> None:
+        """Write the blocks of many tensors, as :meth:`encode` does of one: on a device in one launch.
+
+        values: by run of `table`, its elements; None: zeros. key: of the message, under which each tensor has its own.
+        out: uint8, 1-D, of which `table` says where records begin.
+        """
+        if table.runs and not records.encode_all(table, values, key, out, squares, self._number()):
+            self._encode_each(table, values, key, out, squares)
+
+    def _encode_each(
+        self, table: BlockTable, values: Sequence[Tensor | None], key: int, out: Tensor, squares: Tensor | None
+    ) -> None:
+        """Do the work of :meth:`encode_all`, tensor by tensor."""
+        for run, given in zip(table.runs, values, strict=True):
+            where = out[run.target : run.target + run.blocks * self.record_bytes(run.size)]
+            if given is None:
+                where.zero_()
+            else:
+                self.encode(given, run.size, _draws_of(run, key), where, squares)
+
+    def decode_all(
+        self, table: BlockTable, rows: Tensor, keys: Sequence[int], scale: float, outs: Sequence[Tensor]
+    ) -> None:
+        """Write the sums of many tensors, as :meth:`decode_sum` does of one: on a device in one launch.
+
+        rows, keys: uint8[W, bytes], of all senders. outs: by run of `table`, its elements.
+        """
+        if table.runs and not records.decode_all(table, rows, keys, scale, outs, self._number()):
+            self._decode_each(table, rows, keys, scale, outs)
+
+    def _decode_each(
+        self, table: BlockTable, rows: Tensor, keys: Sequence[int], scale: float, outs: Sequence[Tensor]
+    ) -> None:
+        """Do the work of :meth:`decode_all`, tensor by tensor."""
+        for run, out in zip(table.runs, outs, strict=True):
+            draws = [_draws_of(run, key) for key in keys]
+            self.decode_sum(self._records_of(run, rows), draws, run.size, scale, out)
+
+    def encode_sum_all(
+        self,
+        table: BlockTable,
+        rows: Tensor,
+        keys: Sequence[int],
+        scale: float,
+        second: Quantiser,
+        own: int,
+        out: Tensor,
+    ) -> None:
+        """Write the sums of many tensors in bits again, as :meth:`encode_sum` does of one: on a device in one launch.
+
+        rows, keys: uint8[W, bytes], of all senders. own: key of what is written. out: as of :meth:`encode_all`.
+        """
+        numbers = self._number(), second._number()
+        if table.runs and not records.encode_sum_all(table, rows, keys, scale, own, out, *numbers):
+            self._encode_sum_each(table, rows, keys, scale, second, own, out)
+
+    def _encode_sum_each(
+        self,
+        table: BlockTable,
+        rows: Tensor,
+        keys: Sequence[int],
+        scale: float,
+        second: Quantiser,
+        own: int,
+        out: Tensor,
+    ) -> None:
+        """Do the work of :meth:`encode_sum_all`, tensor by tensor."""
+        for run in table.runs:
+            where = out[run.target : run.target + run.blocks * second.record_bytes(run.size)]
+            draws = [_draws_of(run, key) for key in keys]
+            messages = self._records_of(run, rows)
+            self.encode_sum(messages, draws, run.size, scale, second, _draws_of(run, own), where)
+
+    def _records_of(self, run: BlockRun, rows: Tensor) -> list[Tensor]:
+        """Return the records of a run, of each sender."""
+        return list(rows[:, run.source : run.source + run.blocks * self.record_bytes(run.size)])
+
     def _compiled(self, size: int) -> tuple[int, int]:
         """Return the number of the loops to use, and the bytes of a record."""
+        return self._number(), self.record_bytes(size)
+
+    def _number(self) -> int:
+        """Return the number of the loops to use."""
         named = next(each for each in type(self).__mro__ if "loops" in vars(each))
         same = all(getattr(type(self), name) is getattr(named, name) for name in WRITTEN)
-        return self.loops() if same else kernel_quantising.NONE, self.record_bytes(size)
+        return self.loops() if same else kernel_quantising.NONE
 
     def _sum(self, rows: Sequence[Tensor], draws: Sequence[Draws], size: int, scale: float, part: slice) -> Tensor:
         """Return the scaled sum of the values in some records of all senders, `part`: float32[blocks, size]."""
@@ -171,6 +257,11 @@ class Quantiser(Compressor):
         for read in others:
             first.add_(read)
         return first.mul_(scale)
+
+
+def _draws_of(run: BlockRun, key: int) -> Draws:
+    """Return the random words of a run under the key of a message."""
+    return Draws(key_within(key, run.number), run.first)
 
 
 def _parts(rows: Tensor) -> Iterator[tuple[int, int]]:

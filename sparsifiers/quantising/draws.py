@@ -17,6 +17,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # the odd number nearest to 2**64 / the golden rati
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
 MASK = (1 << 64) - 1
+INVERSES = (0x96DE1B173F119089, 0x319642B2D24D8EC3)  # of the factors, modulo 2**64
 WORDS = 4  # of 64 bits that a block has of its own in one stream: a bit for each of up to 256 coordinates
 STREAM = 0xD1342543DE82EF95  # between the keys of two streams
 
@@ -26,6 +27,20 @@ def mixed(word: int) -> int:
     word = (word ^ word >> SHIFTS[0]) * FACTORS[0] & MASK
     word = (word ^ word >> SHIFTS[1]) * FACTORS[1] & MASK
     return word ^ word >> SHIFTS[2]
+
+
+def unmixed(word: int) -> int:
+    """Return the word of 64 bits that :func:`mixed` makes `word` of: all of them have one."""
+    word ^= word >> SHIFTS[2] ^ word >> 2 * SHIFTS[2]
+    for shift, inverse in zip(SHIFTS[1::-1], INVERSES[::-1], strict=True):
+        word = word * inverse & MASK
+        word ^= word >> shift ^ word >> 2 * shift
+    return word
+
+
+def key_within(key: int, number: int) -> int:
+    """Return the key of a tensor, which has a `number` of 64 bits, under the key of its message."""
+    return mixed(key ^ number)
 
 
 def key_of(*facts: int) -> int:

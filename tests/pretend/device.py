@@ -193,6 +193,11 @@ def _streams() -> dict[Device, Stream]:
     return streams
 
 
+def has_current() -> bool:
+    """Whether this thread has a device: others work on the host."""
+    return hasattr(_thread, "device")
+
+
 def current() -> Device:
     """The device of this thread."""
     device: Device = _thread.device

@@ -50,15 +50,24 @@ TABLE = (
     Fused("codec", "encode_reference", 1, lambda a: 8 * elements(a, "indices")),
     Fused("codec", "decode_reference", 2, lambda a: 8 * elements(a, "out")),
     Fused("whole", "reference", 1, lambda a: 4 * elements(a, "update") + 4 * elements(a, "rows")),
+    Fused("heads", "reference", 1, lambda a: 4 * elements(a, "words")),
     Fused("add", "reference", 1, lambda a: 4 * elements(a, "update") + 8 * elements(a, "values")),
 )
 
-# Of `eden`: what its kernels do, by the method that does it in torch's operations.
+# Of `eden`: what its kernels do, by the method that does it in torch's operations. A kernel, and a copy of its table.
 QUANTISING: tuple[tuple[str, int, Callable[[dict[str, Any]], float]], ...] = (
-    ("_encode_in_torch", 1, lambda a: 4 * elements(a, "values") + elements(a, "out")),
+    ("_encode_in_torch", 2, lambda a: 4 * elements(a, "values") + elements(a, "out")),
     ("_decode_sum_in_torch", 2, lambda a: 4 * elements(a, "out") + sum(one.numel() for one in a["messages"])),
     ("_encode_sum_in_torch", 2, lambda a: elements(a, "out") + sum(one.numel() for one in a["messages"])),
+    ("_encode_each", 2, lambda a: 4 * covered(a) + covered(a) * a["self"].bits / 8),
+    ("_decode_each", 2, lambda a: 4 * covered(a) + len(a["rows"]) * covered(a) * a["self"].bits / 8),
+    ("_encode_sum_each", 2, lambda a: (len(a["rows"]) + 1) * covered(a) * a["self"].bits / 8),
 )
+
+
+def covered(arguments: dict[str, Any]) -> int:
+    """The elements of all runs of a table."""
+    return sum(run.length for run in arguments["table"].runs)
 
 
 @contextmanager

@@ -133,6 +133,16 @@ def test_addresses_and_offsets_say_whether_loads_may_be_wide() -> None:
     assert not table((0, 4097, *OFFSETS[2:])).addresses(given)[1]
 
 
+def test_addresses_are_sent_again_where_they_have_changed() -> None:
+    given, known = gradients("normal"), table()
+    first, _ = known.addresses(given)
+    assert known.addresses(list(given))[0] is first
+    for changed in ([None, *given[1:]], [given[0].clone(), *given[1:]], given):
+        sent, _ = known.addresses(changed)
+        assert sent is not first and sent.tolist() == [0 if one is None else one.data_ptr() for one in changed]
+        first = sent
+
+
 @pytest.mark.parametrize(
     "wrong, text",
     [

@@ -25,6 +25,7 @@ KERNELS = {
     "edge",
     "encode",
     "gather",
+    "heads",
     "mark",
     "read_plain",
     "rows",

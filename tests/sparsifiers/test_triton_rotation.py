@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from support.triton_inputs import assert_same, bits, both, vector
+from support.triton_inputs import assert_same, bits, both, for_interpreter, vector
 from torch import Tensor
 
 from sparsifiers import kernel_quantising
-from sparsifiers.quantising.draws import Draws, key_of
+from sparsifiers.gpu.block_table import BlockRun, BlockTable
+from sparsifiers.quantising.draws import Draws, key_of, mixed, unmixed
 from sparsifiers.quantising.eden import Eden
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # of numpy, in the interpreter
@@ -76,14 +79,71 @@ def test_sums_have_the_same_bits_and_so_have_they_in_bits_again(count: int, seco
     assert_same(call)
 
 
-def test_nothing_outside_is_written_and_one_launch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparsifiers.gpu.kernels import rotation as kernel
+def table_of_three(record: Callable[[int], int]) -> tuple[BlockTable, int]:
+    """Four runs of three tensors, in another order than their records, and the bytes of a message."""
+    runs, end = [], 0
+    for number, first, size, blocks, length in [
+        (1 << 63 | 9, 0, 256, 20, 5000), (7, 3, 64, 1, 5), (8, 0, 128, 17, 2176), (7, 0, 64, 3, 192),
+    ]:  # fmt: skip
+        runs.append(BlockRun(number, size, first, blocks, length, end, end))
+        end += blocks * record(size) + 4
+    return BlockTable(runs), end
 
-    launched: list[str] = []
+
+@pytest.mark.parametrize("dtypes", [[torch.float32] * 4, [torch.float32, torch.bfloat16, torch.float32, torch.float16]])
+@pytest.mark.parametrize("count, second", [(2, 3), (4, 1)])
+def test_a_table_of_tensors_has_the_bytes_of_each(
+    launched: list[str], count: int, second: int, dtypes: list[torch.dtype]
+) -> None:
+    """Blocks of all sizes in one launch; several where tensors have several dtypes, and none is written outside."""
+    senders, first, then = 3, Eden(count), Eden(second)
+    table, size = table_of_three(first.record_bytes)
+    wide, length = table_of_three(lambda size: max(first.record_bytes(size), then.record_bytes(size)))
+    keys = [key_of(4, sender) for sender in range(senders)]
+
+    def call() -> tuple[Tensor, ...]:
+        rows, squares = torch.full((senders, size + 6), 7, dtype=torch.uint8), torch.zeros(1, dtype=torch.float64)
+        for sender in range(senders):
+            values: list[Tensor | None] = [
+                for_interpreter(values_of("normal", run.length, sender), dtype).to(dtype)
+                for run, dtype in zip(table.runs, dtypes, strict=True)
+            ]
+            values[1] = None if sender == 1 else values[1]
+            first.encode_all(table, values, keys[sender], rows[sender, :size], squares)
+        outs = [torch.full((run.length,), 9.0, dtype=dtype) for run, dtype in zip(table.runs, dtypes, strict=True)]
+        first.decode_all(table, rows, keys, 1.0, outs)
+        both_ways = BlockTable([a._replace(target=b.target) for a, b in zip(table.runs, wide.runs, strict=True)])
+        again = torch.full((length + 6,), 7, dtype=torch.uint8)
+        first.encode_sum_all(both_ways, rows, keys, 1 / 3, then, key_of(5), again)
+        found.append(squares)
+        return rows, again, *outs
+
+    found: list[Tensor] = []
+    assert_same(call)
+    torch.testing.assert_close(found[0], found[1], rtol=2e-6, atol=0)
+    several = len(set(dtypes)) > 1  # of sender 1 nothing is bfloat16 then
+    assert len(launched) == (senders + 1) * len(set(dtypes)) + 1 - several
+
+
+def test_keys_are_unmixed() -> None:
+    for word in (0, 1, 1 << 63, (1 << 64) - 1, key_of(3), key_of(4, 5)):
+        assert mixed(unmixed(word)) == word == unmixed(mixed(word))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of kernels, in the order in which they are launched."""
+    from sparsifiers.gpu.kernels import records as kernel
+
+    names: list[str] = []
     launch = kernel.launch
     monkeypatch.setattr(
-        kernel, "launch", lambda one, *args, **given: launched.append(one.__name__) or launch(one, *args, **given)
+        kernel, "launch", lambda one, *args, **given: names.append(one.__name__) or launch(one, *args, **given)
     )
+    return names
+
+
+def test_nothing_outside_is_written_and_one_launch_does_it(launched: list[str]) -> None:
     quantiser, n, size = Eden(2), 300, 128
     whole = torch.full((3 * quantiser.record_bytes(size) + 20,), 7, dtype=torch.uint8)
 

@@ -28,6 +28,7 @@ from agmerge.exchanges import host_copies
 from agmerge.exchanges.message import VALUES, Everything, IndexCodec, ValueCodec, smallest, value_codec
 from agmerge.exchanges.message.indices import GRAIN
 from agmerge.tensors.layout import Segment, aligned
+from sparsifiers import gpu
 
 MAGIC = 0x41474D32  # "AGM2": the last byte is the version of this format
 
@@ -163,11 +164,18 @@ class Format:
     # -- writing --------------------------------------------------------------------------------------------
 
     def write_header(
-        self, message: torch.Tensor, control: RoundHeader, counts: Sequence[int | torch.Tensor], *, seal: bool = False
+        self,
+        message: torch.Tensor,
+        control: RoundHeader,
+        counts: Sequence[int | torch.Tensor],
+        *,
+        seal: bool = False,
+        behind: Sequence[int] = (),
     ) -> None:
         """Put ``control`` and the counts of the sections in front of ``message``, uint8.
 
         A count on a device stays there. ``seal``: also put in the checksum of the bytes behind, which must be in place.
+        ``behind``: int32 words that are written behind the header, on the next boundary.
         """
         words = [MAGIC, control.step, control.plan, control.buffer, control.flags, self.words, self.size, 0, 0]
         on_host = message.device.type == "cpu"
@@ -180,7 +188,9 @@ class Format:
         if control.finite is not None:
             words[_FLAGS] |= Flag.NONFINITE
         header = self.header_of(message)
-        host_copies.write(words, header)
+        if behind:
+            words += [*[0] * (aligned(4 * self.words, GRAIN) // 4 - self.words), *behind]
+        host_copies.write(words, message[: 4 * len(words)].view(torch.int32))
         if control.finite is not None:  # the flag is there, and taken off again
             header[_FLAGS].add_(control.finite, alpha=-int(Flag.NONFINITE))
         for place, count in enumerate(counts, start=1):
@@ -198,23 +208,18 @@ class Format:
         """Return the CRC-32 of the bytes behind the header of ``message``, uint8[size]."""
         return _signed(zlib.crc32(message[4 * self.words : self.size].numpy().data))
 
-    def merge_on_device(self, messages: torch.Tensor, own: int, out: torch.Tensor) -> torch.Tensor:
+    def merge_on_device(
+        self, messages: torch.Tensor, figures: torch.Tensor, own: int, key: int, out: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
         """Write the merged header of ``messages`` in front of ``out``, uint8[size]: nothing waits, nothing is raised.
 
-        ``messages``: uint8[W, size or more], on a device. Returns int64, 0-dim, on it: 1 + the number of one that does
-        not belong with number ``own``, or 0; then the merged header is of no use.
+        ``messages``: uint8[W, size or more], on a device. ``figures``: int64[W, 4], of these, and the second of
+        ``out``: see `sparsifiers.gpu.merge_heads`. A message that does not belong with number ``own`` is a fault; then
+        the merged header is of no use.
         """
-        rows = self.header_of(messages)
-        differs = rows != rows[own]
-        differs[:, _FLAGS].zero_()
-        differs[:, self._used_from :].zero_()
-        numbers = torch.arange(1, len(rows) + 1, device=rows.device)
-        fault = (differs.any(dim=1) * numbers).amax()
-        while len(rows) > 1:  # in halves; the middle one of an odd number is in both
-            half = len(rows) // 2
-            rows = rows[: len(rows) - half] | rows[half:]
-        self.header_of(out).copy_(rows[0])
-        return fault
+        message, said = out
+        heads = self.header_of(messages), figures
+        gpu.merge_heads(*heads, own, key, (self.header_of(message), said), free=_FLAGS, used=self._used_from)
 
     # -- reading --------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,11 +17,12 @@ from agmerge.errors import MessageError
 from agmerge.exchanges.all_reduce import in_rank_order
 from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader
-from agmerge.exchanges.quantised.layout import MessageLayout, ShardLayout
+from agmerge.exchanges.quantised.layout import MessageLayout, ShardLayout, number_of
 from agmerge.exchanges.quantised.shards import Piece, Run, cut_blocks, cut_plain
 from agmerge.tensors.layout import Segment, Slot
-from sparsifiers import Kind, Selection
-from sparsifiers.quantising.draws import Draws, key_of, mixed
+from sparsifiers import Kind, Selection, gpu
+from sparsifiers.gpu.block_table import BlockTable
+from sparsifiers.quantising.draws import Draws, key_of, key_within
 
 SEED = 0  # of all random words: two runs of one command draw the same ones
 
@@ -41,9 +41,10 @@ class State:
 class QuantisedExchange(Exchange):
     """Message of quantised gradients: what the gathered and the two-phase all-reduce have in common.
 
-    Tensors are quantised in :meth:`prepare`, as soon as each is complete, and updates are written where
-    ``store.update_of`` says, so that no memory of their size is needed. Dense segments travel as they are, and are
-    added up by the owner of each shard. ``shards``: into so many a message is cut, each with an owner.
+    On the host tensors are quantised in :meth:`prepare`, as soon as each is complete; on devices in :meth:`complete`,
+    all of a message in one launch. Updates are written where ``store.update_of`` says, so that no memory of their size
+    is needed. Dense segments travel as they are, and are added up by the owner of each shard. ``shards``: into so many
+    a message is cut, each with an owner.
     """
 
     sparse = False
@@ -57,8 +58,9 @@ class QuantisedExchange(Exchange):
         self._layouts: dict[str, MessageLayout] = {}  # by message
         self._places: dict[int, tuple[str, int]] = {}  # by slot: the message of a tensor, and its place there
         self._prepared: set[int] = set()  # slots that have records in a message that has not started
-        # By message: float64[tensors], 0 of those that have no records yet. Written in the streams of gradients, they
-        # are read in another one, and cleared there for the next step.
+        # By message and slot: tensors on devices that are to be quantised together, with their values, 1-D.
+        self._waiting: dict[str, dict[int, tuple[Slot, Tensor | None]]] = {}
+        # By message: float64[tensors], on devices float64[1], of all; 0 of those that have no records yet.
         self._squares: dict[str, Tensor] = {}
 
     # -- tensors are quantised ----------------------------------------------------------------------------------------
@@ -67,31 +69,54 @@ class QuantisedExchange(Exchange):
         """Learn which segments message ``name`` will have: their tensors may be prepared before it starts."""
         self._layouts[name] = self._laid_out(segments)
         slots, device = quantised_slots(segments), segments[0].tensor_class.device
-        self._squares[name] = self.keep(("squares", name), len(slots), torch.float64, device).zero_()
+        length = len(slots) if device.type == "cpu" else 1
+        self._squares[name] = self.keep(("squares", name), length, torch.float64, device).zero_()
+        self._waiting[name] = {}
         for place, slot in enumerate(slots):
             self._places[slot.index] = (name, place)
             self._prepared.discard(slot.index)
 
     def prepare(self, slot: Slot, work: Tensor | None, step: int) -> bool | None:
-        """Quantise one tensor into its message. Return whether it is finite; None: not checked."""
-        self._encode(slot, None if work is None else work.view(-1), step)
-        self._prepared.add(slot.index)
-        return math.isfinite(self._squares_of(slot).item()) if slot.tensor_class.device.type == "cpu" else None
+        """Quantise one tensor into its message; on a device, note it. Return whether it is finite; None: not checked.
 
-    def magnitude(self, slot: Slot) -> Tensor | None:
-        return self._squares_of(slot)[0]
-
-    def _squares_of(self, slot: Slot) -> Tensor:
-        """Return the squares of one tensor: float64[1], a view."""
+        On a device ``work`` is to stay as it is until the message has left.
+        """
         name, place = self._places[slot.index]
-        return self._squares[name][place : place + 1]
+        values = None if work is None else work.view(-1)
+        if slot.tensor_class.device.type != "cpu":
+            self._waiting[name][slot.index] = slot, values
+            return None
+        squares = self._squares[name][place : place + 1]
+        self._encode(slot, values, step, squares)
+        return math.isfinite(squares.item())
 
-    def _encode(self, slot: Slot, values: Tensor | None, step: int) -> None:
-        """Write the records of one tensor, and its squares. ``values``: 1-D; None: zeros."""
+    def complete(self, name: str, step: int) -> Tensor | None:
+        """Quantise the noted tensors of message ``name``. Return their squares, 0-dim; None: there are none."""
+        waiting, self._waiting[name] = self._waiting[name], {}
+        if not waiting:
+            return None
+        layout, squares = self._layouts[name], self._squares[name]
+        if not self._prepared.isdisjoint(waiting):  # in a round that came to nothing
+            squares.zero_()
+        chosen = [number for number, piece in enumerate(layout.pieces) if piece.slot.index in waiting]
+        table = layout.table if len(chosen) == len(layout.pieces) else layout.table.part(chosen)
+        values = []
+        for number in chosen:
+            piece = layout.pieces[number]
+            given = waiting[piece.slot.index][1]
+            values.append(None if given is None else given[piece.elements])
+        message = self._message(name, layout, squares.device)
+        self.quantiser.encode_all(table, values, self._key(None, step, 0, self.comm.rank), message, squares)
+        for slot, given in waiting.values():
+            self._prepared.add(slot.index)
+            self._commit(slot, given, step, message)
+        return squares[0]
+
+    def _encode(self, slot: Slot, values: Tensor | None, step: int, squares: Tensor) -> None:
+        """Write the records of one tensor on the host, and its squares. ``values``: 1-D; None: zeros."""
         name, _ = self._places[slot.index]
         layout = self._layouts[name]
         message = self._message(name, layout, slot.tensor_class.device)
-        squares = self._squares_of(slot)
         if slot.index in self._prepared:  # in a round that came to nothing
             squares.zero_()
         key = self._key(slot, step, 0, self.comm.rank)
@@ -101,9 +126,15 @@ class QuantisedExchange(Exchange):
             else:
                 own = Draws(key, piece.first)
                 self.quantiser.encode(values[piece.elements], piece.size, own, message[where], squares)
+        self._prepared.add(slot.index)
+        self._commit(slot, values, step, message)
+
+    def _commit(self, slot: Slot, values: Tensor | None, step: int, message: Tensor) -> None:
+        """Tell the store what was written of a tensor, if it keeps a residual."""
         if self.context.feedback and values is not None:
             sent = self.keep(("sent",), slot.numel, slot.tensor_class.storage, message.device)
-            for piece, where in layout.pieces_of[slot.index]:
+            key = self._key(slot, step, 0, self.comm.rank)
+            for piece, where in self._layouts[self._places[slot.index][0]].pieces_of[slot.index]:
                 draws = [Draws(key, piece.first)]
                 self.quantiser.decode_sum([message[where]], draws, piece.size, 1.0, sent[piece.elements])
             self.store.subtract_sent(Segment(slot.tensor_class, (slot,)), None, sent)
@@ -121,20 +152,22 @@ class QuantisedExchange(Exchange):
             self.expect(name, segments)
         layout, device = self._layouts[name], loads[0].work.device
         message = self._message(name, layout, device)
-        state = State(layout, torch.zeros(1, dtype=torch.float64, device=device))
+        state = State(layout, self._squares[name])
         if not control.flags & Flag.REPLAN:
             for load in loads:
                 for slot in quantised_slots([load.segment]):
-                    if slot.index not in self._prepared:
+                    if slot.index not in self._prepared and slot.index not in self._waiting[name]:
                         inside = slice(slot.offset - load.segment.start, slot.offset - load.segment.start + slot.numel)
-                        self._encode(slot, load.work[inside], control.step)
+                        self.prepare(slot, load.work[inside], control.step)
                         state.outputs[slot.index] = load.update[inside]
-                    self._prepared.discard(slot.index)
-            add_up(self._squares[name], state.squares)
-            self._squares[name].zero_()
+            self.complete(name, control.step)
+            self._prepared.difference_update(slot.index for slot in quantised_slots([load.segment for load in loads]))
+        if device.type == "cpu":
+            state.squares = added_up(state.squares)
         self._write_plain(layout, loads, message)
         key = self._key(None, control.step, 0, self.comm.rank)
         layout.write_headers(message, control, key=key, squares=state.squares)
+        self._squares[name].zero_()
         handle, received = self._send(name, layout, message)
         elements = sum(load.segment.numel for load in loads)
         return InFlight(
@@ -164,9 +197,13 @@ class QuantisedExchange(Exchange):
     def can_queue(self, pending: InFlight) -> bool:
         return pending.has_streams
 
-    def _sum_of(self, run: Run, rows: Tensor) -> Tensor:
-        """Return the scaled sum of plain values, from uint8[W, bytes], added in rank order."""
-        return in_rank_order(rows.view(run.segment.tensor_class.dtype)).mul_(self.scale)
+    def _write_sum(self, run: Run, rows: Tensor, out: Tensor) -> None:
+        """Write the scaled sum of plain values, from uint8[W, bytes], added in rank order, to ``out``."""
+        values = rows.view(run.segment.tensor_class.dtype)
+        if gpu.is_fused(rows.device) and values.dtype == out.dtype == torch.float32:
+            gpu.add_whole(out, values, 1.0, factor=self.scale)
+        else:
+            out.copy_(in_rank_order(values).mul_(self.scale))
 
     def _damaged(
         self, shard: ShardLayout, rows: Tensor, pending: InFlight, *, sealed: bool | None = None
@@ -174,20 +211,20 @@ class QuantisedExchange(Exchange):
         """Return the ranks of which the message of the first phase has changed on its way; see ``ShardLayout``."""
         return shard.damaged(rows, lambda sender: self._key(None, pending.control.step, 0, sender), sealed=sealed)
 
-    def _decode(self, pending: InFlight, shard: ShardLayout, rows: Sequence[Tensor], phase: int, scale: float) -> None:
-        """Write the updates of quantised tensors: of each piece of ``shard``, the sum of ``rows`` times ``scale``.
+    def _decode(
+        self, pending: InFlight, table: BlockTable, pieces: Sequence[Piece], rows: Tensor, phase: int, scale: float
+    ) -> None:
+        """Write the updates of quantised tensors: of each piece of ``table`` the sum of ``rows`` times ``scale``.
 
-        ``rows``: the shard as each sender has sent it, uint8[size or more].
+        ``rows``: uint8[W, bytes], what each sender has sent.
         """
-        state: State = pending.extra
-        for piece, where in shard.records:
-            out = self._output(state, piece.slot)[piece.elements]
-            draws = self._draws(piece, pending.control.step, phase, len(rows))
-            self.quantiser.decode_sum([row[where] for row in rows], draws, piece.size, scale, out)
+        outs = [self._output(pending.extra, piece.slot)[piece.elements] for piece in pieces]
+        keys = self._keys(pending.control.step, phase, len(rows))
+        self.quantiser.decode_all(table, rows, keys, scale, outs)
 
-    def _draws(self, piece: Piece, step: int, phase: int, senders: int) -> list[Draws]:
-        """Return the random words of a piece, as each of so many senders has drawn them."""
-        return [Draws(self._key(piece.slot, step, phase, sender), piece.first) for sender in range(senders)]
+    def _keys(self, step: int, phase: int, senders: int) -> list[int]:
+        """Return the keys of so many senders' messages, without a tensor."""
+        return [self._key(None, step, phase, sender) for sender in range(senders)]
 
     def _output(self, state: State, slot: Slot) -> Tensor:
         """Return where the update of a tensor is written: 1-D."""
@@ -229,18 +266,12 @@ class QuantisedExchange(Exchange):
         on the places of a node, have words of their own.
         """
         key = _key_of_message(SEED, step, phase, sender, self.context.ranks.place)
-        return key if slot is None else mixed(key ^ number_of(slot.name))
+        return key if slot is None else key_within(key, number_of(slot.name))
 
 
 @lru_cache(maxsize=1 << 10)
 def _key_of_message(seed: int, step: int, phase: int, sender: int, place: int) -> int:
     return key_of(seed, step, phase, sender, *([place] if place else []))
-
-
-@lru_cache(maxsize=1 << 16)
-def number_of(name: str) -> int:
-    """Return a number of 64 bits for the name of a tensor: the same whatever other tensors there are."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def quantised_slots(segments: Sequence[Segment]) -> list[Slot]:
@@ -254,16 +285,12 @@ def copy_all(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(places), list(values))
 
 
-def add_up(squares: Tensor, total: Tensor) -> None:
-    """Add float64 numbers to ``total``, float64[1]: in their order on the host, where all processors get the same bits.
-
-    On a device, one kernel does it in an order of its own.
-    """
-    if squares.device.type != "cpu":
-        total += squares.sum()
-        return
+def added_up(squares: Tensor) -> Tensor:
+    """Return the sum of float64 numbers on the host: float64[1], in their order, the same on all processors."""
+    total = torch.zeros(1, dtype=torch.float64)
     for number in squares.tolist():
         total += number
+    return total
 
 
 def refuse_damaged(name: str, ranks: Sequence[int]) -> None:

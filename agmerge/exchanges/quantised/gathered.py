@@ -56,10 +56,10 @@ class GatheredExchange(QuantisedExchange):
 
     def finish(self, pending: InFlight) -> None:
         shard, rows = pending.extra.layout.first[0], pending.received.view(self.comm.size, -1)
-        self._decode(pending, shard, list(rows), 0, self.scale)
+        self._decode(pending, shard.table, [piece for piece, _ in shard.records], rows, 0, self.scale)
         update_of = {load.segment: load.update for load in pending.loads}
         for run, where in shard.plain:
-            update_of[run.segment][run.start : run.stop].copy_(self._sum_of(run, rows[:, where]))
+            self._write_sum(run, rows[:, where], update_of[run.segment][run.start : run.stop])
 
     def noise(self, pending: InFlight) -> Noise | None:
         if self.context.feedback:  # the quantisation error is sent later: it is no noise
@@ -76,14 +76,9 @@ class AloneExchange(GatheredExchange):
 
     def prepare(self, slot: Slot, work: Tensor | None, step: int) -> bool | None:
         """Note where the values of one tensor lie. Return None: they are not checked."""
-        super().prepare(slot, work, step)
+        self._exact[slot.index] = None if work is None else work.view(-1)
+        self._prepared.add(slot.index)
         return None
-
-    def magnitude(self, slot: Slot) -> Tensor | None:
-        return None
-
-    def _encode(self, slot: Slot, values: Tensor | None, step: int) -> None:
-        self._exact[slot.index] = values
 
     def _encoded(self, segments: Sequence[Segment]) -> list[Slot]:
         return []

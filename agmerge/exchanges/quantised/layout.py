@@ -7,17 +7,19 @@ announced. The figures are 64-bit words, see :data:`FIGURES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
-from agmerge.exchanges import host_copies
 from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.exchanges.message.indices import GRAIN
 from agmerge.exchanges.quantised.shards import Piece, Run
 from agmerge.tensors.layout import aligned
 from sparsifiers import kernel_message
+from sparsifiers.gpu.block_table import BlockRun, BlockTable
 
 # Figures behind the header: 1 + the rank of a message that arrived damaged in the first phase, or 0; the key of the
 # random words, without the tensor; the squares of all quantised elements of the sender or senders, a float64; the
@@ -48,6 +50,11 @@ class ShardLayout:
             end = aligned(end + run.nbytes, GRAIN)
         self.size = end
 
+    @cached_property
+    def table(self) -> BlockTable:
+        """Return the records for a quantiser, read and written at the same places of a shard."""
+        return table_of((piece, where.start) for piece, where in self.records)
+
     @property
     def announced(self) -> int:
         """Return the bytes of the header and of the figures, in front of a shard."""
@@ -58,8 +65,9 @@ class ShardLayout:
 
         ``squares``: float64[1]. On a device there is no checksum.
         """
-        self.header.write_header(shard, control, [0] * len(self.header.sections))
-        self._write_figures(shard, fault, key, squares)
+        words = [half - (half >> 31 << 32) for word in (fault, key, 0, 0) for half in (word & 0xFFFFFFFF, word >> 32)]
+        self.header.write_header(shard, control, [0] * len(self.header.sections), behind=words)
+        self._figures_of(shard)[_SQUARES : _SQUARES + 1].view(torch.float64).copy_(squares)
         self.seal(shard)
 
     def seal(self, shard: Tensor) -> None:
@@ -67,20 +75,13 @@ class ShardLayout:
         if shard.device.type == "cpu":
             self._figures_of(shard)[_CHECKSUM] = self._checksum(shard)
 
-    def merge_headers(self, shard: Tensor, rows: Tensor, own: int, *, key: int, squares: Tensor) -> None:
-        """Put the merged header of ``rows``, uint8[W, size or more], and the figures in front of ``shard``.
+    def merge_headers(self, shard: Tensor, rows: Tensor, own: int, *, key: int) -> None:
+        """Put the merged header and figures of ``rows``, uint8[W, size or more], in front of ``shard``.
 
         That is for devices: nothing waits. A row that does not belong with number ``own`` is announced as a fault.
         """
-        fault = self.header.merge_on_device(rows, own, shard)
-        self._write_figures(shard, 0, key, squares)[_FAULT].copy_(fault)
-
-    def _write_figures(self, shard: Tensor, fault: int, key: int, squares: Tensor) -> Tensor:
-        """Write the figures but the checksum; return them."""
-        figures = self._figures_of(shard)
-        host_copies.write([fault, key - (key >> 63 << 64), 0, 0], figures)
-        figures[_SQUARES : _SQUARES + 1].view(torch.float64).copy_(squares)
-        return figures
+        out = shard, self._figures_of(shard)
+        self.header.merge_on_device(rows, self._figures_of(rows), own, key - (key >> 63 << 64), out)
 
     def faults(self, rows: Tensor) -> list[int]:
         """Return the fault of the first phase that each of ``rows``, uint8[W, size or more], announces: see FIGURES."""
@@ -142,6 +143,28 @@ class MessageLayout:
                 placed = slice(start + where.start, start + where.stop)
                 self.pieces_of.setdefault(piece.slot.index, []).append((piece, placed))
 
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """Return the pieces of all shards, one shard behind the other: those of :attr:`table` and :attr:`sums`."""
+        return [piece for shard in self.first for piece, _ in shard.records]
+
+    @cached_property
+    def table(self) -> BlockTable:
+        """Return the records of what a rank sends in the first phase, for a quantiser."""
+        return self._table(self.first, self.starts)
+
+    @cached_property
+    def sums(self) -> BlockTable:
+        """Return the records of what all owners send in the second phase, one behind the other."""
+        return self._table(self.second, [owner * self.longest for owner in range(len(self.second))])
+
+    def _table(self, shards: Sequence[ShardLayout], starts: Sequence[int]) -> BlockTable:
+        """Return the records of shards that begin at these bytes."""
+        return table_of(
+            (piece, start + where.start) for shard, start in zip(shards, starts, strict=False)
+            for piece, where in shard.records
+        )  # fmt: skip
+
     @property
     def size(self) -> int:
         """Bytes that a rank sends in the first phase."""
@@ -160,3 +183,20 @@ class MessageLayout:
             torch._foreach_copy_([shard[:end] for shard in others], [first[:end]] * len(others))
         for layout, shard in zip(self.first[1:], others, strict=True):
             layout.seal(shard)
+
+
+def table_of(placed: Iterable[tuple[Piece, int]]) -> BlockTable:
+    """Return the table of pieces for a quantiser. `placed`: each with the byte where its records begin."""
+    return BlockTable([
+        BlockRun(
+            number_of(piece.slot.name), piece.size, piece.first, piece.blocks,
+            piece.elements.stop - piece.elements.start, start, start,
+        )
+        for piece, start in placed
+    ])  # fmt: skip
+
+
+@lru_cache(maxsize=1 << 16)
+def number_of(name: str) -> int:
+    """Return a number of 64 bits for the name of a tensor: the same whatever other tensors there are."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

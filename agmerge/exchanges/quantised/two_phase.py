@@ -16,7 +16,6 @@ from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.quantised.exchange import QuantisedExchange, State, copy_all, refuse_damaged
 from agmerge.exchanges.quantised.layout import MessageLayout, ShardLayout
 from sparsifiers import Selection
-from sparsifiers.quantising.draws import Draws
 
 
 class TwoPhaseExchange(QuantisedExchange):
@@ -104,19 +103,16 @@ class TwoPhaseExchange(QuantisedExchange):
         rank, size, step = self.comm.rank, self.comm.size, pending.control.step
         shard, summed, longest = state.layout.first[rank], state.layout.second[rank], state.layout.longest
         rows = pending.received.view(size, -1)
-        squares = shard.squares(rows).sum(dim=0, keepdim=True)  # in any order: the others read this rank's sum
         message = self.keep(("sum", pending.name), longest, torch.uint8, rows.device)
-        for (piece, where), (_, out) in zip(shard.records, summed.records, strict=True):
-            own = Draws(self._key(piece.slot, step, 1, 0), piece.first)
-            messages, draws = [row[where] for row in rows], self._draws(piece, step, 0, size)
-            self.quantiser.encode_sum(messages, draws, piece.size, self.scale, self.quantiser, own, message[out])
+        keys, key = self._keys(step, 0, size), self._key(None, step, 1, 0)
+        self.quantiser.encode_sum_all(shard.table, rows, keys, self.scale, self.quantiser, key, message)
         for (run, where), (_, out) in zip(shard.plain, summed.plain, strict=True):
-            message[out].view(run.segment.tensor_class.dtype).copy_(self._sum_of(run, rows[:, where]))
-        key = self._key(None, step, 1, 0)
+            self._write_sum(run, rows[:, where], message[out].view(run.segment.tensor_class.dtype))
         if pending.has_streams:
-            summed.merge_headers(message[: summed.size], rows, rank, key=key, squares=squares)
+            summed.merge_headers(message[: summed.size], rows, rank, key=key)
         else:
             control, fault = self._checked(shard, rows, pending)
+            squares = shard.squares(rows).sum(dim=0, keepdim=True)  # in any order: the others read this rank's sum
             summed.write_header(message[: summed.size], control, fault=fault, key=key, squares=squares)
         state.sums = self.keep(("sums", pending.name), size * longest, torch.uint8, rows.device)
         pending.handle = self._second.all_gather(state.sums, message, f"{pending.name}/sum")
@@ -177,8 +173,9 @@ class TwoPhaseExchange(QuantisedExchange):
 
     def finish(self, pending: InFlight) -> None:
         update_of, places, sums = {load.segment: load.update for load in pending.loads}, list[Tensor](), list[Tensor]()
-        for shard, row in zip(pending.extra.layout.second, self._sums(pending), strict=True):
-            self._decode(pending, shard, [row], 1, 1.0)
+        layout: MessageLayout = pending.extra.layout
+        self._decode(pending, layout.sums, layout.pieces, self._sums(pending).view(1, -1), 1, 1.0)
+        for shard, row in zip(layout.second, self._sums(pending), strict=True):
             for run, where in shard.plain:
                 places.append(update_of[run.segment][run.start : run.stop])
                 sums.append(row[where].view(run.segment.tensor_class.dtype))

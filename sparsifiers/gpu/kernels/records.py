@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write and read the records of many tensors in one launch: the quantiser `eden`, with the host's bytes.
+
+Quotients and roots are rounded to nearest, scales by integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsifiers.gpu.block_table import FIELDS, TILE, BlockTable
+from sparsifiers.gpu.kernels.launching import launch
+from sparsifiers.gpu.kernels.rotation import flipped, folded, largest, mixed, rotated, signs, spread
+from sparsifiers.quantising import levels
+from sparsifiers.quantising.draws import WORDS
+from sparsifiers.quantising.scales import NAN, SCALE
+
+REGISTERS = 128  # of a thread, at most: so two programs have room in a processor
+DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_WORDS, _NAN, _SCALE, _FIELDS = (tl.constexpr(one) for one in (WORDS, NAN, SCALE, len(FIELDS)))
+_LEAST, _MOST = tl.constexpr(levels.LEAST), tl.constexpr(levels.MOST)
+# By bits: levels, and the ends of all but the last; as constants, of which unused ones are 0.
+_LEVELS = {bits: (*some, *[0] * (8 - len(some))) for bits, some in levels.LEVELS.items()}
+_ENDS = {bits: (*levels.thresholds(bits), *[0.0] * (8 - len(some))) for bits, some in levels.LEVELS.items()}
+
+
+@triton.jit
+def power_of_two(exponents: tl.tensor) -> tl.tensor:
+    """Return 2**(e - 127), e of 1 to 254: float32."""
+    bounded = tl.minimum(tl.maximum(exponents, 1), 254)
+    return (bounded << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bfloat16_bits(values: tl.tensor) -> tl.tensor:
+    """Return the bits of float32 values as bfloat16, to nearest, the even one of two; of NaN always the same."""
+    bits = values.to(tl.int32, bitcast=True)
+    nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _NAN, nearest)
+
+
+@triton.jit
+def row_of(table: tl.tensor, runs: tl.tensor, steps: tl.tensor) -> tl.tensor:
+    """Return where the row of this program's run begins in the table, see `BlockTable`: by bisection."""
+    program = tl.program_id(0).to(tl.int64)
+    low = runs * 0
+    high = runs - 1
+    for _ in range(steps):
+        middle = (low + high + 1) // 2
+        is_later = tl.load(table + _FIELDS * middle) > program
+        low = tl.where(is_later, low, middle)
+        high = tl.where(is_later, middle - 1, high)
+    return table + _FIELDS * low
+
+
+@triton.jit
+def groups_of(row: tl.tensor, DOUBLINGS: tl.constexpr, TILE: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """Return of a program: its number in the run, and of each group block, place in it, word, and whether it is there.
+
+    Blocks are counted from the first of the run, int64[TILE // 64]; words from the first of the tensor.
+    """
+    task = tl.program_id(0).to(tl.int64) - tl.load(row)
+    group = tl.arange(0, TILE // 64)
+    block = task * ((TILE // 64) >> DOUBLINGS) + (group >> DOUBLINGS)
+    inside = group & ((1 << DOUBLINGS) - 1)
+    word = (tl.load(row + 2) + block) * _WORDS + inside
+    return task, block, inside, word, block < tl.load(row + 3)
+
+
+@triton.jit
+def key_of(keys: tl.tensor, row: tl.tensor) -> tl.tensor:
+    """Return the key of this program's tensor under a key of a message: uint64."""
+    return mixed((tl.load(keys) ^ tl.load(row + 1)).to(tl.uint64))
+
+
+@triton.jit
+def write_blocks(
+    values: tl.tensor, key: tl.tensor, out: tl.tensor, block: tl.tensor, inside: tl.tensor, word: tl.tensor,
+    live: tl.tensor,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, ENDS: tl.constexpr, SPIKE: tl.constexpr, DOUBLINGS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Write the records of a tile, of those groups that are `live`; return the sum of its squares, float64."""
+    GROUPS: tl.constexpr = TILE // 64
+    exponents = largest(values, DOUBLINGS, TILE).to(tl.int32, bitcast=True) >> 23
+    values = values * spread(power_of_two(254 - exponents), TILE)
+    squares = values * values
+    energy = folded(squares, DOUBLINGS, TILE)
+    highest = largest(squares, DOUBLINGS, TILE)
+    again = (highest > energy * SPIKE) & (highest < energy)
+    turned = rotated(flipped(values, signs(key, word, False, TILE)), DOUBLINGS, TILE)
+    if tl.max(again.to(tl.int32), axis=0) > 0:
+        twice = rotated(flipped(turned, signs(key, word, True, TILE)), DOUBLINGS, TILE)
+        turned = tl.where(spread(again, TILE), twice, turned)
+    root = spread(tl.sqrt_rn(tl.where(again, energy * (64 << DOUBLINGS), energy)), TILE)
+    sizes = tl.abs(turned)
+    number = tl.zeros([TILE], tl.int32)
+    level = tl.full([TILE], LEVELS[0], tl.float32)
+    for step in tl.static_range((1 << (BITS - 1)) - 1):
+        above = sizes > root * ENDS[step]
+        number += above.to(tl.int32)
+        level = tl.where(above, tl.full([TILE], LEVELS[step + 1], tl.float32), level)
+    scale = tl.div_rn(energy, folded(sizes * level, DOUBLINGS, TILE)) * power_of_two(exponents)
+    scale = tl.where(scale >= _LEAST, tl.minimum(scale, _MOST), 0.0)
+    scale = tl.where(exponents == 255, float("nan"), scale)
+    head = bfloat16_bits(scale) | (again.to(tl.int32) << 15)
+    record = out + block * (_SCALE + BITS * (8 << DOUBLINGS))
+    is_first = live & (inside == 0)
+    tl.store(record, (head & 255).to(tl.uint8), mask=is_first)
+    tl.store(record + 1, ((head >> 8) & 255).to(tl.uint8), mask=is_first)
+    column = inside[:, None] * 8 + tl.arange(0, 8)[None, :]
+    for plane in tl.static_range(BITS):
+        bits = (turned < 0).to(tl.int32) if plane == 0 else (number >> (plane - 1)) & 1
+        packed = tl.sum(tl.reshape(bits, [GROUPS, 8, 8]) << tl.arange(0, 8)[None, None, :], axis=2)
+        place = record[:, None] + (_SCALE + plane * (8 << DOUBLINGS)) + column
+        tl.store(place, packed.to(tl.uint8), mask=live[:, None])
+    back = 1023 + 127 - tl.minimum(tl.maximum(254 - exponents, 1), 254)  # squares are of values as they were
+    unit = (back.to(tl.int64) << 52).to(tl.float64, bitcast=True)
+    return tl.sum(tl.where(is_first, energy.to(tl.float64) * unit * unit, 0.0), axis=0)
+
+
+@triton.jit
+def read_blocks(
+    data: tl.tensor, key: tl.tensor, block: tl.tensor, inside: tl.tensor, word: tl.tensor, live: tl.tensor,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return the values of a tile of one sender, whose records of the run begin at `data`: float32[TILE]."""
+    record = data + block * (_SCALE + BITS * (8 << DOUBLINGS))
+    head = tl.load(record, mask=live, other=0).to(tl.int32) | (
+        tl.load(record + 1, mask=live, other=0).to(tl.int32) << 8
+    )
+    column = inside[:, None] * 8 + tl.arange(0, 8)[None, :]
+    number = tl.zeros([TILE], tl.int32)
+    minus = tl.zeros([TILE], tl.int32)
+    for plane in tl.static_range(BITS):
+        place = record[:, None] + (_SCALE + plane * (8 << DOUBLINGS)) + column
+        packed = tl.load(place, mask=live[:, None], other=0).to(tl.int32)
+        bits = tl.reshape((packed[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1, [TILE])
+        if plane == 0:
+            minus = bits << 31
+        else:
+            number += bits << (plane - 1)
+    level = tl.full([TILE], LEVELS[0], tl.float32)
+    for step in tl.static_range((1 << (BITS - 1)) - 1):
+        level = tl.where(number > step, tl.full([TILE], LEVELS[step + 1], tl.float32), level)
+    read = rotated(flipped(level, minus), DOUBLINGS, TILE)
+    again = (head >> 15) & 1
+    if tl.max(again, axis=0) > 0:
+        twice = rotated(flipped(read, signs(key, word, True, TILE)), DOUBLINGS, TILE)
+        read = tl.where(spread(again, TILE) > 0, twice, read)
+    read = flipped(read, signs(key, word, False, TILE))
+    scale = ((head & 0x7FFF) << 16).to(tl.float32, bitcast=True)
+    return read * spread(scale, TILE)
+
+
+@triton.jit
+def encode_tile(
+    table: tl.tensor, runs: tl.tensor, row: tl.tensor, out: tl.tensor, squares: tl.tensor,
+    FROM: tl.constexpr, SQUARES: tl.constexpr,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, ENDS: tl.constexpr, SPIKE: tl.constexpr, DOUBLINGS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the records of one tile of a tensor; without one, of zeros."""
+    task, block, inside, word, live = groups_of(row, DOUBLINGS, TILE)
+    address = tl.load(row + 6)
+    place = task * TILE + tl.arange(0, TILE)
+    length = tl.where(address != 0, tl.load(row + 5), 0)
+    values = tl.load(address.to(tl.pointer_type(FROM)) + place, mask=place < length, other=0.0).to(tl.float32)
+    found = write_blocks(
+        values, key_of(table + _FIELDS * runs, row), out + tl.load(row + 7), block, inside, word, live,
+        BITS, LEVELS, ENDS, SPIKE, DOUBLINGS, TILE,
+    )  # fmt: skip
+    if SQUARES:
+        tl.atomic_add(squares, found, sem="relaxed")
+
+
+@triton.jit
+def sum_of(
+    table: tl.tensor, runs: tl.tensor, row: tl.tensor, rows: tl.tensor, stride: tl.tensor, senders: tl.tensor,
+    scale: tl.tensor, block: tl.tensor, inside: tl.tensor, word: tl.tensor, live: tl.tensor,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return `scale` times the sum of the values of a tile of all senders, in their order: float32[TILE]."""
+    data = rows + tl.load(row + 6)
+    keys = table + _FIELDS * runs
+    total = read_blocks(data, key_of(keys, row), block, inside, word, live, BITS, LEVELS, DOUBLINGS, TILE)
+    for sender in range(1, senders):
+        data += stride
+        total += read_blocks(data, key_of(keys + sender, row), block, inside, word, live, BITS, LEVELS, DOUBLINGS, TILE)
+    return total * scale
+
+
+@triton.jit
+def decode_tile(
+    table: tl.tensor, runs: tl.tensor, row: tl.tensor, rows: tl.tensor, stride: tl.tensor, senders: tl.tensor,
+    scale: tl.tensor,
+    TO: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the sum of one tile of all senders to its tensor. `TO`: its dtype, but for bfloat16 int16."""
+    task, block, inside, word, live = groups_of(row, DOUBLINGS, TILE)
+    total = sum_of(
+        table, runs, row, rows, stride, senders, scale, block, inside, word, live, BITS, LEVELS, DOUBLINGS, TILE
+    )  # fmt: skip
+    place = task * TILE + tl.arange(0, TILE)
+    out = tl.load(row + 7).to(tl.pointer_type(TO)) + place
+    within = place < tl.load(row + 5)
+    if TO == tl.int16:
+        tl.store(out, bfloat16_bits(total).to(tl.int16), mask=within)
+    else:
+        tl.store(out, total.to(TO), mask=within)
+
+
+@triton.jit
+def encode_sum_tile(
+    table: tl.tensor, runs: tl.tensor, row: tl.tensor, rows: tl.tensor, stride: tl.tensor, senders: tl.tensor,
+    scale: tl.tensor, out: tl.tensor,
+    FROM: tl.constexpr, FROM_LEVELS: tl.constexpr,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, ENDS: tl.constexpr, SPIKE: tl.constexpr, DOUBLINGS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the records of the sum of one tile of all senders. The last key is that of what is written."""
+    _, block, inside, word, live = groups_of(row, DOUBLINGS, TILE)
+    total = sum_of(
+        table, runs, row, rows, stride, senders, scale, block, inside, word, live, FROM, FROM_LEVELS, DOUBLINGS, TILE
+    )  # fmt: skip
+    key = key_of(table + _FIELDS * runs + senders, row)
+    write_blocks(
+        total, key, out + tl.load(row + 7), block, inside, word, live, BITS, LEVELS, ENDS, SPIKE, DOUBLINGS, TILE
+    )  # fmt: skip
+
+
+# A program takes the way of its run's blocks; ways that no run takes are left out: SIZES is the sum of those there are.
+
+
+@triton.jit(do_not_specialize=["runs", "steps"])
+def eden_encode_kernel(
+    table: tl.tensor, runs: tl.tensor, steps: tl.tensor, out: tl.tensor, squares: tl.tensor,
+    FROM: tl.constexpr, SQUARES: tl.constexpr,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, ENDS: tl.constexpr, SPIKE: tl.constexpr, SIZES: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the records of tensors, a tile a program."""
+    row = row_of(table, runs, steps)
+    size = tl.load(row + 4)
+    for doublings in tl.static_range(3):
+        if SIZES & (64 << doublings):
+            if size == 64 << doublings:
+                encode_tile(
+                    table, runs, row, out, squares, FROM, SQUARES, BITS, LEVELS, ENDS, SPIKE, doublings, TILE
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["runs", "steps", "senders", "stride"])
+def eden_decode_kernel(
+    table: tl.tensor, runs: tl.tensor, steps: tl.tensor, rows: tl.tensor, stride: tl.tensor, senders: tl.tensor,
+    scale: tl.tensor,
+    TO: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, SIZES: tl.constexpr, TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the sums of all senders to tensors, a tile a program."""
+    row = row_of(table, runs, steps)
+    size = tl.load(row + 4)
+    for doublings in tl.static_range(3):
+        if SIZES & (64 << doublings):
+            if size == 64 << doublings:
+                decode_tile(table, runs, row, rows, stride, senders, scale, TO, BITS, LEVELS, doublings, TILE)
+
+
+@triton.jit(do_not_specialize=["runs", "steps", "senders", "stride"])
+def eden_encode_sum_kernel(
+    table: tl.tensor, runs: tl.tensor, steps: tl.tensor, rows: tl.tensor, stride: tl.tensor, senders: tl.tensor,
+    scale: tl.tensor, out: tl.tensor,
+    FROM: tl.constexpr, FROM_LEVELS: tl.constexpr,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, ENDS: tl.constexpr, SPIKE: tl.constexpr, SIZES: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the records of the sums of all senders, a tile a program."""
+    row = row_of(table, runs, steps)
+    size = tl.load(row + 4)
+    for doublings in tl.static_range(3):
+        if SIZES & (64 << doublings):
+            if size == 64 << doublings:
+                encode_sum_tile(
+                    table, runs, row, rows, stride, senders, scale, out, FROM, FROM_LEVELS,
+                    BITS, LEVELS, ENDS, SPIKE, doublings, TILE,
+                )  # fmt: skip
+
+
+def encode(
+    table: BlockTable, values: Sequence[Tensor | None], key: int, out: Tensor, squares: Tensor | None, bits: int
+) -> None:
+    """Launch the kernel of `sparsifiers.gpu.records.encode`. `values`: of one dtype."""
+    given = table.send(out.device, [key], sources=_addresses(values))
+    dtype = next((one.dtype for one in values if one is not None), torch.float32)
+    launch(
+        eden_encode_kernel, table.programs, out,
+        given, *_runs(table), out, out if squares is None else squares,
+        FROM=DTYPES[dtype], SQUARES=squares is not None, **_levels(bits),
+        SIZES=table.sizes, TILE=TILE, maxnreg=REGISTERS,
+    )  # fmt: skip
+
+
+def decode_sum(
+    table: BlockTable, rows: Tensor, keys: Sequence[int], scale: float, outs: Sequence[Tensor], bits: int
+) -> None:
+    """Launch the kernel of `sparsifiers.gpu.records.decode_sum`. `outs`: of one dtype."""
+    given, dtype = table.send(rows.device, keys, targets=_addresses(outs)), outs[0].dtype
+    launch(
+        eden_decode_kernel, table.programs, rows,
+        given, *_runs(table), rows, rows.stride(0), len(rows), scale,
+        TO=tl.int16 if dtype == torch.bfloat16 else DTYPES[dtype], BITS=bits, LEVELS=_LEVELS[bits],
+        SIZES=table.sizes, TILE=TILE, maxnreg=REGISTERS,
+    )  # fmt: skip
+
+
+def encode_sum(
+    table: BlockTable, rows: Tensor, keys: Sequence[int], scale: float, own: int, out: Tensor, bits: int, second: int
+) -> None:
+    """Launch the kernel of `sparsifiers.gpu.records.encode_sum`."""
+    launch(
+        eden_encode_sum_kernel, table.programs, out,
+        table.send(rows.device, [*keys, own]), *_runs(table), rows, rows.stride(0), len(rows), scale, out,
+        FROM=bits, FROM_LEVELS=_LEVELS[bits], **_levels(second), SIZES=table.sizes, TILE=TILE, maxnreg=REGISTERS,
+    )  # fmt: skip
+
+
+def _levels(bits: int) -> dict[str, object]:
+    """Return the constants of a quantiser that writes."""
+    return {"BITS": bits, "LEVELS": _LEVELS[bits], "ENDS": _ENDS[bits], "SPIKE": levels.SPIKE[bits]}
+
+
+def _runs(table: BlockTable) -> tuple[int, int]:
+    """Return how many runs there are, and in how many steps a program finds its own."""
+    return len(table.runs), (len(table.runs) - 1).bit_length()
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Return where tensors begin; 0 for none."""
+    return [0 if one is None else one.data_ptr() for one in tensors]
