@@ -105,10 +105,13 @@ class Generations:
 
     def _joined(self) -> Group:
         """Collective. Return this worker's first generation, also where the lighthouse is started again meanwhile."""
-        host, port = self._lighthouse
-        says = threading.Timer(TELLS, sys.stderr.write, [WAITS.format(host=host, port=port)])
-        says.daemon = True
-        says.start()
+        is_in = threading.Event()
+
+        def tell() -> None:
+            if not is_in.wait(TELLS):
+                sys.stderr.write(WAITS.format(host=self._lighthouse[0], port=self._lighthouse[1]))
+
+        threading.Thread(target=tell, name="agmerge tells", daemon=True).start()
         try:
             while True:
                 try:
@@ -118,7 +121,7 @@ class Generations:
                 except RuntimeError:  # the lighthouse is gone, and with it this worker's place
                     self._membership = self._asking()
         finally:
-            says.cancel()
+            is_in.set()
 
     @property
     def group(self) -> Group:

@@ -72,7 +72,7 @@ class State:
             if self._leaves:
                 workers.shutdown()
                 return False
-            self._regroup(lets_in=False)
+            self._regroup(lets_in=False, told=True)
         if workers.world().has_failed:  # as a collective of the script has found out
             self._regroup(lets_in=False)
         if participation.lets_in:
@@ -134,8 +134,11 @@ class State:
             workers.world().barrier("newcomers are let in").wait(timeouts.default())
         self._regroup(lets_in=True)
 
-    def _regroup(self, *, lets_in: bool) -> None:
-        """Collective. Form the next group, between two steps; ``lets_in``: with the workers that wait."""
+    def _regroup(self, *, lets_in: bool, told: bool = False) -> None:
+        """Collective. Form the next group, between two steps.
+
+        ``lets_in``: with the workers that wait; ``told``: without those that have said that they leave.
+        """
         before = workers.size()
         while True:
             try:
@@ -143,7 +146,7 @@ class State:
                 break
             except NoAnswer:  # another one was lost meanwhile
                 lets_in = False
-        self._optimizer._reducer.participation.count_change(before, workers.size())
+        self._optimizer._reducer.participation.count_change(before, workers.size(), told=told)
 
     def _meet(self, members: Backend, *, is_new: bool) -> None:
         """Collective. Settle with the members of a new group; newcomers are handed the state of one of the others."""

@@ -23,7 +23,6 @@ from agmerge.options.arguments import Options
 from agmerge.options.named_costs import told_cost, told_cost_of_updates
 from agmerge.options.named_uses import wanted
 from agmerge.planning import advice
-from agmerge.runtime import pretended_link
 from agmerge.step.config import AUTO
 from agmerge.step.updates import UPDATES
 from sparsifiers.quantising.choice import NONE
@@ -32,6 +31,7 @@ from sparsifiers.registry import spelling
 # No plan changes while steps are timed.
 STILL: dict[str, Any] = {"merging": "threshold", "check_every": 0}
 GIVEN: dict[str, Any] = {"compression": NONE, **STILL}
+LINK = "AGMERGE_LINK"
 NOT_USED, NO_ANSWER = 3, 4  # exit codes: "do not use agmerge here", and that nothing can be said
 ONE_WORKER = "one worker exchanges nothing: start at least two, for example by --workers 2, without a launcher"
 SEVERAL = (
@@ -60,7 +60,7 @@ class Advisor:
         self.ended = ""  # how the script has ended by itself, in words
         self._ours = False  # the script has a DistributedOptimizer
         self._has_default = False  # which names no compressor
-        self._link = os.environ.get(pretended_link.VARIABLE, "")  # it would not hold back the script's own exchange
+        self._link = os.environ.get(LINK, "")  # it would not hold back the script's own exchange
         self._main: torch.optim.Optimizer | None = None
         self._turns: Turns | None = None
         self._found: Script | None = None  # at the first step

@@ -159,6 +159,7 @@ class Participation:
         if workers.has_too_few():
             raise TooFewWorkers(TOO_FEW.format(size=workers.size()))
         while True:
+            is_fresh = True
             try:
                 connect()
                 combined = self.exchange.finish(gradient_of, self.flag, due, nonfinite)
@@ -170,9 +171,11 @@ class Participation:
                 caught_up = self._regroup()
                 if caught_up is None:
                     continue
-                combined = caught_up
-            self.lets_in = bool(combined.flags & Flag.NEWCOMER) and not combined.is_part
-            self.lets_go = bool(combined.flags & Flag.LEAVING) and not combined.is_part
+                combined, is_fresh = caught_up, False  # who was ahead is in another group than the flags were for
+            self.lets_in, self.lets_go = (
+                is_fresh and not combined.is_part and bool(combined.flags & flag)
+                for flag in (Flag.NEWCOMER, Flag.LEAVING)
+            )
             yield combined
             if not combined.is_part:
                 return
@@ -224,6 +227,7 @@ class Participation:
                 break
             except NoAnswer as error:  # another one is lost
                 self.exchange.fault.record(error)
+        self.lets_in = self.lets_go = False
         self.changes["lost"] += before - workers.size()
         self.changes["repeated"] += not has_ended(outcome)
         self.changes["seconds"] += time.monotonic() - began
@@ -231,14 +235,14 @@ class Participation:
         warn(f"in step {self.exchange.agreed.step} a worker was lost: {left}", workers.rank())
         return outcome
 
-    def count_change(self, before: int, now: int) -> None:
-        """Count workers that have come or left between two steps, and say so."""
+    def count_change(self, before: int, now: int, *, told: bool) -> None:
+        """Count workers that have come or gone between two steps, and say so. ``told``: those that go had said so."""
         self.lets_in = self.lets_go = False
         self.changes["arrived"] += max(now - before, 0)
-        self.changes["left"] += max(before - now, 0)
+        self.changes["left" if told else "lost"] += max(before - now, 0)
         if now != before:
-            what = "a worker was let in" if now > before else "a worker has left"
-            warn(f"{what}: {now} train from now on, {before} before", workers.rank())
+            what = "was let in" if now > before else "has left" if told else "was lost"
+            warn(f"a worker {what}: {now} train from now on, {before} before", workers.rank())
 
     @contextmanager
     def joined(self) -> Iterator[None]:

@@ -329,7 +329,7 @@ IN_TRAINING: tuple[Row, ...] = (
             "the exchange with the other ranks broke",
         ),
         "Another rank has ended.",
-        "Look at the error of that rank: this one only follows. Killed, it has none: docs/elastic.md goes on without it.",
+        "Look at the error of that rank: this one only follows. A killed one has none: see docs/elastic.md.",
         "guarantees.md",
     ),
     (

@@ -73,13 +73,13 @@ def _problems(model: DistributedDataParallel) -> Iterator[str]:
     """Yield the reasons why gradients do not go through the one hook, each with advice."""
     if model.mixed_precision is not None:
         yield "mixed_precision= takes the one hook that there is; use torch.autocast instead"
-    if any(str(getattr(hook, "__module__", "")).startswith("agmerge.") for hook, _ in getattr(model, "_comm_hooks", ())):
-        yield "it is compressed already: use what the first compress() has returned, or close() that"
-    elif _logged(model).get("comm_hook"):
-        yield (
-            "a hook is registered already, and DistributedDataParallel takes one; leave out the other: "
-            "fp16_compress_hook is compression='fp16'"
+    if _logged(model).get("comm_hook"):
+        hooks = [str(getattr(hook, "__module__", "")) for hook, _ in getattr(model, "_comm_hooks", ())]
+        ours = any(module.startswith("agmerge.") for module in hooks)
+        other = "it is compressed already, by what the first compress() has returned" if ours else (
+            "leave out the other: fp16_compress_hook is compression='fp16'"
         )
+        yield f"a hook is registered already, and DistributedDataParallel takes one; {other}"
     if model._delay_all_reduce_params:
         yield "delay_all_reduce_named_params= averages gradients outside of the hook; leave it out"
     if getattr(model, "skip_all_reduce_unused_params", False):
