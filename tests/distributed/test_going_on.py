@@ -62,6 +62,22 @@ def test_one_that_is_told_to_end_leaves_after_a_whole_step(tmp_path: Path) -> No
         assert [line[0] for line in here.lines(second)] == list(range(here.lines(second)[0][0], STEPS + 1))
         assert here.size(second) == 1 and "a worker has left: 1 train from now on" in here.logs()
         assert "was lost" not in here.logs()
+        late = here.start()
+        assert late.wait(60) != 0 and "the job at this lighthouse has ended" in here.logs()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(150)
+def test_a_job_whose_workers_are_all_killed_begins_anew_at_its_lighthouse(tmp_path: Path) -> None:
+    with job(tmp_path, {}) as here:
+        dead = [here.start() for _ in range(2)]
+        here.wait_for(lambda: all(len(here.lines(one)) >= 5 for one in dead))
+        for one in dead:
+            one.kill()
+        new = [here.start() for _ in range(2)]
+        for one in new:
+            assert one.wait(100) == 0, here.logs()
+        assert here.lines(new[0])[-1][0] == STEPS and here.lines(new[0])[0][0] <= 2
 
 
 @pytest.mark.long
