@@ -261,7 +261,7 @@ def merge_buffers_table(buffers: MergeBuffers, measured: merging.Measurements | 
     if max(plan.parts) > 1:
         for row, parts in zip(rows, ("parts", *map(str, plan.parts)), strict=True):
             row.insert(3, parts)
-    lines = _aligned(rows)
+    lines = [*_aligned(rows), "times in ms, from the first gradient of a step on"]
     if spans and times is not None:
         ratio = times.finish / spans[-1].end if spans[-1].end else 1.0
         lines.append(f"measured / predicted finish: {ratio:.2f}")

@@ -126,10 +126,11 @@ def test_the_report_has_a_line_a_buffer_and_predictions_once_measured() -> None:
         return before, optimizer.merge_report()
 
     before, after = on_ranks(2, MODEL, body)[0]
-    assert len(before.splitlines()) == 3 and before.splitlines()[1].split()[:3] == ["0", "2", "1960"]
+    assert len(before.splitlines()) == 4 and before.splitlines()[1].split()[:3] == ["0", "2", "1960"]
     assert before.splitlines()[2].split()[-3:] == ["-", "-", "-"]
-    assert len(after.splitlines()) == 4 and "-" not in after.splitlines()[2].split()
-    assert after.splitlines()[3].startswith("measured / predicted finish: ")
+    assert len(after.splitlines()) == 5 and "-" not in after.splitlines()[2].split()
+    assert after.splitlines()[3] == "times in ms, from the first gradient of a step on"
+    assert after.splitlines()[4].startswith("measured / predicted finish: ")
 
 
 def test_measuring_gives_all_ranks_the_same_and_changes_no_bit() -> None:
