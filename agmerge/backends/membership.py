@@ -187,15 +187,18 @@ class Membership:
     def _join(self, end: float) -> Generation:
         """Return the first generation that this worker is in."""
         number, came, since = self._latest(), 0, self._now()
+        looked, over = since - HURRY, False  # at the workers of the job, and whether it is over
         while True:
             while (decided := self._decided(number)) is not None:
                 if self.own.number in decided:
                     earlier = self._decided(number - 1) or []
                     return self._generation(number, decided, earlier)
-                number += 1
+                number, over = number + 1, False
             number = max(number, self._latest())
             before = self._decided(number - 1) or []
-            if self._is_over(before):  # none trains: the first of those that are there decides, once no other comes
+            if over or self._now() - looked >= HURRY / 2:
+                looked, over = self._now(), self._is_over(before)
+            if over:  # none trains: the first of those that are there decides, once no other comes
                 there = self._waiting(before)
                 if len(there) != came:
                     came, since = len(there), self._now()

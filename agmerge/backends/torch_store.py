@@ -177,7 +177,7 @@ def advice(address: str) -> str:
     host, given = socket.gethostname(), os.environ.get(INTERFACE)
     listens = addresses.of_interface(given.split(",")[0]) if given else addresses.of_name(host)
     because = f"{INTERFACE}={given}" if given else "that is where its name leads"
-    text = f"Every rank has to make this call; if all have: on host {host} Gloo listens at {listens or 'no address'} ({because})"
+    text = f"Every rank has to make this call. On host {host} Gloo listens at {listens or 'no address'} ({because})"
     better = addresses.interface(address)
     if address and listens != address:
         return f"{text}, but other machines reach it at {address}: set {INTERFACE}={better or '<its interface>'} there"
