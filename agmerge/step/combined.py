@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 
 import torch
 
@@ -37,14 +36,22 @@ class Combined:
         self.skipped = attempt.nonfinite  # the step comes to nothing: a rank has found an infinity or NaN
         self.used: Sequence[bool] = attempt.used  # by slot: whether any rank had a tensor
         self.flags = attempt.flags_of_all  # flags of all ranks, see Flag
+        # Once computed. A cached_property would do, but before Python 3.12 one lock is for all ranks that are threads.
+        self._updates: Mapping[str, torch.Tensor | None] | None = None
 
-    @cached_property
+    @property
     def updates(self) -> Mapping[str, torch.Tensor | None]:
         """Return the combined tensor of each name, in the shape and strides of the table's.
 
         None: no rank had one, and no residual of it was sent. All are infinite in a skipped step. Nothing is computed
         in a step in which this is not read. Tensors in ``buffers.store.received`` are missing.
         """
+        if self._updates is None:
+            self._updates = self._computed()
+        return self._updates
+
+    def _computed(self) -> Mapping[str, torch.Tensor | None]:
+        """Return the combined tensors, see :attr:`updates`."""
         received = {slot.name for segment, *_ in self.buffers.store.received for slot in segment.slots}
         updates = {
             slot.name: self.buffers.flat.update(slot) if self._zero_unused or self._round.has_update(slot) else None

@@ -42,8 +42,9 @@ class Hosts:
     @contextmanager
     def run(self, rank: int) -> Iterator[None]:
         """Be the host of a rank inside: others run when it waits, and behind it."""
-        self._to_come -= 1
-        self.wait(rank, lambda: self._to_come == 0, "the others")
+        with self._turns:  # which wait() takes again: nobody is chosen before the last one is among those that wait
+            self._to_come -= 1
+            self.wait(rank, lambda: self._to_come == 0, "the others")
         try:
             yield
         finally:

@@ -161,7 +161,12 @@ def test_frameworks_of_a_fixed_number_of_workers_are_refused(framework: str, tmp
             else:
                 agmerge.integrations.ddp.compress(model)
 
-    assert elastic.run(1, body) == [None]
+    try:
+        assert elastic.run(1, body) == [None]
+    finally:  # what is the process's: others look whether there is an Accelerator
+        state = pytest.importorskip("accelerate.state")
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 def test_the_group_is_given_up_for_newcomers_once_all_have_ended_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def check(found: list[Trained]) -> None:
 
 @pytest.mark.thin(1)
 @pytest.mark.parametrize("options", EXCHANGES.values(), ids=EXCHANGES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_all_ranks_make_all_calls_in_one_order(seed: int, options: dict[str, Any]) -> None:
     def body(dist: Dist) -> Trained:
         model = Given(PLACE)
@@ -113,7 +113,7 @@ def test_probes_and_plans_in_turns_keep_that_order() -> None:
 
 @pytest.mark.thin(1)
 @pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_two_optimizers_of_one_model_take_turns_alike(seed: int, options: dict[str, Any]) -> None:
     class Both:
         """Both optimizers, stepped together."""
@@ -171,7 +171,7 @@ def test_each_rank_leaves_an_optimizer_when_it_likes(how: str, options: dict[str
 
 @pytest.mark.thin(1)
 @pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_a_rank_that_is_lost_leaves_nothing_on_the_devices_of_the_others(seed: int, options: dict[str, Any]) -> None:
     """A kernel that waits for the lost one would be in front of all that the script still does: of a checkpoint."""
 
