@@ -87,7 +87,7 @@ def row(name: str, turns: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """Let contenders take turns, and print the table."""
+    """Run the contenders by turns, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20, help="of each contender, in all its turns")
     parser.add_argument("--turns", type=int, default=4, help="of each contender")

@@ -116,7 +116,7 @@ class Training:
         self.killed.append(victim)
 
     def let_in(self, spare: subprocess.Popen[bytes]) -> None:
-        """Let a worker join that was started to wait, and wait for its first step; it may come too late for that."""
+        """Admit a worker that was started to wait, and wait for its first step; it may come too late for that."""
         (self.folder / f"{spare.pid}.enter").touch()
         while not lines(self.folder, spare.pid):
             assert spare.poll() is None, (self.folder / "log").read_text()[-3000:]

@@ -23,6 +23,10 @@ class DelegatingBackend(Backend):
         return self._inner.stale
 
     @property
+    def has_failed(self) -> bool:
+        return self._inner.has_failed
+
+    @property
     def through_host(self) -> bool:
         return self._inner.through_host
 

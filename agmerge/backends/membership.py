@@ -212,12 +212,13 @@ class Membership:
         Raises :class:`agmerge.AGMergeError` where their scripts have ended: newcomers would begin it all again.
         """
         left = {one: self._store.get(f"left/{one}").decode() for one in members if self.has_left(one)}
-        if members and len(left) == len(members) and ENDS in left.values():
-            raise AGMergeError(OVER)
-        silent = [one for one in members if one not in left and self.silence(one) > SILENT]
-        if len(left) + len(silent) < len(members):
+        others = [one for one in members if one not in left]
+        silences = [self.silence(one) for one in others]  # of all: each is counted from the first look on
+        if min(silences, default=SILENT + 1) <= SILENT or any(self._answers(self._worker(one)) for one in others):
             return False
-        return not any(self._answers(self._worker(one)) for one in silent)
+        if ENDS in left.values():
+            raise AGMergeError(OVER)
+        return True
 
     def _latest(self) -> int:
         """Return a generation not later than the present one: not the first where the store was started again."""

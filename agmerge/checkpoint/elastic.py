@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
@@ -17,7 +16,9 @@ import torch
 from agmerge.backends import Backend, timeouts
 from agmerge.backends.handshake import broadcast_bytes
 from agmerge.checkpoint import elastic_leaving, rank_state
+from agmerge.checkpoint.gather import packed, unpacked
 from agmerge.engine.optimizer_states import load_state
+from agmerge.engine.participation import RETRIED
 from agmerge.engine.reducers import AnyReducer
 from agmerge.errors import AGMergeError, NoAnswer
 from agmerge.runtime import workers
@@ -98,15 +99,16 @@ class State:
             """Collective."""
             name = getattr(function, "__qualname__", "a function")
             reducer: AnyReducer = self._optimizer._reducer
-            reducer.check_idle(f"{name}, of state.retried,")
+            reducer.check_idle(RETRIED.format(name=name))
             return reducer.participation.retried(lambda: function(*arguments, **options), name)
 
         return called
 
     def leave(self) -> None:
-        """Let this worker go after its next exchange, as before its machine is taken away; any thread may call it.
+        """Announce that this worker leaves after its next exchange, as before its machine is taken away.
 
         The :meth:`commit` after that exchange returns False here. What this worker has not sent it gives to another.
+        Any thread may call this.
         """
         self._leaves = True
         workers.announce_leaving()
@@ -184,13 +186,11 @@ class State:
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "values": {name: getattr(self, name) for name in self._names},
         }
-        file = io.BytesIO()
-        torch.save(whole, file)
-        return file.getvalue()
+        return packed(whole)
 
     def _load(self, data: bytes) -> None:
         """Take over the state of a donor."""
-        whole = torch.load(io.BytesIO(data), weights_only=True)
+        whole = unpacked(data)
         self._model.load_state_dict(whole["model"])
         if set(whole["values"]) != set(self._names):
             raise AGMergeError(

@@ -8,14 +8,12 @@ what is kept stays the same.
 
 from __future__ import annotations
 
-import io
 from typing import Any
-
-import torch
 
 from agmerge.backends import Backend
 from agmerge.backends.handshake import broadcast_bytes, gather_bytes
 from agmerge.checkpoint import rank_state
+from agmerge.checkpoint.gather import packed, unpacked
 from agmerge.checkpoint.redistribute import displacements, redistribute
 from agmerge.engine.reducers import AnyReducer
 from agmerge.ops import Sum
@@ -37,7 +35,7 @@ def hand_over(reducer: AnyReducer, world: Backend, *, leaves: bool) -> None:
         if pair is not None:
             data = broadcast_bytes(pair, _unsent(reducer) if leaves else b"", 0, "what was not sent", timeout)
             if not leaves and data:
-                _add(reducer, torch.load(io.BytesIO(data), weights_only=True))
+                _add(reducer, unpacked(data))
             pair.drop()
     world.barrier("what was not sent is there").wait(timeout)
 
@@ -48,11 +46,7 @@ def _unsent(reducer: AnyReducer) -> bytes:
     unsent: dict[str, Any] = {kind: section[kind] for kind in OWN}
     if section["updates"]:
         unsent["displacements"] = displacements(section["updates"], section["residuals"])
-    if not any(unsent.values()):
-        return b""
-    file = io.BytesIO()
-    torch.save(unsent, file)
-    return file.getvalue()
+    return packed(unsent) if any(unsent.values()) else b""
 
 
 def _add(reducer: AnyReducer, unsent: dict[str, Any]) -> None:

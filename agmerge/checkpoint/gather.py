@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from agmerge.backends import Backend
-from agmerge.backends.handshake import gather_bytes
+from agmerge.backends.handshake import LARGEST, gather_bytes
 from agmerge.checkpoint import rank_state
 from agmerge.checkpoint.rank_state import Wrapper
 from agmerge.runtime import workers
-
-CHUNK = 64 * 2**20  # bytes of one message
 
 
 def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
@@ -29,18 +27,24 @@ def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
         return None
     optimizer.flush()  # messages under way, on all ranks alike
     state, comm = optimizer.state_dict(), exchange.group.comm or workers.world()
-    parts = _gather(comm, _packed(rank_state.with_inner(state)), config.guards.timeout)
+    parts = _gather(comm, packed(rank_state.with_inner(state)), config.guards.timeout)
     if parts is None:
         return None
-    sections = [torch.load(io.BytesIO(part), weights_only=True) for part in parts]
+    sections = [unpacked(part) for part in parts]
     return {**state, rank_state.SECTION: {"version": rank_state.VERSION, rank_state.RANKS: sections}}
 
 
-def _packed(section: dict[str, Any]) -> bytes:
-    """Return a rank's section as the bytes of ``torch.save``."""
+def packed(state: dict[str, Any]) -> bytes:
+    """Return a state as the bytes of ``torch.save``."""
     file = io.BytesIO()
-    torch.save(section, file)
+    torch.save(state, file)
     return file.getvalue()
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """Return the state of which :func:`packed` has made ``data``."""
+    state: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
+    return state
 
 
 def _gather(comm: Backend, data: bytes, timeout: float) -> list[bytes] | None:
@@ -48,9 +52,9 @@ def _gather(comm: Backend, data: bytes, timeout: float) -> list[bytes] | None:
     rows = gather_bytes(comm, len(data).to_bytes(8, "little"), "gather_state/lengths", timeout)
     lengths = [int.from_bytes(row, "little") for row in rows]
     parts = [bytearray() for _ in lengths]
-    for start in range(0, max(lengths), CHUNK):
-        sizes = [max(0, min(CHUNK, length - start)) for length in lengths]
-        piece = torch.frombuffer(bytearray(data[start : start + CHUNK]) or bytearray(1), dtype=torch.uint8)
+    for start in range(0, max(lengths), LARGEST):
+        sizes = [max(0, min(LARGEST, length - start)) for length in lengths]
+        piece = torch.frombuffer(bytearray(data[start : start + LARGEST]) or bytearray(1), dtype=torch.uint8)
         piece = piece[: sizes[comm.rank]]
         takes = sizes if comm.rank == 0 else [0] * comm.size
         out = torch.empty(sum(takes), dtype=torch.uint8)

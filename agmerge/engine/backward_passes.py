@@ -13,7 +13,7 @@ from agmerge.backends import status
 from agmerge.engine.grad_hooks import HandedOver
 from agmerge.engine.grad_scaler import LossScale
 from agmerge.engine.participation import Participation
-from agmerge.errors import NO_SYNC_LATE, TOO_MANY, AGMergeError
+from agmerge.errors import BETWEEN, NO_SYNC_LATE, TOO_MANY, AGMergeError
 from agmerge.exchanges.message.format import Flag
 from agmerge.tensors.dtensors import Gradients, gradient_of
 from agmerge.tensors.parameters import ParameterTable
@@ -135,7 +135,7 @@ class BackwardPasses:
     def check_idle(self, what: str) -> None:
         """Raise unless ``what`` may happen now: no backward pass waits for its ``synchronize()``."""
         if any(self._fired.values()) and not self.combined:
-            raise AGMergeError(f"{what} was called between backward() and step(); call it after step()")
+            raise AGMergeError(BETWEEN.format(what=what))
 
     def forget(self) -> None:
         """Forget the passes of the step under way: its gradients will be zeroed."""

@@ -15,7 +15,15 @@ import torch
 from agmerge.backends import Backend, status, torch_objects
 from agmerge.engine import elastic_refusals
 from agmerge.engine.replicas import compare_replicas
-from agmerge.errors import DISTRIBUTED_DATA_PARALLEL, OTHER_SHARDS, AGMergeError, NoAnswer, TooFewWorkers, warn
+from agmerge.errors import (
+    BETWEEN,
+    DISTRIBUTED_DATA_PARALLEL,
+    OTHER_SHARDS,
+    AGMergeError,
+    NoAnswer,
+    TooFewWorkers,
+    warn,
+)
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.runtime import process_sets, workers
@@ -35,7 +43,7 @@ TOO_FEW = (
     "an elastic job has {size} workers, fewer than its min_workers, and begins a step with them. Call commit() of "
     "agmerge.elastic.State after each step: there it waits for others; or lower min_workers"
 )
-WITHIN = "{name}, of state.retried, was called between backward() and step(); call it after step()"
+RETRIED = "{name}, of state.retried,"
 
 
 def open_exchange(
@@ -159,10 +167,10 @@ class Participation:
         if workers.has_too_few():
             raise TooFewWorkers(TOO_FEW.format(size=workers.size()))
         while True:
-            is_fresh = True
             try:
                 connect()
                 combined = self.exchange.finish(gradient_of, self.flag, due, nonfinite)
+                self.lets_in, self.lets_go = (bool(combined.flags & one) for one in (Flag.NEWCOMER, Flag.LEAVING))
             except NoAnswer as error:
                 if self.exchange.group.kept is None:
                     raise
@@ -171,11 +179,7 @@ class Participation:
                 caught_up = self._regroup()
                 if caught_up is None:
                     continue
-                combined, is_fresh = caught_up, False  # who was ahead is in another group than the flags were for
-            self.lets_in, self.lets_go = (
-                is_fresh and not combined.is_part and bool(combined.flags & flag)
-                for flag in (Flag.NEWCOMER, Flag.LEAVING)
-            )
+                combined = caught_up  # its flags do not count: who was ahead is in another group by now
             yield combined
             if not combined.is_part:
                 return
@@ -200,7 +204,7 @@ class Participation:
         function again, else all do.
         """
         if self.exchange.under_way:
-            raise AGMergeError(WITHIN.format(name=name))
+            raise AGMergeError(BETWEEN.format(what=RETRIED.format(name=name)))
         while True:
             try:
                 result = function()

@@ -228,7 +228,7 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
     parts = [
         f"{elements[kind]} of {total} elements ({elements[kind] / max(total, 1):.1%}) are {what}"
         for kind, what in TREATED.items()
-        if kind in (config.compression.compressor.kinds or {Kind.DENSE})
+        if kind in config.compression.compressor.kinds
     ]
     lines.append(f"{config.compression.compressor}: {', '.join(parts)}")
     return "\n".join(lines)

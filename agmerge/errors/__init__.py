@@ -32,6 +32,7 @@ SYNCHRONIZE = (
     "with optimizer.skip_synchronize(): optimizer.step(). To drop gradients: optimizer.synchronize(), then "
     "optimizer.zero_grad()."
 )
+BETWEEN = "{what} was called between backward() and step(); call it after step()"
 NO_SYNC_LATE = (
     "backward() inside no_sync() came after the backward() that completed this step: that gradient is on its way "
     "and the new one would be lost. Accumulate first; the last backward() of a step is outside no_sync(). "

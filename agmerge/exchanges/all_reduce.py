@@ -10,6 +10,7 @@ import torch
 from agmerge.backends import Backend, Handle
 from sparsifiers import gpu
 
+NARROW = torch.float16, torch.bfloat16  # dtypes that are added in float32
 LARGE = 1 << 18  # elements from which on a segment is not copied: the all-reduce of 1 MB takes longer than one more
 
 
@@ -58,15 +59,27 @@ def wait(
     wait_for(comm.all_gather(pending.message, shard, f"{pending.name}/sum"))
 
 
+def write_in_rank_order(out: torch.Tensor, rows: torch.Tensor, factor: float) -> None:
+    """Write ``factor`` times the sum of ``rows``, (W, n), added from first to last, to ``out``, (n,)."""
+    if rows.dtype == out.dtype == torch.float32 and _is_one_launch(rows, out.dtype):
+        gpu.add_whole(out, rows, 1.0, factor=factor)
+    else:
+        out.copy_(in_rank_order(rows).mul_(factor))
+
+
+def _is_one_launch(rows: torch.Tensor, wide: torch.dtype) -> bool:
+    """Return whether a kernel adds ``rows`` in ``wide``."""
+    return gpu.is_fused(rows.device) and wide == torch.float32 and rows.dtype in (*NARROW, wide)
+
+
 def in_rank_order(rows: torch.Tensor, wide: torch.dtype | None = None) -> torch.Tensor:
     """Return the sum of ``rows``, (W, n), each contiguous, added from first to last: (n,).
 
     ``wide``: the dtype to add in; None: float32 for 16 bits, else their own. On a device with kernels float32 and 16
     bits are one launch.
     """
-    narrow = rows.dtype in (torch.float16, torch.bfloat16)
-    wide = wide or (torch.float32 if narrow else rows.dtype)
-    if gpu.is_fused(rows.device) and wide == torch.float32 and (narrow or rows.dtype == wide):
+    wide = wide or (torch.float32 if rows.dtype in NARROW else rows.dtype)
+    if _is_one_launch(rows, wide):
         total = torch.empty(rows.shape[1], dtype=wide, device=rows.device)
         gpu.add_whole(total, rows, 1.0)
         return total

@@ -218,7 +218,7 @@ def newcomers_wait() -> bool:
 
 
 def announce_leaving() -> None:
-    """Say in the messages of later rounds that this worker leaves its elastic job."""
+    """Announce, in the messages of later rounds, that this worker leaves its elastic job."""
     if bound() is not None:
         _thread.leaves = True
     elif _job is not None:

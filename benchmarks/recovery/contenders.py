@@ -123,7 +123,7 @@ class Horovod(Contender):
         self.launch(*command, HOROVOD_GLOO_TIMEOUT_SECONDS=self.seconds)
 
     def replace(self) -> None:
-        """Let the launcher find one host more: Horovod starts nothing again on a host that has lost a worker.
+        """Add a host to those that the launcher finds: Horovod starts nothing again on a host that has lost a worker.
 
         A host is an address of the loopback device.
         """

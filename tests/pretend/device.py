@@ -33,11 +33,11 @@ class Kernels:
         return True
 
     def wait(self, clock: Clock, seconds: float, what: str) -> bool:
-        """Let the host wait for those before ``clock``, so many seconds; return whether they have ended."""
+        """Block the host until all before ``clock`` has ended, or for so many seconds; return whether it has."""
         return True
 
     def allocate(self) -> None:
-        """Let the host ask the driver for memory, which may wait for all kernels."""
+        """Ask the driver for memory, which may wait for all kernels."""
 
 
 class Device:
@@ -130,7 +130,7 @@ class Device:
             stream.wait(clock)
 
     def wait_on_host(self, what: str, clock: Clock | None = None, seconds: float = math.inf) -> bool:
-        """Let the host wait until ``clock``; None: for the current stream, and that it does in any case.
+        """Block the host until ``clock``; None: for the current stream, and that it does in any case.
 
         Returns whether it has come within so many seconds.
         """

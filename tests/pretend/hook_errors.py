@@ -20,7 +20,7 @@ from agmerge.engine.backward_passes import BackwardPasses
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Let backward passes on this and other threads raise, at their ends, the first error of their hooks."""
+    """Make backward passes on this and other threads raise, at their ends, the first error of their hooks."""
     thread = threading.local()  # .error: of a hook
     on_gradient: Callable[..., None] = BackwardPasses.on_gradient
     backward: Callable[..., None] = Tensor.backward

@@ -41,7 +41,7 @@ class Hosts:
 
     @contextmanager
     def run(self, rank: int) -> Iterator[None]:
-        """Be the host of a rank inside: others run when it waits, and behind it."""
+        """Run what is inside as the host of a rank: others run when it waits, and behind it."""
         with self._turns:  # which wait() takes again: nobody is chosen before the last one is among those that wait
             self._to_come -= 1
             self.wait(rank, lambda: self._to_come == 0, "the others")
@@ -52,11 +52,11 @@ class Hosts:
                 self._choose()
 
     def pause(self, rank: int) -> None:
-        """Let others run, perhaps."""
+        """Yield to other hosts, perhaps."""
         self.wait(rank, lambda: True, "its turn")
 
     def wait(self, rank: int, until: Callable[[], bool], what: str, seconds: float = math.inf) -> bool:
-        """Let others run until ``until()``; return whether that has come within so many virtual seconds.
+        """Yield to other hosts until ``until()``; return whether that has come within so many virtual seconds.
 
         ``what`` is waited for, in words. With 0 seconds it is waited for as long as another host can go on. Without
         a deadline: raises :class:`Stuck` on all ranks where no host can go on.

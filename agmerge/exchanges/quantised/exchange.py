@@ -14,13 +14,13 @@ from torch import Tensor
 
 from agmerge.backends import Handle
 from agmerge.errors import MessageError
-from agmerge.exchanges.all_reduce import in_rank_order
+from agmerge.exchanges.all_reduce import write_in_rank_order
 from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader
 from agmerge.exchanges.quantised.layout import MessageLayout, ShardLayout, number_of
 from agmerge.exchanges.quantised.shards import Piece, Run, cut_blocks, cut_plain
 from agmerge.tensors.layout import Segment, Slot
-from sparsifiers import Kind, Selection, gpu
+from sparsifiers import Kind, Selection
 from sparsifiers.gpu.block_table import BlockTable
 from sparsifiers.quantising.draws import Draws, key_of, key_within
 
@@ -199,11 +199,7 @@ class QuantisedExchange(Exchange):
 
     def _write_sum(self, run: Run, rows: Tensor, out: Tensor) -> None:
         """Write the scaled sum of plain values, from uint8[W, bytes], added in rank order, to ``out``."""
-        values = rows.view(run.segment.tensor_class.dtype)
-        if gpu.is_fused(rows.device) and values.dtype == out.dtype == torch.float32:
-            gpu.add_whole(out, values, 1.0, factor=self.scale)
-        else:
-            out.copy_(in_rank_order(values).mul_(self.scale))
+        write_in_rank_order(out, rows.view(run.segment.tensor_class.dtype), self.scale)
 
     def _damaged(
         self, shard: ShardLayout, rows: Tensor, pending: InFlight, *, sealed: bool | None = None

@@ -223,11 +223,13 @@ def test_a_job_that_answers_is_not_begun_a_second_time() -> None:
     assert isinstance(error, TooFewWorkers)
 
 
-def test_who_comes_to_a_job_that_has_ended_is_told_at_once() -> None:
+@pytest.mark.parametrize("other", [ENDS, GOES, None], ids=["ended", "told to go", "killed"])
+def test_who_comes_to_a_job_that_has_ended_is_told(other: str | None) -> None:
     job = Job()
     job.first(2)
     job.workers[0].leave(ENDS)
-    job.workers[1].leave(GOES)
+    if other:
+        job.workers[1].leave(other)
     [new] = job.arrive()
     [error] = job.together([lambda: new.next(None, 60.0, lets_in=False)], [new])
     assert isinstance(error, AGMergeError) and "has ended" in str(error)

@@ -100,7 +100,7 @@ def test_who_has_not_heard_of_its_end_returns_what_the_others_have() -> None:
             training = Training({}, dies_at)
             check(training, training.run(elastic.BadLuck(of=1, call=call, victim=0)))
             runs.add(training.runs[1])
-    assert runs == {STEPS, STEPS + 1}  # no repetition where all had come to the end
+    assert runs == {STEPS, STEPS + 1}  # no repetition where another had seen its end
 
 
 def test_who_is_let_in_waits_where_a_worker_is_lost_meanwhile() -> None:
