@@ -16,6 +16,7 @@ import torch
 from agmerge.backends import Backend, timeouts
 from agmerge.backends.handshake import broadcast_bytes
 from agmerge.checkpoint import elastic_leaving, rank_state
+from agmerge.checkpoint.elastic_sampler import Sampler as Sampler
 from agmerge.checkpoint.gather import packed, unpacked
 from agmerge.engine.optimizer_states import load_state
 from agmerge.engine.participation import RETRIED
@@ -40,8 +41,9 @@ class State:
     All workers make it, once, before the first step; a worker that comes later starts with the values of the others.
     Further keyword arguments become attributes, such as ``step=0``: numbers, texts, tensors, and lists and dictionaries
     of these. ``optimizer``: an :class:`agmerge.DistributedOptimizer` or ``LocalOptimizer``. ``scheduler``: anything
-    with ``state_dict()`` and ``load_state_dict()``. ``on_change(before, now)``: is called on every worker after the
-    number of workers has changed, before the next step, to change the learning rate, say.
+    with ``state_dict()`` and ``load_state_dict()``. ``sampler``: a :class:`Sampler`, which deals the samples out among
+    the workers that there are. ``on_change(before, now)``: is called on every worker after the number of workers has
+    changed, before the next step, to change the learning rate, say.
     """
 
     def __init__(
@@ -50,15 +52,18 @@ class State:
         model: torch.nn.Module,
         optimizer: Any,
         scheduler: Any = None,
+        sampler: Sampler | None = None,
         on_change: Callable[[int, int], None] | None = None,
         **values: Any,
     ) -> None:
         if not workers.can_regroup():
             raise AGMergeError(NOT_ELASTIC)
-        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._model, self._optimizer, self._scheduler, self._sampler = model, optimizer, scheduler, sampler
         self._on_change, self._names, self._leaves = on_change, tuple(values), False
         vars(self).update(values)
         self._begin()
+        if sampler is not None:
+            sampler.begin()
         self._size = workers.size()
 
     def commit(self) -> bool:
@@ -68,6 +73,8 @@ class State:
         Returns False on a worker that has called :meth:`leave`: it takes part no more, and ends its loop.
         """
         participation = self._optimizer._reducer.participation
+        if self._sampler is not None:
+            self._sampler.advance()
         if participation.lets_go or (self._leaves and workers.size() == 1):
             self._let_go()
             if self._leaves:
@@ -80,6 +87,8 @@ class State:
             self._let_in()
         while workers.has_too_few():
             self._let_in()
+        if self._sampler is not None:
+            self._sampler.begin()
         before, self._size = self._size, workers.size()
         if before != self._size and self._on_change is not None:
             self._on_change(before, self._size)
@@ -184,6 +193,7 @@ class State:
             "optimizer": state,
             "model": self._model.state_dict(),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "sampler": None if self._sampler is None else self._sampler.state_dict(),
             "values": {name: getattr(self, name) for name in self._names},
         }
         return packed(whole)
@@ -201,6 +211,8 @@ class State:
         rank_state.load(self._optimizer._reducer, whole["section"], own=True)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(whole["scheduler"])
+        if self._sampler is not None:
+            self._sampler.load_state_dict(whole["sampler"])
         vars(self).update(whole["values"])
 
 

@@ -22,7 +22,7 @@ class Job:
     """Lighthouse and workers of one job.
 
     ``at(number)``: what a command begins with where it is to run on the host of that number; the lighthouse is on
-    host 0, at ``address``.
+    host 0, at ``address``. ``script``: what a worker runs, with a folder, a number of steps, and a setting.
     """
 
     def __init__(
@@ -31,7 +31,9 @@ class Job:
         setting: dict[str, Any],
         at: Callable[[int], Sequence[str]] = lambda _: (),
         address: str = "127.0.0.1",
+        script: Path = HERE / "going_on.py",
     ) -> None:
+        self._script = script
         self.folder, self.setting, self.port = folder, setting, reserved_port()
         self.workers: list[subprocess.Popen[str]] = []
         self._at, self._address = at, address
@@ -50,7 +52,7 @@ class Job:
         """Start one more worker on a host, with the job's setting and ``more``."""
         number = len(self.workers)
         with open(self.folder / f"{number}.log", "w") as log:
-            script = [str(HERE / "going_on.py"), str(self.folder), str(steps), json.dumps({**self.setting, **more})]
+            script = [str(self._script), str(self.folder), str(steps), json.dumps({**self.setting, **more})]
             where = environment(AGMERGE_LIGHTHOUSE=f"{self._address}:{self.port}")
             command = [*self._at(host), sys.executable, *script]
             self.workers.append(subprocess.Popen(command, env=where, stdout=log, stderr=subprocess.STDOUT, text=True))
@@ -93,15 +95,15 @@ class Job:
         """Return the steps after which parameters were not the same on all workers, and what they were."""
         by_step: dict[int, set[str]] = {}
         for worker in self.workers:
-            for step, _, digest, _ in self.lines(worker):
+            for step, _, digest, *_ in self.lines(worker):
                 by_step.setdefault(step, set()).add(digest)
         return {step: found for step, found in by_step.items() if len(found) > 1}
 
 
 @contextmanager
-def job(folder: Path, setting: dict[str, Any], *place: Any) -> Iterator[Job]:
-    """Yield a job, made with ``place`` too; none of its processes outlives the block."""
-    made = Job(folder, setting, *place)
+def job(folder: Path, setting: dict[str, Any], *place: Any, **more: Any) -> Iterator[Job]:
+    """Yield a job, made with ``place`` and ``more``, too; none of its processes outlives the block."""
+    made = Job(folder, setting, *place, **more)
     try:
         yield made
     finally:

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of a data set, dealt out anew whenever workers of an elastic job come or go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+
+from agmerge.errors import AGMergeError
+from agmerge.runtime import workers
+
+NOT_GIVEN = (
+    "agmerge.elastic.Sampler does not know which samples have been trained with: give it to agmerge.elastic.State("
+    "sampler=...), whose commit() counts them"
+)
+
+
+class Sampler(torch.utils.data.Sampler[int]):
+    """Sampler of indices of a data set that all workers of an elastic job train with together.
+
+    Each epoch has an order of its own, the same on all workers. Each step takes the next ``batch_size`` indices of it
+    for every worker; what is left at the end and is not enough for all is left out. When workers come or go, the rest
+    of the epoch is dealt out among those that are there, and all end an epoch at the same step. A batch that a loader
+    had drawn ahead by then is used still: of these samples some are taken twice, and others left out.
+
+    ``batch_size``: samples of a worker's step, those of all backward passes of the step. ``data``: anything with a
+    length. ``seed``: of the orders. ``shuffle=False``: each epoch is in the order of the data set.
+    """
+
+    def __init__(self, data: Sized, batch_size: int, *, seed: int = 0, shuffle: bool = True) -> None:
+        if batch_size < 1 or not len(data):
+            raise ValueError(f"agmerge.elastic.Sampler: {len(data)} samples in batches of {batch_size}: give some")
+        self._count, self._batch, self._seed, self._shuffle = len(data), batch_size, seed, shuffle
+        self._at = 0, 0  # epoch, and samples of it that all workers have trained with
+        self._workers = 1  # of the step that is under way
+        self._drawn = 0  # batches of this worker that are drawn, and not trained with yet
+        self._is_given = False  # to a State
+        self._order: tuple[int, list[int]] = -1, []  # epoch, and the indices in its order
+
+    @property
+    def epoch(self) -> int:
+        """Return which epoch the next step is of; the first one is 0."""
+        return self._begins(*self._at, workers.size())[0]
+
+    @property
+    def passes(self) -> float:
+        """Return how often the data set has been passed through."""
+        epoch, taken = self._begins(*self._at, workers.size())
+        return epoch + taken / self._count
+
+    def __len__(self) -> int:
+        """Return how many indices are left for this worker in the epoch, unless workers come or go."""
+        size = workers.size()
+        taken = self._begins(*self._at, size)[1]
+        return self._batch * max((self._count - taken) // (self._batch * size), 1)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield this worker's indices of what is left of the epoch."""
+        first = None
+        for epoch, indices in self._batches():
+            if first not in (None, epoch):
+                return
+            first = epoch
+            self._drawn += 1
+            yield from indices
+
+    def endless(self) -> Iterator[int]:
+        """Yield this worker's indices of what is left of the epoch, then of the epochs that follow it."""
+        for _, indices in self._batches():
+            self._drawn += 1
+            yield from indices
+
+    def _batches(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield the epoch and the indices of one batch of this worker after another; who takes one counts it."""
+        if not self._is_given:
+            raise AGMergeError(NOT_GIVEN)
+        self._drawn = 0  # what an earlier iterator had drawn is dropped with it
+        while True:
+            size = workers.size()
+            epoch, taken = self._begins(*self._at, size)
+            for _ in range(self._drawn):
+                epoch, taken = self._begins(epoch, taken + self._batch * size, size)
+            order = self._ordered(epoch)
+            first = taken + workers.rank() * self._batch
+            yield epoch, [order[number % self._count] for number in range(first, first + self._batch)]
+
+    def _begins(self, epoch: int, taken: int, size: int) -> tuple[int, int]:
+        """Return where a step of ``size`` workers begins: in the next epoch, where too few are left for all."""
+        fits = taken + self._batch * size <= self._count
+        return (epoch, taken) if fits or not taken else (epoch + 1, 0)
+
+    def _ordered(self, epoch: int) -> list[int]:
+        """Return the indices in the order of an epoch."""
+        if self._order[0] != epoch:
+            source = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            order = torch.randperm(self._count, generator=source) if self._shuffle else torch.arange(self._count)
+            self._order = epoch, order.tolist()
+        return self._order[1]
+
+    # -- what State calls ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a step of the workers that there are now."""
+        self._is_given, self._workers = True, workers.size()
+
+    def advance(self) -> None:
+        """Count the step that was under way, of the workers with which it has begun."""
+        epoch, taken = self._begins(*self._at, self._workers)
+        self._at = epoch, taken + self._batch * self._workers
+        self._drawn = max(self._drawn - 1, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch, and how many samples of it all workers have trained with."""
+        return {"epoch": self._at[0], "taken": self._at[1], "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a place. Raises :class:`agmerge.AGMergeError` if it is of a data set of another length."""
+        if state["count"] != self._count:
+            raise AGMergeError(
+                f"the data set has {self._count} samples here, and {state['count']} where its place was recorded: "
+                "train with the same data on all workers"
+            )
+        self._at = state["epoch"], state["taken"]
