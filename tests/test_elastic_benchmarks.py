@@ -113,10 +113,11 @@ def test_workers_are_killed_by_the_clock_and_replaced_at_once(tmp_path: Path, al
     script = """if True:
         import json, os, sys, time
         file, workers = open(f"{sys.argv[1]}/{os.getpid()}.lines", "a"), int(sys.argv[2])
-        while True:
+        while os.path.exists(sys.argv[1]):
             time.sleep(0.02)
             print(json.dumps([time.monotonic(), int(time.monotonic() * 50), workers, 1]), file=file, flush=True)
     """
+    (folder := tmp_path / "job").mkdir()
 
     class Quick(Contender):
         """Job of workers that do nothing but write lines; the first three of them write that they are two."""
@@ -130,9 +131,10 @@ def test_workers_are_killed_by_the_clock_and_replaced_at_once(tmp_path: Path, al
         def replace(self, workers: int = 3) -> None:
             self.launch(sys.executable, "-S", "-c", script, str(self.folder), str(workers))
 
-    job = Quick(tmp_path, "mlp", 5)
+    job = Quick(folder, "mlp", 5)
     turn = ClockTurn(job, patience=5 if alone else 30, seed=0, every=1.0)
     found = turn.run_by_clock(steps=5, ticks=3)
+    folder.rename(tmp_path / "done")  # which ends the workers
     if alone:  # the first death is the last one, and three never work again
         assert (found["kills"], found["skipped"]) == (1, 2) and "no 5 steps of 3 workers" in found["failed"]
         return
