@@ -12,6 +12,15 @@ finished step, less a usual step of those who make the next one, and the worst o
 the others' next finished step; how long the step under way had lasted before is not in it. "again": steps begun in vain
 at a death. "goodput": steps gained from first to last x usual step / seconds. torchrun starts all workers again, so a
 death is an arrival there, too.
+
+    python benchmarks/elastic_others.py --every 60 --minutes 10 --turns 1 [--file-every 100]
+
+kills by the clock instead: a worker at the beginning of each minute, whose replacement starts at once; while that has
+not come, no other is killed ("skipped"). "goodput": steps gained / steps that those present would have made without an
+interruption = seconds with all / a step of all + seconds with one away / a step of the others. Away: from the kill to
+its replacement's first finished step. Steps of both are measured without kills, before (of all: after, too), for as
+long as between two kills. torchrun has no step of the others; that of all holds throughout. "pauses": the share of time
+without a finished step, beyond a usual one, where it is more than two.
 """
 
 from __future__ import annotations
@@ -30,10 +39,12 @@ from pathlib import Path
 from typing import Any
 
 from recovery.contenders import CONTENDERS, WORKERS, install_torchft
+from recovery.goodput import ClockTurn
 from recovery.turn import MEASURED, Turn
 
 HEADS = "contender | death s | worst | from kill s | worst | arrival s | worst | again | a step s | MB a step"
 HEADS += " | goodput | steps/min"
+BY_CLOCK = "contender | goodput | steps/min | kills | skipped | pauses % | a step s | of one less | MB a step"
 SPACES = "setpriv --pdeathsig KILL unshare --net --uts --pid --fork --mount-proc --kill-child"
 
 
@@ -60,8 +71,12 @@ def turn(chosen: argparse.Namespace) -> dict[str, Any]:
         bucket = f"tc qdisc add dev lo root tbf rate {chosen.rate} burst 64kb latency 400ms"
         subprocess.run(bucket.split(), check=True)
     with tempfile.TemporaryDirectory() as folder:
-        job = CONTENDERS[chosen.turn](Path(folder), chosen.model, chosen.suspect)
-        found = Turn(job, chosen.patience, chosen.number).run(chosen.kills, chosen.steps)
+        job = CONTENDERS[chosen.turn](Path(folder), chosen.model, chosen.suspect, chosen.file_every)
+        if chosen.every:
+            by_clock = ClockTurn(job, chosen.patience, chosen.number, chosen.every)
+            found = by_clock.run_by_clock(chosen.steps, round(60 * chosen.minutes / chosen.every))
+        else:
+            found = Turn(job, chosen.patience, chosen.number).run(chosen.kills, chosen.steps)
         if chosen.logs:
             shutil.copy(Path(folder, "log"), Path(chosen.logs, f"{chosen.turn}.{chosen.number}.log"))
         return found
@@ -86,12 +101,35 @@ def row(name: str, turns: Sequence[dict[str, Any]]) -> list[str]:
     return [*cells, *(f"failed {len(failures)} of {len(turns)} turns: {failures[0]}" for _ in failures[:1])]
 
 
+def row_by_clock(name: str, turns: Sequence[dict[str, Any]]) -> list[str]:
+    """Return one contender's cells of kills by the clock: medians over its turns that ended well."""
+    failures = [one["failed"].splitlines()[0] for one in turns if "failed" in one]
+    whole = [one for one in turns if "failed" not in one]
+    if not whole:
+        return [name, failures[0]]
+    columns = [
+        ([one["goodput"] for one in whole], ".3f"),
+        ([60 * one["gained"] / one["seconds"] for one in whole], ".1f"),
+        ([one["kills"] for one in whole], "g"),
+        ([one["skipped"] for one in whole], "g"),
+        ([100 * one["paused"] / one["seconds"] for one in whole], ".1f"),
+        ([one["paces"][str(WORKERS)] for one in whole], ".2f"),
+        ([one["paces"][str(WORKERS - 1)] for one in whole if str(WORKERS - 1) in one["paces"]], ".2f"),
+        ([x for one in whole for x in one["megabytes"]], ".1f"),
+    ]
+    cells = [format(statistics.median(values), form) if values else "-" for values, form in columns]
+    return [name, *cells, *(f"failed {len(failures)} of {len(turns)} turns: {failures[0]}" for _ in failures[:1])]
+
+
 def main() -> None:
     """Run the contenders by turns, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20, help="of each contender, in all its turns")
     parser.add_argument("--turns", type=int, default=4, help="of each contender")
     parser.add_argument("--steps", type=int, default=6, help="at least, before a kill; up to twice as many")
+    parser.add_argument("--every", type=float, default=0, help="seconds from one kill to the next, by the clock")
+    parser.add_argument("--minutes", type=float, default=10, help="of kills by the clock, in each turn")
+    parser.add_argument("--file-every", type=int, default=10, help="steps from one file to the next, of torchrun")
     parser.add_argument("--rate", default="200mbit", help="of the link, as tc writes it; empty: no limit")
     parser.add_argument("--model", choices=["gpt2", "mlp"], default="gpt2")
     parser.add_argument("--only", default=",".join(CONTENDERS), help="contenders, with commas between")
@@ -116,11 +154,14 @@ def main() -> None:
         kills = (chosen.kills + number) // chosen.turns  # together as many as were asked for
         for name in found if kills else ():
             limit = (kills * 4 + 2) * chosen.patience
+            if chosen.every:
+                limit = 60 * chosen.minutes + 3 * chosen.every + 8 * chosen.patience
             found[name].append(isolated(sys.argv[1:], name, kills, number, limit))
             print(f"turn {number}, {name}: {json.dumps(found[name][-1])}", file=sys.stderr, flush=True)
-    print(HEADS)
+    print(BY_CLOCK if chosen.every else HEADS)
+    cells = row_by_clock if chosen.every else row
     for name in names:
-        print(" | ".join([name, f"not here: {absent[name]}"] if name in absent else row(name, found[name])))
+        print(" | ".join([name, f"not here: {absent[name]}"] if name in absent else cells(name, found[name])))
     print(json.dumps({**vars(chosen), "workers": WORKERS, "absent": absent, "found": found}))
 
 

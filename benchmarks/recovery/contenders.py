@@ -25,9 +25,12 @@ class Contender(ABC):
 
     replaces = False  # a killed worker is replaced without being asked for
 
-    def __init__(self, folder: Path, model: str, suspect: int) -> None:
-        """Note what to start. ``suspect``: seconds without a sign of life after which a worker counts as dead."""
-        self.folder, self.model, self.suspect = folder, model, suspect
+    def __init__(self, folder: Path, model: str, suspect: int, file_every: int = 10) -> None:
+        """Note what to start. ``suspect``: seconds without a sign of life after which a worker counts as dead.
+
+        ``file_every``: steps from one file to the next, of those who write files.
+        """
+        self.folder, self.model, self.suspect, self.file_every = folder, model, suspect, file_every
         self._started: list[subprocess.Popen[bytes]] = []
 
     @staticmethod
@@ -88,13 +91,12 @@ class Torchrun(Contender):
     """DistributedDataParallel, and a file each so many steps; torchrun starts all workers again."""
 
     replaces = True
-    every = 10  # steps
 
     def start(self) -> None:
         launcher = f"-m torch.distributed.run --standalone --nproc_per_node {WORKERS} --max-restarts 1000".split()
         # Without the variable, workers that are started again may find addresses of the attempt before.
         variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        self.launch(sys.executable, *launcher, *self.worker("torchrun", str(self.every)), **variables)
+        self.launch(sys.executable, *launcher, *self.worker("torchrun", str(self.file_every)), **variables)
 
     def replace(self) -> None:
         raise NotImplementedError("torchrun does so itself")

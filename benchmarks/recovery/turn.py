@@ -9,7 +9,7 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -88,6 +88,7 @@ class Turn:
         self.job, self.patience = job, patience
         self.chance = random.Random(seed)
         self.killed: set[int] = set()
+        self.began = 0.0  # after the first steps
         self.deaths: list[float] = []
         self.from_kill: list[float] = []  # seconds to the next finished step, nothing taken off
         self.arrivals: list[float] = []
@@ -109,23 +110,29 @@ class Turn:
                 raise TimeoutError(f"no {count} steps of {workers} workers within {self.patience:g} s")
             time.sleep(0.05)
 
-    def usual_steps(self, count: int) -> list[Line]:
-        """Wait for steps in which nothing happens, measure them, and return their lines."""
+    def usual_steps(self, count: int, seconds: float = 0.0) -> list[Line]:
+        """Wait for so many steps and seconds in which nothing happens, measure them, and return their lines."""
         began, had = time.monotonic(), on_link()
+        time.sleep(seconds)  # reading lines all the time would take part of a core
         lines = self.wait(WORKERS, count, began)
         made = lines[-1].step - lines[0].step + 1
         self.megabytes.append((on_link() - had) / made / 1e6)
         self.steps.append(usual(lines))
         return lines
 
+    def strike(self, pids: Collection[int]) -> tuple[int, float]:
+        """Kill one of these workers, drawn at random; return which, and when."""
+        victim = self.chance.choice(sorted(pids))
+        killed = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        self.killed.add(victim)
+        return victim, killed
+
     def kill(self, count: int) -> None:
         """Kill a worker after ``count`` steps, replace it some steps later, and measure both pauses."""
         lines = self.usual_steps(count)
         began = lines[0].time
-        victim = self.chance.choice(sorted({line.pid for line in lines}))
-        killed = time.monotonic()
-        os.kill(victim, signal.SIGKILL)
-        self.killed.add(victim)
+        victim, killed = self.strike({line.pid for line in lines})
         needed = WORKERS if self.job.replaces else WORKERS - 1
         self.wait(needed, AFTER, killed)
         lines = [line for line in timeline(self.job.folder) if line.time >= began and line.pid != victim]
@@ -141,25 +148,33 @@ class Turn:
         lines = [line for line in timeline(self.job.folder) if line.time >= killed and line.pid != victim]
         self.arrivals.append(beyond(lines, pause(lines, came)))
 
+    def attempt(self, body: Callable[[], None]) -> str:
+        """Start the job and, after its first steps, call ``body``; return why that failed, empty where it did not."""
+        try:
+            self.job.start()
+            self.wait(WORKERS, 3, 0.0)
+            self.began = time.monotonic()
+            body()
+        except (TimeoutError, OSError) as error:
+            log = (self.job.folder / "log").read_text()[-1500:]
+            return f"{error}; its log ends: {log}"
+        return ""
+
     def run(self, kills: int, steps: int) -> dict[str, Any]:
         """Return what was measured; with "failed" where it ended early. ``steps``: at least, from one kill to another.
 
         The moment of a kill is drawn, so that it falls anywhere between two files.
         """
-        failed = ""
-        try:
-            self.job.start()
-            self.wait(WORKERS, 3, 0.0)
-            began = time.monotonic()
+
+        def body() -> None:
             for _ in range(kills):
                 self.kill(steps + self.chance.randrange(steps))
-        except (TimeoutError, OSError) as error:
-            log = (self.job.folder / "log").read_text()[-1500:]
-            failed = f"{error}; its log ends: {log}"
+
+        failed = self.attempt(body)
         found = {name: getattr(self, name) for name in MEASURED}
         if failed:
             return {**found, "failed": failed}
-        lines = [line for line in timeline(self.job.folder) if line.time >= began]
+        lines = [line for line in timeline(self.job.folder) if line.time >= self.began]
         useful, seconds = lines[-1].step - lines[0].step, lines[-1].time - lines[0].time
         return {**found, "useful": useful, "seconds": seconds}
 
