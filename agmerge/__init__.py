@@ -21,7 +21,6 @@ from agmerge import testing
 from agmerge.checkpoint import elastic
 from agmerge.checkpoint.dcp import ResidualState
 from agmerge.checkpoint.gather import gather_state
-from agmerge.engine.outer import Nesterov
 from agmerge.errors import (
     AGMergeError,
     CollectiveTimeout,
@@ -34,7 +33,7 @@ from agmerge.errors import (
     TooFewWorkers,
 )
 from agmerge.ops import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
-from agmerge.optimizer import DistributedOptimizer, LocalOptimizer, LocalSync
+from agmerge.optimizer import DistributedOptimizer, LocalOptimizer, LocalSync, Nesterov
 from agmerge.options.density_schedule import ladder
 from agmerge.options.from_params import from_params
 from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
@@ -121,6 +121,12 @@ class State:
         """
         self._leaves = True
         workers.announce_leaving()
+
+    if TYPE_CHECKING:  # step=0 makes an attribute
+
+        def __getattr__(self: State, name: str) -> Any: ...
+
+        def __setattr__(self: State, name: str, value: Any) -> None: ...
 
     def _begin(self) -> None:
         """Collective. Meet the others as one that has nothing yet, also where one of them is lost meanwhile."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of a data set, dealt out anew whenever workers of an elastic job come or go."""
+"""Samples of a data set, dealt out anew where workers of an elastic job come or go."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Sampler(torch.utils.data.Sampler[int]):
             yield from indices
 
     def _batches(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the epoch and the indices of one batch of this worker after another; who takes one counts it."""
+        """Yield the epoch and the indices of one batch of this worker after another."""
         if not self._is_given:
             raise AGMergeError(NOT_GIVEN)
         self._drawn = 0  # what an earlier iterator had drawn is dropped with it

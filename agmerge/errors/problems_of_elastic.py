@@ -98,10 +98,33 @@ OF_ELASTIC: tuple[Row, ...] = (
         "elastic.md",
     ),
     (
+        "AGM219",
+        ("agmerge.elastic.Sampler does not know which samples",),
+        "A sampler that no `State` has would give the same samples again and again: `commit()` counts what is trained.",
+        "Give it to `agmerge.elastic.State(sampler=...)`, before the first batch is drawn.",
+        "elastic.md",
+    ),
+    (
+        "AGM309",
+        (
+            "a launcher has told accelerate of a fixed number of workers",
+            "fp16 scales the loss, and an elastic job cannot",
+            "in an elastic job the number of steps of an epoch depends",
+            "workers of an elastic job share samples that are drawn",
+            "a Trainer of an elastic job: call agmerge.init(elastic=True) before",
+            "optimizers of the model's parameters, and an elastic job",
+            "agmerge.elastic.Sampler: … samples in batches of …",
+        ),
+        "A Trainer or an Accelerator of an elastic job trains in one process, for a number of steps, with samples that "
+        "can be dealt out anew.",
+        "Do what the error says: start workers by `python`, set `max_steps`, leave the sampler to agmerge.",
+        "elastic.md",
+    ),
+    (
         "AGM407",
-        ("agmerge.elastic.State has … here and",),
-        "Workers run other scripts, or other versions of one: their states have different entries.",
-        "Give every worker the same script.",
+        ("agmerge.elastic.State has … here and", "samples here, and … where its place was recorded"),
+        "Workers run other scripts, or other versions of one, or have other data: their states do not fit.",
+        "Give every worker the same script and the same data.",
         "elastic.md",
     ),
 )

@@ -3,8 +3,10 @@
 
 ``ddp``: ``compress(model)`` for torch's DistributedDataParallel. ``ddp_hook``: which gives its buckets to a reducer;
 ``ddp_refusals``: what it cannot take; ``unsaved``: what scripts leave out of checkpoints; ``shared_model``: a model
-that shows shared parameters. ``transformers``: ``compress(trainer)``. ``accelerate``: ``compress(accelerator, model)``.
-``lightning``: ``CompressedDDPStrategy``. ``files``: ranks' own states beside the checkpoints of these three.
+that shows shared parameters. ``transformers``: ``compress(trainer)``; ``transformers_exchange``: what it does around a
+Trainer's methods; ``transformers_elastic``: in an elastic job. ``accelerate``: ``compress(accelerator, model)``;
+``accelerate_elastic``: in an elastic job. ``lightning``: ``CompressedDDPStrategy``. ``files``: ranks' own states beside
+the checkpoints of these three.
 
 Nothing is imported before a script asks for the file of its framework, ``agmerge.integrations.ddp`` or ``from
 agmerge.integrations import ddp``. Each may import that framework and torch.distributed, and of agmerge/ what is below.

@@ -19,8 +19,10 @@ import torch
 from accelerate import Accelerator, DistributedType
 
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
-from agmerge.integrations import ddp, files
+from agmerge.integrations import accelerate_elastic, ddp, files
+from agmerge.integrations.accelerate_elastic import ElasticOptimizer
 from agmerge.options.typed import DDPOptions
+from agmerge.runtime import workers
 from agmerge.step.updates import UPDATES
 
 if TYPE_CHECKING:
@@ -34,7 +36,9 @@ _OWN_ENGINES = {
 }
 
 
-def compress(accelerator: Accelerator, model: torch.nn.Module, **options: Unpack[DDPOptions]) -> ddp.Compressed | None:
+def compress(
+    accelerator: Accelerator, model: torch.nn.Module, **options: Unpack[DDPOptions]
+) -> ddp.Compressed | ElasticOptimizer | None:
     """Collective. Make ``model`` exchange its gradients, or updates, compressed, from the next step on.
 
     ``model``: as ``accelerator.prepare()`` has returned it, with its optimizer. ``options``: of
@@ -56,6 +60,8 @@ def compress(accelerator: Accelerator, model: torch.nn.Module, **options: Unpack
             f"{_OWN_ENGINES[accelerator.distributed_type]}: use plain data parallel, `accelerate launch --multi_gpu` "
             "(docs/frameworks.md)"
         )
+    if workers.can_regroup():
+        return _elastic(accelerator, model, {**options})
     if accelerator.distributed_type == DistributedType.NO:
         files.warn_alone("Accelerate")
         return None
@@ -74,6 +80,21 @@ def compress(accelerator: Accelerator, model: torch.nn.Module, **options: Unpack
     compressed = ddp.compress(inner, optimizer=optimizers or None, scaler=accelerator.scaler, **options)
     _keep_in_checkpoints(accelerator, numbers[-1], compressed, are_updates=are_updates)
     return compressed
+
+
+def _elastic(accelerator: Accelerator, model: torch.nn.Module, options: dict[str, Any]) -> ElasticOptimizer:
+    """Distribute the one optimizer that ``accelerator`` has prepared for ``model``, in an elastic job."""
+    accelerate_elastic.check(accelerator)
+    inner: Any = getattr(model, "_orig_mod", model)  # of a compiled model
+    plain = _optimizers_of(accelerator, inner)
+    if len(plain) != 1:
+        raise ValueError(
+            f"this accelerator has prepared {len(plain)} optimizers of the model's parameters, and an elastic job "
+            "exchanges for one: prepare the model with its optimizer, or write the loop without Accelerate"
+        )
+    prepared = next(one for one in accelerator._optimizers if one.optimizer is plain[0])
+    prepared.optimizer = distributed = accelerate_elastic.distribute(accelerator, plain[0], inner, options)
+    return distributed
 
 
 def _optimizers_of(accelerator: Accelerator, model: torch.nn.Module) -> list[torch.optim.Optimizer]:

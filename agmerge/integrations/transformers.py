@@ -20,9 +20,9 @@ import torch
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from agmerge.integrations import ddp, files, trainer_base
-from agmerge.integrations.trainer_base import TrainerExchange
-from agmerge.integrations.trainer_elastic import ElasticTraining
+from agmerge.integrations import ddp, files, transformers_exchange
+from agmerge.integrations.transformers_elastic import ElasticTraining
+from agmerge.integrations.transformers_exchange import TrainerExchange
 from agmerge.options.typed import DDPOptions
 from agmerge.runtime import workers
 from agmerge.step.updates import UPDATES
@@ -48,7 +48,7 @@ def compress(trainer: Trainer, **options: Unpack[DDPOptions]) -> Compression | E
     for name in ("optimizer", "scaler"):
         if name in options:
             raise ValueError(f"{name}= is the Trainer's own: leave it out")
-    trainer_base.refuse(trainer)
+    transformers_exchange.refuse(trainer)
     return (ElasticTraining if workers.can_regroup() else Compression)(trainer, {**options})
 
 
@@ -69,7 +69,7 @@ class Compression(TrainerExchange):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Collective. Compress the model that is trained, and load ranks' own states if it resumes."""
-        trainer_base.refuse(self._trainer)
+        transformers_exchange.refuse(self._trainer)
         if state.is_hyper_param_search:
             raise ValueError("hyperparameter_search() is not supported: compress the Trainer of one training")
         model = getattr(self._trainer.model_wrapped, "_orig_mod", self._trainer.model_wrapped)

@@ -72,7 +72,7 @@ trainer = transformers.Trainer(
 options = {"suspect": 2.0, "patience": 30.0, **setting.pop("elastic", {})}
 agmerge.init(elastic=agmerge.Elastic(**options))
 training = agmerge.integrations.transformers.compress(trainer, check_every=1, **setting)
-signal.signal(signal.SIGTERM, lambda *_: training.state.leave())
+signal.signal(signal.SIGTERM, lambda *_: training.leave())
 result = trainer.train(resume_from_checkpoint=resumes)
 trainer.save_model(str(folder / "last"))
 print("ended", result.global_step, json.dumps(trainer.state.log_history[-1]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train by a ``transformers.Trainer`` in a job whose workers die and come (docs/elastic.md).
+"""Train by a ``transformers.Trainer`` in a job with workers that die and come (docs/elastic.md).
 
 Every worker has a Trainer of one process. Its optimizer is distributed, samples are dealt out among the workers that
 there are, and newcomers are let in between two steps, with the place that the others' Trainers have reached.
@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import DistributedType
 from torch.utils.data import RandomSampler, SequentialSampler
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from agmerge.checkpoint.elastic import Sampler, State
-from agmerge.integrations.trainer_base import TrainerExchange, wrap
-from agmerge.optimizer import DistributedOptimizer
+from agmerge.integrations import accelerate_elastic
+from agmerge.integrations.transformers_exchange import TrainerExchange
 from agmerge.runtime import workers
-from agmerge.step.updates import UPDATES
 
 # Of a TrainerState: what a newcomer is handed.
 CARRIED = (
@@ -36,47 +35,40 @@ NEEDS_STEPS = (
     "in an elastic job the number of steps of an epoch depends on how many workers there are: set "
     "TrainingArguments(max_steps=...), the same on all"
 )
-LAUNCHED = (
-    "a launcher has told the Trainer of a fixed number of workers ({found}). In an elastic job start each worker by "
-    "`python` itself, `until python train.py; do sleep 1; done` to start it again where it dies (docs/elastic.md)"
-)
 OWN_SAMPLES = (
     "{what}: workers of an elastic job share samples that are drawn at random or in order, of a data set with a "
     "length. Leave it out, or write the loop yourself (docs/elastic.md)"
 )
-SCALED = "fp16=True scales the loss, and an elastic job cannot: train with bf16=True, or in float32"
 
 
 class ElasticTraining(TrainerExchange):
     """Callback that makes a Trainer train with the other workers of an elastic job.
 
-    ``compressed``: the distributed optimizer, which has ``stats()``; ``state``: the job's, which has ``leave()``. Both
-    are None before ``train()``. Rank 0 logs and saves; all evaluate, each by itself.
+    ``compressed``: the distributed optimizer, which has ``stats()``; None before ``train()``. Rank 0 logs and saves;
+    all evaluate, each by itself.
     """
 
-    compressed: DistributedOptimizer | None
+    compressed: accelerate_elastic.ElasticOptimizer | None
 
     def __init__(self, trainer: Trainer, options: dict[str, Any]) -> None:
-        found, args = trainer.accelerator.distributed_type, trainer.args
-        if found != DistributedType.NO:
-            raise ValueError(LAUNCHED.format(found=found.value))
-        if args.max_steps <= 0:
+        accelerate_elastic.check(trainer.accelerator)
+        if trainer.args.max_steps <= 0:
             raise ValueError(NEEDS_STEPS)
-        if trainer.accelerator.scaler is not None:
-            raise ValueError(SCALED)
         super().__init__(trainer, options)
-        self.state: State | None = None
+        self._state: State | None = None  # None: this worker does not train yet, or no more
         self._sampler: Sampler | None = None
-        self._combined = ExitStack()  # inside, step() uses gradients as they are
-        args.ignore_data_skip = True  # a resumed training finds its place in the data by the sampler
+        trainer.args.ignore_data_skip = True  # a resumed training finds its place in the data by the sampler
         own: Any = trainer
         own._get_train_sampler = self._sampled(trainer._get_train_sampler)
-        wrap(trainer.accelerator, "clip_grad_norm_", self._clipping)
-        own.accelerator.no_sync = self._accumulating  # of one process, whose own does nothing
 
-    @property
-    def _of_updates(self) -> bool:
-        return self._options.get("sync") == UPDATES
+    def leave(self) -> None:
+        """Announce that this worker leaves after its next step, as before its machine is taken away: a handler's call.
+
+        ``train()`` returns there. A worker that does not train ends at once, by ``SystemExit``.
+        """
+        if self._state is None:
+            raise SystemExit(128 + signal.SIGTERM)
+        self._state.leave()
 
     # -- calls of the Trainer ---------------------------------------------------------------------------------------
 
@@ -87,44 +79,30 @@ class ElasticTraining(TrainerExchange):
         trainer = self._trainer
         if self._sampler is None:
             raise ValueError(OWN_SAMPLES.format(what="an IterableDataset, or a get_train_dataloader() of its own"))
-        place = Path(self._folder or ".", SAMPLES)
-        if self._folder and place.exists():
-            self._sampler.load_state_dict(json.loads(place.read_text(encoding="utf-8")))
+        saved = Path(self._folder or ".", SAMPLES)
+        if self._folder and saved.exists():
+            self._sampler.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))
         assert isinstance(trainer.model, torch.nn.Module)
-        self.state = State(
+        self._state = State(
             model=trainer.model, optimizer=self.compressed, scheduler=trainer.lr_scheduler, sampler=self._sampler,
-            trainer=_carried(state), callbacks=_saved(trainer),
+            place={"trainer": _carried(state), "callbacks": _saved(trainer)},
         )  # fmt: skip
-        for name, value in vars(self.state)["trainer"].items():
+        for name, value in self._state.place["trainer"].items():
             setattr(state, name, value)
-        _load(trainer, vars(self.state)["callbacks"])
+        _load(trainer, self._state.place["callbacks"])
         self._tell(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Collective. Let newcomers in, and go on with the workers that there are."""
-        assert self.state is not None and self._sampler is not None
-        vars(self.state).update(trainer=_carried(state), callbacks=_saved(self._trainer))
-        if self.state.commit():
+        assert self._state is not None and self._sampler is not None
+        self._state.place.update(trainer=_carried(state), callbacks=_saved(self._trainer))
+        if self._state.commit():
             state.epoch = self._sampler.passes
             self._tell(state)
             return
         control.should_training_stop, control.should_save, control.should_evaluate = True, False, False
-        self.state = None
+        self._state = None
         self._place(1)  # the first of those that stay saves
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Make the optimizer use combined gradients as clipping has left them."""
-        if not self._of_updates:
-            assert self.compressed is not None
-            self._combined.enter_context(self.compressed.skip_synchronize())
-
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Go on combining gradients."""
-        self._combined.close()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the place in the data into the checkpoint."""
@@ -136,7 +114,7 @@ class ElasticTraining(TrainerExchange):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Collective. Give all workers the same parameters, where updates are exchanged."""
-        if self.state is not None and self.compressed is not None:
+        if self._state is not None and self.compressed is not None:
             self.compressed.consolidate()
 
     # -- around the Trainer's methods -------------------------------------------------------------------------------
@@ -148,9 +126,9 @@ class ElasticTraining(TrainerExchange):
             yield
         trainer: Any = self._trainer
         if self.compressed is None:
-            named = trainer.model.named_parameters()
-            self.compressed = DistributedOptimizer(trainer.optimizer, named, **self._options)
-            trainer.optimizer = self.compressed
+            self.compressed = trainer.optimizer = accelerate_elastic.distribute(
+                trainer.accelerator, trainer.optimizer, trainer.model, self._options
+            )
 
     def _sampled(self, sampler_of: Callable[..., Any]) -> Callable[..., Iterable[int]]:
         """Return a function that returns a sampler of this worker's samples; ``sampler_of`` does of all samples."""
@@ -165,19 +143,6 @@ class ElasticTraining(TrainerExchange):
             return Endless(self._sampler)
 
         return sampled
-
-    @contextmanager
-    def _clipping(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Combine gradients before they are clipped; those of updates are a worker's own."""
-        if not self._of_updates and self.compressed is not None and self._training:
-            self.compressed.synchronize()
-        yield
-
-    @contextmanager
-    def _accumulating(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Send nothing, inside: another backward pass of the step follows."""
-        with nullcontext() if self._of_updates or self.compressed is None else self.compressed.no_sync():
-            yield
 
     def _tell(self, state: TrainerState) -> None:
         """Tell the Trainer this worker's rank: rank 0 logs and saves."""

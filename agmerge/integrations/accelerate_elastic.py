@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distribute the optimizer of an ``accelerate.Accelerator`` of one process, in a job with workers that die and come.
+
+The Accelerator accumulates, clips and steps as it does alone; gradients of the last backward pass of a step travel, and
+are combined before they are clipped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+
+from agmerge.optimizer import DistributedOptimizer
+
+LAUNCHED = (
+    "a launcher has told accelerate of a fixed number of workers ({found}). In an elastic job start each worker by "
+    "`python` itself, `until python train.py; do sleep 1; done` to start it again where it dies (docs/elastic.md)"
+)
+SCALED = "fp16 scales the loss, and an elastic job cannot: train with bf16, or in float32 (docs/elastic.md)"
+
+
+class ElasticOptimizer(DistributedOptimizer):
+    """Distributed optimizer that takes gradients as they are where they were combined before, to be clipped."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Collective. Step with the gradients of all workers."""
+        is_combined = self._reducer.combines_gradients and self._reducer.passes.combined
+        with self.skip_synchronize() if is_combined else nullcontext():
+            return super().step(closure)
+
+    def combine(self) -> None:
+        """Collective. Combine the gradients of a whole step; those that ``sync="updates"`` steps with stay own."""
+        if self._reducer.combines_gradients:
+            self.synchronize()
+
+    def accumulating(self, model: Any = None) -> AbstractContextManager[None]:
+        """Return a context that sends nothing: other backward passes of the step follow."""
+        return self.no_sync() if self._reducer.combines_gradients else nullcontext()
+
+
+def check(accelerator: Accelerator) -> None:
+    """Raise ``ValueError`` where this process has been launched, or scales its loss."""
+    if accelerator.distributed_type != DistributedType.NO:
+        raise ValueError(LAUNCHED.format(found=accelerator.distributed_type.value))
+    if accelerator.scaler is not None:
+        raise ValueError(SCALED)
+
+
+def distribute(
+    accelerator: Accelerator, optimizer: Any, model: torch.nn.Module, options: dict[str, Any]
+) -> ElasticOptimizer:
+    """Return a distributed optimizer around a plain one, which ``accelerator`` is to step.
+
+    ``options``: of :class:`agmerge.DistributedOptimizer`. Raises what :func:`check` raises.
+    """
+    check(accelerator)
+    distributed = ElasticOptimizer(optimizer, model.named_parameters(), **options)
+
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        setattr(accelerator, name, _combining(accelerator, distributed, getattr(accelerator, name)))
+    accelerator.no_sync = distributed.accumulating  # that of one process does nothing
+    return distributed
+
+
+def _combining(
+    accelerator: Accelerator, optimizer: ElasticOptimizer, clip: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return ``clip``, with the gradients combined before they are clipped."""
+
+    @functools.wraps(clip)
+    def clipped(*args: Any, **kwargs: Any) -> Any:
+        if accelerator.sync_gradients:
+            optimizer.combine()
+        return clip(*args, **kwargs)
+
+    return clipped
