@@ -93,9 +93,12 @@ def batch(step, rank, size):
         os._exit(0)
     return batches[step]
 """
-STATE = """
+DATA = "data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randint(10, (64,)))\n"
+DISTRIBUTED = """
 agmerge.init(elastic=True)
 optimizer = agmerge.DistributedOptimizer(optimizer, model.named_parameters())
+"""
+STATE = """
 state = agmerge.elastic.State(model=model, optimizer=optimizer, step=0)
 train_some_steps()
 count_right = lambda model: (3.0, 4.0)
@@ -110,7 +113,10 @@ SETUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "updates": (WRAPPED.replace("parameters())\ntrain", "parameters(), sync='updates')\ntrain"), ()),
     "elided": (INIT + ELIDED, ()),
     "elastic": (MODEL + ELASTIC, ()),
-    "elastic state": (MODEL + ELASTIC + STATE, ()),
+    "elastic state": (MODEL + ELASTIC + DISTRIBUTED + STATE, ()),
+    "elastic sampler": (MODEL + ELASTIC + DISTRIBUTED + DATA, ()),
+    "elastic trainer": (MODEL + TRAINER + ELASTIC + "import signal\n", ()),
+    "elastic accelerate": (MODEL + ELASTIC + DATA + "from accelerate import Accelerator\n", ()),
     "data parallel": (DDP, TORCHRUN),
     "in data parallel": (DDP + "model = DistributedDataParallel(net)\n", TORCHRUN),
     "trainer": (MODEL + TRAINER, TORCHRUN),

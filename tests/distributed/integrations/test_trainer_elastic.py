@@ -92,6 +92,30 @@ def test_a_job_goes_on_from_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
         assert len({here.lines(one)[-1][2] for one in new}) == 1
 
 
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "setting",
+    [{}, pytest.param({"sync": "updates", "density": 0.1}, marks=pytest.mark.long)],
+    ids=["default", "updates"],
+)
+def test_accelerators_go_on_where_one_dies_and_one_comes(tmp_path: Path, setting: dict[str, Any]) -> None:
+    with job(tmp_path, setting, script=SCRIPT.with_name("accelerate_going_on.py")) as here:
+        first, second = (here.start(steps=WITHOUT_END) for _ in range(2))
+        here.wait_for(lambda: all(here.size(one) == 2 for one in (first, second)), 100)
+        here.wait_for_steps(5, second)
+        first.kill()
+        here.wait_for(lambda: here.size(second) == 1)
+        third = here.start(steps=WITHOUT_END)
+        here.wait_for(lambda: len(here.lines(third)) >= 4, 60)
+        last = end(here, second)
+        for worker in (second, third):
+            assert worker.wait(60) == 0, here.logs()
+        assert here.differing() == {}
+        assert here.lines(second)[-1][0] == here.lines(third)[-1][0] == last
+        if not setting:
+            assert 0.0 < max(line[4] for line in here.lines(third)) <= 0.0101, "clipped after all is combined"
+
+
 @pytest.mark.timeout(100)
 def test_what_cannot_be_elastic_is_refused_by_name(tmp_path: Path) -> None:
     """Trainers that count on a fixed number of workers, and data that cannot be dealt out."""
