@@ -68,12 +68,9 @@ class State:
         Returns False on a worker that has called :meth:`leave`: it takes part no more, and ends its loop.
         """
         participation = self._optimizer._reducer.participation
-        if participation.lets_go or (self._leaves and workers.size() == 1):
-            self._let_go()
-            if self._leaves:
-                workers.shutdown()
-                return False
-            self._regroup(lets_in=False, told=True)
+        if self._let_go():
+            workers.shutdown()
+            return False
         if workers.world().has_failed:  # as a collective of the script has found out
             self._regroup(lets_in=False)
         if participation.lets_in:
@@ -125,10 +122,14 @@ class State:
                     raise
                 members = workers.regroup()
 
-    def _let_go(self) -> None:
-        """Collective. Take from the workers that leave what they have not sent; one of those that stay takes it."""
-        with suppress(NoAnswer):  # one is lost meanwhile: it is a death
-            elastic_leaving.hand_over(self._optimizer._reducer, workers.world(), leaves=self._leaves)
+    def _let_go(self) -> bool:
+        """Collective. Let those leave that have announced it; return whether this worker is one of them."""
+        reducer = self._optimizer._reducer
+        if reducer.participation.lets_go and workers.size() > 1:
+            let_go = elastic_leaving.let_go
+            if let_go(reducer, lambda: self._leaves, lambda: self._regroup(lets_in=False)):
+                return True
+        return self._leaves and workers.size() == 1
 
     def _let_in(self) -> None:
         """Collective. Form a group with the workers that wait, and hand them the state."""
@@ -136,11 +137,8 @@ class State:
             workers.world().barrier("newcomers are let in").wait(timeouts.default())
         self._regroup(lets_in=True)
 
-    def _regroup(self, *, lets_in: bool, told: bool = False) -> None:
-        """Collective. Form the next group, between two steps.
-
-        ``lets_in``: with the workers that wait; ``told``: without those that have said that they leave.
-        """
+    def _regroup(self, *, lets_in: bool) -> None:
+        """Collective. Form the next group, between two steps. ``lets_in``: with the workers that wait."""
         before = workers.size()
         while True:
             try:
@@ -148,7 +146,7 @@ class State:
                 break
             except NoAnswer:  # another one was lost meanwhile
                 lets_in = False
-        self._optimizer._reducer.participation.count_change(before, workers.size(), told=told)
+        self._optimizer._reducer.participation.count_change(before)
 
     def _meet(self, members: Backend, *, is_new: bool) -> None:
         """Collective. Settle with the members of a new group; newcomers are handed the state of one of the others."""
