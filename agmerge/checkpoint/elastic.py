@@ -73,7 +73,8 @@ class State:
             return False
         if workers.world().has_failed:  # as a collective of the script has found out
             self._regroup(lets_in=False)
-        if participation.lets_in:
+        # A lone worker may exchange nothing: no message tells it that others wait, and there is none to agree with.
+        if participation.lets_in or (workers.size() == 1 and workers.newcomers_wait()):
             self._let_in()
         while workers.has_too_few():
             self._let_in()
