@@ -136,6 +136,11 @@ class Generations:
         """Record that this worker will leave."""
         self.leaves = True
 
+    def announce_begun(self) -> None:
+        """Tell the others that this worker has the job's state."""
+        with suppress(RuntimeError):  # the lighthouse is gone
+            self._membership.begin()
+
     @property
     def min_workers(self) -> int:
         """Return with how many workers at least the job trains; fewer may end the step that is under way."""

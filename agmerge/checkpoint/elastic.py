@@ -57,6 +57,7 @@ class State:
             raise AGMergeError(NOT_ELASTIC)
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._on_change, self._names, self._leaves = on_change, tuple(values), False
+        self._is_new = True  # it has not got the state of the others
         vars(self).update(values)
         self._begin()
         self._size = workers.size()
@@ -116,12 +117,14 @@ class State:
         members = workers.world()
         while True:
             try:
-                self._meet(members, is_new=True)
-                return
+                self._meet(members)
+                break
             except NoAnswer as error:
                 if members.rank in error.missing:  # the others are within a step, and go on without this one
                     raise
                 members = workers.regroup()
+        self._is_new = False
+        workers.announce_begun()
 
     def _let_go(self) -> bool:
         """Collective. Let those leave that have announced it; return whether this worker is one of them."""
@@ -143,16 +146,16 @@ class State:
         before = workers.size()
         while True:
             try:
-                self._meet(workers.regroup(lets_in=lets_in), is_new=False)
+                self._meet(workers.regroup(lets_in=lets_in))
                 break
             except NoAnswer:  # another one was lost meanwhile
                 lets_in = False
         self._optimizer._reducer.participation.count_change(before)
 
-    def _meet(self, members: Backend, *, is_new: bool) -> None:
+    def _meet(self, members: Backend) -> None:
         """Collective. Settle with the members of a new group; newcomers are handed the state of one of the others."""
         reducer = self._optimizer._reducer
-        outcome = reducer.exchange.meet(members, is_new=is_new)
+        outcome = reducer.exchange.meet(members, is_new=self._is_new)
         receivers = [rank for rank in outcome.new if rank != outcome.donor]
         if receivers:
             self._hand_over(members, outcome, receivers)
@@ -167,6 +170,7 @@ class State:
             if part.rank:
                 self._load(data)
             part.drop()
+            self._is_new = False  # from here on: others may be a step ahead when they hear that this one is lost
         members.barrier("elastic state is there").wait(timeout)
 
     # -- what is handed over ------------------------------------------------------------------------------------------

@@ -108,6 +108,26 @@ def test_a_death_before_the_first_step_ends_nobody_else(calls: int) -> None:
         assert result["first"] == (0, [0], 0.1, 12.0) and result["step"] == 3
 
 
+@pytest.mark.parametrize("unlucky", [0, 1])
+def test_who_has_got_the_state_is_no_newcomer_any_more(unlucky: int) -> None:
+    """It has not heard of the end, with a worker that was lost, and the others are in their first step."""
+    names: list[str] = []
+
+    def note(worker: int, generation: int, call: Call) -> None:
+        if worker == unlucky and generation == 0:
+            names.append(call.name)
+
+    elastic.run(3, started, note)
+    end = names.index("elastic state is there")
+    for call in range(end - 2, end + 2):
+        results = elastic.run(3, started, luck=elastic.BadLuck(of=unlucky, call=call, victim=2))
+        assert isinstance(results[2], elastic.Killed)
+        for result in results[:2]:
+            if isinstance(result, BaseException):
+                raise result
+            assert result["first"] == (0, [0], 0.1, 12.0) and result["step"] == 3
+
+
 def lone(*, steps: int, dies_after: int, **options: Any) -> list[Any]:
     """Return by worker its optimizer and parameters: of two workers one dies after ``dies_after`` steps."""
 
