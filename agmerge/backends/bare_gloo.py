@@ -96,8 +96,9 @@ class BareGloo(Backend):
         self._dist, self._store, self._timeout, self._broken = dist, store, timeout, broken
         self.rank, self.size, (self.local_rank, self.local_size) = rank, size, place
         self._children = 0
+        self._group: Any = None  # if it cannot be made
         with translated("init()"):
-            self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+            self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
 
     @property
     def has_failed(self) -> bool:
@@ -184,6 +185,9 @@ class BareGloo(Backend):
         if self._broken and group is not None:
             # To destroy it is to wait for what is under way, perhaps for a worker that is lost: it stays.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    def __del__(self) -> None:
+        self.drop()  # a group that is only forgotten would be destroyed, with Python's lock, and all threads would wait
 
     def close(self) -> None:
         self.drop()
