@@ -106,8 +106,8 @@ class State:
     def leave(self) -> None:
         """Announce that this worker leaves after its next exchange, as before its machine is taken away.
 
-        The :meth:`commit` after that exchange returns False here. What this worker has not sent it gives to another.
-        Any thread may call this.
+        The :meth:`commit` after that exchange returns False here, or after a later one where another worker is lost in
+        it. What this worker has not sent it gives to another. Any thread may call this.
         """
         self._leaves = True
         workers.announce_leaving()

@@ -5,7 +5,7 @@ It goes to the oldest worker that stays: residuals, and momenta of own gradients
 over workers, and all residuals are scaled to the new number of workers afterwards, so the sum of what is applied and
 what is kept stays the same.
 
-Where a worker is lost meanwhile, either all survivors count on the hand-over or none does: nothing is added, and nobody
+Where a worker is lost meanwhile, either all survivors count on the hand-over or none does: nothing is added, and none
 leaves, before all have heard of its end (:mod:`agmerge.step.between_steps`).
 """
 
@@ -39,7 +39,7 @@ def let_go(reducer: AnyReducer, leaves: Callable[[], bool], regroup: Callable[[]
     """Collective. Let those leave that want to; return whether this rank is one of them, and is to end now.
 
     ``leaves``: returns whether this rank wants to. ``regroup``: forms a group of those that are there still. All are
-    between two steps, but for some that may have lost the end of the last one, with a worker: then nobody leaves.
+    between two steps, but for some that may have lost the end of the last one, with a worker: then none leaves.
     """
     participation, between = reducer.participation, reducer.exchange.between
     try:
