@@ -15,9 +15,10 @@ import torch
 from agmerge.backends.base import Backend, Handle
 from agmerge.backends.torch import AT_ONCE, LEAST_BY_NEIGHBOURS
 from agmerge.backends.torch_errors import translated
-from agmerge.errors import CollectiveTimeout, PeerLost
+from agmerge.errors import CollectiveTimeout, NoAnswer, PeerLost
 
 SLICE = 0.1  # seconds between two looks whether others have given the group up
+LOOKS = 0.05  # likewise, while it connects
 LOST = "{}: a worker of this group is lost ({})"
 
 
@@ -95,8 +96,9 @@ class BareGloo(Backend):
         self._dist, self._store, self._timeout, self._broken = dist, store, timeout, broken
         self.rank, self.size, (self.local_rank, self.local_size) = rank, size, place
         self._children = 0
+        self._group: Any = None  # if it cannot be made
         with translated("init()"):
-            self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+            self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
 
     @property
     def has_failed(self) -> bool:
@@ -153,16 +155,30 @@ class BareGloo(Backend):
     def duplicate(self, label: str, timeout: float) -> BareGloo:
         self._children += 1
         store = self._dist.PrefixStore(f"copy {self._children}", self._store)
-        place = self.local_rank, self.local_size
-        return BareGloo(self._dist, store, self.rank, self.size, place, timeout, self._broken)
+        return self._connected(store, self.rank, self.size, label, timeout)
 
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> BareGloo | None:
         self._children += 1
         if self.rank not in ranks:
             return None
         store = self._dist.PrefixStore(f"part {self._children} of {list(ranks)}", self._store)
-        place, rank = (self.local_rank, self.local_size), list(ranks).index(self.rank)
-        return BareGloo(self._dist, store, rank, len(ranks), place, timeout, self._broken)
+        return self._connected(store, list(ranks).index(self.rank), len(ranks), label, timeout)
+
+    def _connected(self, store: Any, rank: int, size: int, label: str, timeout: float) -> BareGloo:
+        """Collective. Return a communicator of ranks of this group.
+
+        Raises as soon as this group is given up: by itself Gloo would wait for one that is lost until ``timeout``.
+        """
+        place, broken = (self.local_rank, self.local_size), self._broken
+        try:
+            return unless(
+                lambda: broken.why,
+                lambda: BareGloo(self._dist, store, rank, size, place, timeout, broken),
+                timeout,
+            )
+        except NoAnswer as error:
+            broken.give_up(str(error))
+            raise broken.error(label) from error
 
     def drop(self) -> None:
         group, self._group = self._group, None
@@ -170,5 +186,34 @@ class BareGloo(Backend):
             # To destroy it is to wait for what is under way, perhaps for a worker that is lost: it stays.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
+    def __del__(self) -> None:
+        self.drop()  # a group that is only forgotten would be destroyed, with Python's lock, and all threads would wait
+
     def close(self) -> None:
         self.drop()
+
+
+def unless(why: Callable[[], str], call: Callable[[], BareGloo], timeout: float) -> BareGloo:
+    """Return the result of ``call()``, on a thread; raise once ``why()`` says why it will not come, or too late."""
+    results: list[BareGloo] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name="agmerge connects", daemon=True)
+    thread.start()
+    end = time.monotonic() + timeout
+    while thread.is_alive() and time.monotonic() < end:
+        thread.join(LOOKS)
+        reason = why() if thread.is_alive() else ""
+        if reason:
+            raise NoAnswer(f"init(): the workers of a generation could not connect: {reason}")
+    if results:
+        return results[0]
+    if errors and isinstance(errors[0], NoAnswer):
+        raise errors[0]
+    raise NoAnswer(f"init(): the workers of a generation could not connect ({errors[0] if errors else 'too late'})")

@@ -13,14 +13,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from agmerge.backends import addresses, torch_store
-from agmerge.backends.bare_gloo import BareGloo, Broken
+from agmerge.backends.bare_gloo import BareGloo, Broken, unless
 from agmerge.backends.base import Backend
 from agmerge.backends.membership import ENDS, GOES, HURRY, Generation, Membership, Worker
 from agmerge.errors import AGMergeError, NoAnswer
@@ -136,6 +135,11 @@ class Generations:
     def announce_leaving(self) -> None:
         """Record that this worker will leave."""
         self.leaves = True
+
+    def announce_begun(self) -> None:
+        """Tell the others that this worker has the job's state."""
+        with suppress(RuntimeError):  # the lighthouse is gone
+            self._membership.begin()
 
     @property
     def min_workers(self) -> int:
@@ -304,38 +308,12 @@ class Generations:
             prefixed = dist.PrefixStore(f"generation {generation.number}", store)
             return BareGloo(dist, prefixed, generation.own, len(hosts), place, self._timeout, broken)
 
-        return _unless(lambda: self._cannot_form(generation), connect, self._timeout)
+        return unless(lambda: self._cannot_form(generation), connect, self._timeout)
 
     def _cannot_form(self, generation: Generation) -> str:
         if self._closing:
             return "this worker leaves"
         return self._membership.why_given_up(generation.number) or self._lost(generation, HURRY)
-
-
-def _unless(why: Callable[[], str], call: Callable[[], BareGloo], timeout: float) -> BareGloo:
-    """Return the result of ``call()``, on a thread; raise once ``why()`` says why it will not come, or too late."""
-    results: list[BareGloo] = []
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=body, name="agmerge connects", daemon=True)
-    thread.start()
-    end = time.monotonic() + timeout
-    while thread.is_alive() and time.monotonic() < end:
-        thread.join(BEAT / 4)
-        reason = why() if thread.is_alive() else ""
-        if reason:
-            raise NoAnswer(f"init(): the workers of a generation could not connect: {reason}")
-    if results:
-        return results[0]
-    if errors and isinstance(errors[0], NoAnswer):
-        raise errors[0]
-    raise NoAnswer(f"init(): the workers of a generation could not connect ({errors[0] if errors else 'too late'})")
 
 
 def _answers(worker: Worker) -> bool:

@@ -13,7 +13,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from agmerge.errors import AGMergeError, TooFewWorkers
@@ -87,11 +87,16 @@ class Membership:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._least, self._answers, self._now = store, least, answers, now
-        self._leaves = False
-        self.own = Worker(store.add("workers", 1), host, address, port, secrets.token_hex(8))
-        store.set(f"worker/{self.own.number}", self._words)
+        self._leaves = self._has_begun = False
+        self.own = Worker(0, host, address, port, secrets.token_hex(8))
+        self._arrive()
         self._seen: dict[int, tuple[bytes, float]] = {}  # by number: its last beat, and when that was new here
         self._arrived = 0  # workers that had come when the present generation began
+
+    def _arrive(self) -> None:
+        """Take a number, the last one so far."""
+        self.own = replace(self.own, number=self._store.add("workers", 1))
+        self._store.set(f"worker/{self.own.number}", self._words)
         self.beat()
 
     @property
@@ -116,6 +121,8 @@ class Membership:
                 "one of the two jobs: the workers of this one can be started again, as newcomers of the other"
             )
         store.set("generation", str(present.number))
+        if self._has_begun:
+            self.begin()
 
     # -- signs of life ------------------------------------------------------------------------------------------------
 
@@ -137,6 +144,11 @@ class Membership:
         self._leaves = True
         self._store.set(f"left/{self.own.number}", why)
 
+    def begin(self) -> None:
+        """Record in the store that this worker has the job's state: it trains."""
+        self._has_begun = True
+        self._store.set(f"begun/{self.own.number}", "")
+
     def has_left(self, number: int) -> bool:
         """Return whether a worker has said that it leaves."""
         return self._store.check([f"left/{number}"])
@@ -153,8 +165,8 @@ class Membership:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def newcomers_wait(self) -> bool:
-        """Return whether workers have come since the present generation began."""
-        return self._store.add("workers", 0) > self._arrived
+        """Return whether workers have come since the present generation began, and live."""
+        return bool(self._waiting(()))
 
     # -- the next one -------------------------------------------------------------------------------------------------
 
@@ -177,7 +189,10 @@ class Membership:
             living = [one.number for one in before.members if self._lives(one.number, number)]
             asking = [one for one in living if self._store.check([f"asks/{number}/{one}"])]
             if asking == living and asking and asking[0] == self.own.number:
-                known = {one.number for one in before.members}
+                known = [one.number for one in before.members]
+                if not self._keeps_state(known, asking):
+                    self._pause(end, len(living))
+                    continue
                 new = self._waiting(known) if lets_in else []
                 if not lets_in or len(asking) + len(new) >= self._least:
                     self._decide(number, [*asking, *new])
@@ -193,6 +208,8 @@ class Membership:
                 if self.own.number in decided:
                     earlier = self._decided(number - 1) or []
                     return self._generation(number, decided, earlier)
+                if self.own.number < max(decided):  # it was silent just then, and is looked for no more
+                    self._arrive()
                 number, over = number + 1, False
             number = max(number, self._latest())
             before = self._decided(number - 1) or []
@@ -212,13 +229,26 @@ class Membership:
         Raises :class:`agmerge.AGMergeError` where their scripts have ended: newcomers would begin it all again.
         """
         left = {one: self._store.get(f"left/{one}").decode() for one in members if self.has_left(one)}
-        others = [one for one in members if one not in left]
-        silences = [self.silence(one) for one in others]  # of all: each is counted from the first look on
-        if min(silences, default=SILENT + 1) <= SILENT or any(self._answers(self._worker(one)) for one in others):
+        if not self._are_dead([one for one in members if one not in left]):
             return False
         if ENDS in left.values():
             raise AGMergeError(OVER)
         return True
+
+    def _are_dead(self, members: Sequence[int]) -> bool:
+        """Return whether none of ``members`` has given a sign of life for long, nor answers."""
+        silences = [self.silence(one) for one in members]  # of all: each is counted from the first look on
+        return min(silences, default=SILENT + 1) > SILENT and not any(
+            self._answers(self._worker(one)) for one in members
+        )
+
+    def _keeps_state(self, members: Sequence[int], asking: Sequence[int]) -> bool:
+        """Return whether one of ``asking`` has the state of the job, or all of ``members`` that have it are gone.
+
+        Newcomers that are only just let in do not wait for them as shortly as others do: they would begin anew.
+        """
+        begun = [one for one in members if self._store.check([f"begun/{one}"]) and not self.has_left(one)]
+        return not begun or any(one in asking for one in begun) or self._are_dead(begun)
 
     def _latest(self) -> int:
         """Return a generation not later than the present one: not the first where the store was started again."""

@@ -60,6 +60,7 @@ class State:
             raise AGMergeError(NOT_ELASTIC)
         self._model, self._optimizer, self._scheduler, self._sampler = model, optimizer, scheduler, sampler
         self._on_change, self._names, self._leaves = on_change, tuple(values), False
+        self._is_new = True  # it has not got the state of the others
         vars(self).update(values)
         self._begin()
         if sampler is not None:
@@ -75,15 +76,13 @@ class State:
         participation = self._optimizer._reducer.participation
         if self._sampler is not None:
             self._sampler.advance()
-        if participation.lets_go or (self._leaves and workers.size() == 1):
-            self._let_go()
-            if self._leaves:
-                workers.shutdown()
-                return False
-            self._regroup(lets_in=False, told=True)
+        if self._let_go():
+            workers.shutdown()
+            return False
         if workers.world().has_failed:  # as a collective of the script has found out
             self._regroup(lets_in=False)
-        if participation.lets_in:
+        # A lone worker may exchange nothing: no message tells it that others wait, and there is none to agree with.
+        if participation.lets_in or (workers.size() == 1 and workers.newcomers_wait()):
             self._let_in()
         while workers.has_too_few():
             self._let_in()
@@ -116,8 +115,8 @@ class State:
     def leave(self) -> None:
         """Announce that this worker leaves after its next exchange, as before its machine is taken away.
 
-        The :meth:`commit` after that exchange returns False here. What this worker has not sent it gives to another.
-        Any thread may call this.
+        The :meth:`commit` after that exchange returns False here, or after a later one where another worker is lost in
+        it. What this worker has not sent it gives to another. Any thread may call this.
         """
         self._leaves = True
         workers.announce_leaving()
@@ -133,17 +132,23 @@ class State:
         members = workers.world()
         while True:
             try:
-                self._meet(members, is_new=True)
-                return
+                self._meet(members)
+                break
             except NoAnswer as error:
                 if members.rank in error.missing:  # the others are within a step, and go on without this one
                     raise
                 members = workers.regroup()
+        self._is_new = False
+        workers.announce_begun()
 
-    def _let_go(self) -> None:
-        """Collective. Take from the workers that leave what they have not sent; one of those that stay takes it."""
-        with suppress(NoAnswer):  # one is lost meanwhile: it is a death
-            elastic_leaving.hand_over(self._optimizer._reducer, workers.world(), leaves=self._leaves)
+    def _let_go(self) -> bool:
+        """Collective. Let those leave that have announced it; return whether this worker is one of them."""
+        reducer = self._optimizer._reducer
+        if reducer.participation.lets_go and workers.size() > 1:
+            let_go = elastic_leaving.let_go
+            if let_go(reducer, lambda: self._leaves, lambda: self._regroup(lets_in=False)):
+                return True
+        return self._leaves and workers.size() == 1
 
     def _let_in(self) -> None:
         """Collective. Form a group with the workers that wait, and hand them the state."""
@@ -151,24 +156,21 @@ class State:
             workers.world().barrier("newcomers are let in").wait(timeouts.default())
         self._regroup(lets_in=True)
 
-    def _regroup(self, *, lets_in: bool, told: bool = False) -> None:
-        """Collective. Form the next group, between two steps.
-
-        ``lets_in``: with the workers that wait; ``told``: without those that have said that they leave.
-        """
+    def _regroup(self, *, lets_in: bool) -> None:
+        """Collective. Form the next group, between two steps. ``lets_in``: with the workers that wait."""
         before = workers.size()
         while True:
             try:
-                self._meet(workers.regroup(lets_in=lets_in), is_new=False)
+                self._meet(workers.regroup(lets_in=lets_in))
                 break
             except NoAnswer:  # another one was lost meanwhile
                 lets_in = False
-        self._optimizer._reducer.participation.count_change(before, workers.size(), told=told)
+        self._optimizer._reducer.participation.count_change(before)
 
-    def _meet(self, members: Backend, *, is_new: bool) -> None:
+    def _meet(self, members: Backend) -> None:
         """Collective. Settle with the members of a new group; newcomers are handed the state of one of the others."""
         reducer = self._optimizer._reducer
-        outcome = reducer.exchange.meet(members, is_new=is_new)
+        outcome = reducer.exchange.meet(members, is_new=self._is_new)
         receivers = [rank for rank in outcome.new if rank != outcome.donor]
         if receivers:
             self._hand_over(members, outcome, receivers)
@@ -183,6 +185,7 @@ class State:
             if part.rank:
                 self._load(data)
             part.drop()
+            self._is_new = False  # from here on: others may be a step ahead when they hear that this one is lost
         members.barrier("elastic state is there").wait(timeout)
 
     # -- what is handed over ------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
         return None
     optimizer.flush()  # messages under way, on all ranks alike
     state, comm = optimizer.state_dict(), exchange.group.comm or workers.world()
-    parts = _gather(comm, packed(rank_state.with_inner(state)), config.guards.timeout)
+    parts = gather_parts(comm, packed(rank_state.with_inner(state)), 0, "gather_state", config.guards.timeout)
     if parts is None:
         return None
     sections = [unpacked(part) for part in parts]
@@ -47,19 +47,19 @@ def unpacked(data: bytes) -> dict[str, Any]:
     return state
 
 
-def _gather(comm: Backend, data: bytes, timeout: float) -> list[bytes] | None:
-    """Collective. Return every rank's ``data`` on rank 0, None on the others, in messages of bounded size."""
-    rows = gather_bytes(comm, len(data).to_bytes(8, "little"), "gather_state/lengths", timeout)
+def gather_parts(comm: Backend, data: bytes, root: int, name: str, timeout: float) -> list[bytes] | None:
+    """Collective. Return every rank's ``data`` on rank ``root``, None on the others, in messages of bounded size."""
+    rows = gather_bytes(comm, len(data).to_bytes(8, "little"), f"{name}/lengths", timeout)
     lengths = [int.from_bytes(row, "little") for row in rows]
     parts = [bytearray() for _ in lengths]
     for start in range(0, max(lengths), LARGEST):
         sizes = [max(0, min(LARGEST, length - start)) for length in lengths]
         piece = torch.frombuffer(bytearray(data[start : start + LARGEST]) or bytearray(1), dtype=torch.uint8)
         piece = piece[: sizes[comm.rank]]
-        takes = sizes if comm.rank == 0 else [0] * comm.size
+        takes = sizes if comm.rank == root else [0] * comm.size
         out = torch.empty(sum(takes), dtype=torch.uint8)
-        gives = [len(piece), *([0] * (comm.size - 1))]
-        comm.all_to_all(out, piece, takes, gives, f"gather_state/{start}").wait(timeout)
+        gives = [len(piece) if rank == root else 0 for rank in range(comm.size)]
+        comm.all_to_all(out, piece, takes, gives, f"{name}/{start}").wait(timeout)
         for part, received in zip(parts, torch.split(out, takes), strict=True):
             part += received.numpy().tobytes()
-    return [bytes(part) for part in parts] if comm.rank == 0 else None
+    return [bytes(part) for part in parts] if comm.rank == root else None

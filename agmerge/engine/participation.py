@@ -205,15 +205,60 @@ class Participation:
         """
         if self.exchange.under_way:
             raise AGMergeError(BETWEEN.format(what=RETRIED.format(name=name)))
+        between = self.exchange.between
         while True:
-            try:
-                result = function()
-                agree(workers.world(), f"the end of {name}", [("function", name)], "state.retried")
-                self.exchange.count_call()
-                return result
-            except NoAnswer:
-                if self._survived(self.exchange.end_call, bool):
-                    return result  # it is there: nobody has seen the end of the agreement before all were in it
+            ended = self._attempted(function, name, between.count, bool, repeats=True)
+            if ended is not None:
+                return ended[0]
+
+    def handed_over(self, hand_over: Callable[[], T]) -> T | None:
+        """Collective. Return the result of ``hand_over()``, once all survivors count on it: those that leave may go.
+
+        ``hand_over``: changes nothing but ``exchange.between``, of which it enters the hand-over. Where a worker is
+        lost the survivors call it again, unless one that leaves may have gone. None: they cannot, for one of them is
+        within a step, and all give it up, until the next exchange.
+        """
+        between = self.exchange.between
+        given: tuple[T] | None = None
+        while True:
+            if not between.is_given:
+                given = self._attempted(hand_over, "the hand-over", between.gave, lambda _: between.is_given)
+                if given is None and not between.all_are_in:
+                    return None
+            elif self._attempted(lambda: None, "the hand-over's news", between.count, bool) is not None:
+                assert given is not None
+                return given[0]
+
+    def _attempted(
+        self,
+        function: Callable[[], T],
+        name: str,
+        end: Callable[[], None],
+        has_ended: Callable[[bool], bool],
+        *,
+        repeats: bool = False,
+    ) -> tuple[T] | None:
+        """Collective. Return the result of ``function()``, in a tuple; None where a worker was lost before its end.
+
+        Args:
+
+            function: between two steps.
+            name: the same on all ranks.
+            end: is called once all ranks have come to the end of ``function``.
+            has_ended: returns, after a worker was lost, whether all survivors have. It is given whether a function that
+                is counted has ended on any of them.
+            repeats: a function that has not ended counts as repeated.
+        """
+        try:
+            result = function()
+            agree(workers.world(), f"the end of {name}", [("function", name)], "state.retried")
+            end()
+            return (result,)
+        except NoAnswer:
+            counted = self._survived(self.exchange.end_call, lambda counted: counted or not repeats)
+            if has_ended(counted):
+                return (result,)  # it is there: nobody has seen the end of the agreement before all were in it
+            return None
 
     def _regroup(self) -> Combined | None:
         """Collective. Form a group of the survivors; return what :meth:`GradientExchange.catch_up` does."""
@@ -231,22 +276,30 @@ class Participation:
                 break
             except NoAnswer as error:  # another one is lost
                 self.exchange.fault.record(error)
-        self.lets_in = self.lets_go = False
-        self.changes["lost"] += before - workers.size()
-        self.changes["repeated"] += not has_ended(outcome)
+        left, now = self.exchange.between.take_gone(), workers.size()
+        if left and left == before - now:  # nobody is lost: the others have seen one go who had said so
+            self._count(left=left)
+            self._say_change(before, "has left")
+            return outcome
+        self._count(left=left, lost=before - now - left, repeated=not has_ended(outcome))
         self.changes["seconds"] += time.monotonic() - began
-        left = f"{workers.size()} of {before} workers go on"
-        warn(f"in step {self.exchange.agreed.step} a worker was lost: {left}", workers.rank())
+        warn(f"in step {self.exchange.agreed.step} a worker was lost: {now} of {before} workers go on", workers.rank())
         return outcome
 
-    def count_change(self, before: int, now: int, *, told: bool) -> None:
-        """Count workers that have come or gone between two steps, and say so. ``told``: those that go had said so."""
-        self.lets_in = self.lets_go = False
-        self.changes["arrived"] += max(now - before, 0)
-        self.changes["left" if told else "lost"] += max(before - now, 0)
+    def count_change(self, before: int) -> None:
+        """Count workers that have come or gone between two steps, of ``before`` that there were, and say so."""
+        left, now = self.exchange.between.take_gone(), workers.size()
+        self._count(arrived=max(now - before, 0), left=left, lost=max(before - now - left, 0))
         if now != before:
-            what = "was let in" if now > before else "has left" if told else "was lost"
-            warn(f"a worker {what}: {now} train from now on, {before} before", workers.rank())
+            self._say_change(before, "was let in" if now > before else "has left" if left else "was lost")
+
+    def _count(self, **changes: int) -> None:
+        self.lets_in = self.lets_go = False
+        for what, count in changes.items():
+            self.changes[what] += count
+
+    def _say_change(self, before: int, what: str) -> None:
+        warn(f"a worker {what}: {workers.size()} train from now on, {before} before", workers.rank())
 
     @contextmanager
     def joined(self) -> Iterator[None]:

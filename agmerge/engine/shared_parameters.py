@@ -96,6 +96,11 @@ class SharedParameters(ABC):
             self.own, self.is_shown = parameters, was_shown
             _copy_all(parameters, copies)
 
+    def follow_own(self) -> None:
+        """Make the shared parameters this worker's own: it is alone, and what it has is what all have."""
+        for name, base in self.base.items():
+            base.copy_(self.own[name].detach())
+
     def forget_sent(self) -> None:
         """Forget deltas that were sent and not received: they count as not sent."""
         self._whole = {}

@@ -145,6 +145,7 @@ class UpdateReducer:
         steps.check(own, self.exchange)
         steps.made()
         if self.exchange.group.alone:
+            self.replica.shared.follow_own()
             return
         self.replica.strayed.stepped(says=workers.rank() == 0 and workers.bound() is None)
         if self._receive_at is None:  # else parameters are about to move by others' updates

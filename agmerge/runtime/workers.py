@@ -225,6 +225,12 @@ def announce_leaving() -> None:
         _job.announce_leaving()
 
 
+def announce_begun() -> None:
+    """Announce that this worker of an elastic job has its state: one that dies is not the last that has it."""
+    if bound() is None and _job is not None:
+        _job.announce_begun()
+
+
 def leaves() -> bool:
     """Return whether this worker has announced that it leaves."""
     return bool(getattr(_thread, "leaves", False)) or (_job is not None and _job.leaves)

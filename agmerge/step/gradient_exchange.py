@@ -23,6 +23,7 @@ from agmerge.errors import AGMergeError
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.step_times import StoppedClock
 from agmerge.step.agreed_state import AgreedState, OnAgreement, TensorTable
+from agmerge.step.between_steps import BetweenSteps
 from agmerge.step.carried_state import CarriedState
 from agmerge.step.combined import Combined
 from agmerge.step.config import TWO_LEVEL, Config
@@ -72,7 +73,7 @@ class GradientExchange:
         self._rounds = 0  # that were received to their end
         self._is_received = False  # the round under way was, and is neither committed nor discarded
         self._parts = 0  # merge buffers of this step that are committed, in an earlier group
-        self._calls = 0  # functions of the script that have ended, of those that are repeated where a worker is lost
+        self.between = BetweenSteps()  # what is told to the survivors of a lost worker
 
     # -- the group ------------------------------------------------------------------------------------------------
 
@@ -292,7 +293,7 @@ class GradientExchange:
         """
         kept, attempt, own = self.group.kept, self._round, self.position
         assert kept is not None
-        outcome = settle(survivors, own, kept, self.agreed.config.guards.timeout, calls=self._calls)
+        outcome = settle(survivors, own, kept, self.agreed.config.guards.timeout, between=self.between.told)
         target = outcome.position
         self.fault.record(None)
         if target.rounds == own.rounds and target.buffers == self._parts:
@@ -320,25 +321,21 @@ class GradientExchange:
         """
         kept, own = self.group.kept, NEW if is_new else self.position
         assert kept is not None and not self.under_way
-        outcome = settle(members, own, kept, self.agreed.config.guards.timeout, gives=True, calls=self._calls)
-        self._rounds, self._calls = max(outcome.position.rounds, 0), outcome.calls
+        outcome = settle(members, own, kept, self.agreed.config.guards.timeout, gives=True, between=self.between.told)
+        self._rounds = max(outcome.position.rounds, 0)
+        self.between.settle(outcome.between)
         return outcome
 
-    def count_call(self) -> None:
-        """Count a function of the script that has ended, of those that are repeated where a worker is lost."""
-        self._calls += 1
-
     def end_call(self, survivors: Backend) -> bool:
-        """Collective. Settle with ``survivors`` during a function of the script; return whether it has ended for any.
+        """Collective. Settle with ``survivors`` in a function between two steps; return whether it has ended for any.
 
-        This rank is between two steps. The exchange is to be connected anew first.
+        The exchange is to be connected anew first.
         """
         kept, timeout = self.group.kept, self.agreed.config.guards.timeout
         assert kept is not None and not self.under_way
-        outcome = settle(survivors, self.position, kept, timeout, calls=self._calls)
+        outcome = settle(survivors, self.position, kept, timeout, between=self.between.told)
         self.fault.record(None)
-        before, self._calls = self._calls, outcome.calls
-        return self._calls > before
+        return self.between.settle(outcome.between)
 
     def _give_round_up(self) -> None:
         """Forget the round under way, but not its tensors."""

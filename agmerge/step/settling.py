@@ -3,7 +3,7 @@
 
 Of one group two ranks differ by one round at most, for a round needs a message of everybody. What anybody has received
 counts, with the contribution of the lost one; what none has comes to nothing, and is exchanged again. So it is with
-functions of the script that end with a collective.
+functions between two steps (:mod:`agmerge.step.between_steps`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from agmerge.backends import Backend
 from agmerge.backends.handshake import broadcast_bytes, gather_texts
 from agmerge.errors import PeerLost
+from agmerge.step.between_steps import NOTHING, Agreed, Between, agreed
 from agmerge.step.kept_results import KeptResults, Results
 
 
@@ -42,11 +43,17 @@ class Settled:
     results: Results  # empty: all ranks are there
     donor: int  # the lowest rank that is there
     new: tuple[int, ...] = ()  # ranks that have nothing yet
-    calls: int = 0  # functions of the script that have ended, for all
+    between: Agreed = Agreed()  # on functions between two steps
 
 
 def settle(
-    comm: Backend, own: Position, kept: KeptResults, timeout: float, *, gives: bool = False, calls: int = 0
+    comm: Backend,
+    own: Position,
+    kept: KeptResults,
+    timeout: float,
+    *,
+    gives: bool = False,
+    between: Between = NOTHING,
 ) -> Settled:
     """Collective. Return the position from which all ranks of ``comm`` go on: that of the rank that is furthest.
 
@@ -57,13 +64,13 @@ def settle(
         kept: this rank's results; those of the lowest rank that is ahead are broadcast, if any rank needs them.
         timeout: seconds, for each collective.
         gives: newcomers can have this rank's state, which is between two steps.
-        calls: functions of the script that have ended on this rank. One that has ended on any has ended for all.
+        between: what this rank does between two steps.
 
     Raises :class:`agmerge.PeerLost` on every rank where a newcomer is not expected: another worker was lost while it
     was let in.
     """
-    said = gather_texts(comm, json.dumps([own, gives, calls]).encode(), "positions of survivors", timeout)
-    told = [(Position(*position), can_give, its_calls) for position, can_give, its_calls in map(json.loads, said)]
+    said = gather_texts(comm, json.dumps([own, gives, between]).encode(), "positions of survivors", timeout)
+    told = [(Position(*position), can_give, Between(*its)) for position, can_give, its in map(json.loads, said)]
     positions = [position for position, _, _ in told]
     old = [one for one in told if one[0] != NEW]
     new = tuple(rank for rank, position in enumerate(positions) if position == NEW)
@@ -76,7 +83,7 @@ def settle(
         if comm.rank == donor:
             data = packed(kept.of_round(before=last.rounds < target.rounds))
         results = unpacked(broadcast_bytes(comm, data, donor, "results for survivors", timeout))
-    return Settled(target, results, donor, new, max(its_calls for _, _, its_calls in told))
+    return Settled(target, results, donor, new, agreed([its for _, _, its in told]))
 
 
 def packed(results: Results) -> bytes:

@@ -66,6 +66,21 @@ def test_one_that_is_told_to_end_leaves_after_a_whole_step(tmp_path: Path) -> No
         assert late.wait(60) != 0 and "the job at this lighthouse has ended" in here.logs()
 
 
+@pytest.mark.timeout(150)
+def test_one_that_is_left_alone_lets_others_in(tmp_path: Path) -> None:
+    """With updates it exchanges nothing: no message of its own tells it of a newcomer."""
+    with job(tmp_path, {"sync": "updates"}) as here:
+        first, second = (here.start(steps=WITHOUT_END) for _ in range(2))
+        here.wait_for(lambda: here.size(first) == 2)
+        second.kill()
+        here.wait_for(lambda: here.size(first) == 1)
+        here.wait_for_steps(10, first)
+        third = here.start(steps=WITHOUT_END)
+        here.wait_for_steps(10, first, third)
+        assert here.size(first) == here.size(third) == 2 and here.lines(third)[0][0] > 10
+        assert here.differing() == {}
+
+
 @pytest.mark.long
 @pytest.mark.timeout(150)
 def test_a_job_whose_workers_are_all_killed_begins_anew_at_its_lighthouse(tmp_path: Path) -> None:

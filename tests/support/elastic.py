@@ -120,6 +120,7 @@ class Lighthouse:
             self._asking.add(worker)
             self._form()
             assert self._changed.wait_for(lambda: self.generation > now, timeout=30), "no quorum"
+            self._check(worker)  # it may have been lost while it waited
             return self.backend(worker)
 
     def _form(self) -> None:

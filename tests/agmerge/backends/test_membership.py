@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from agmerge.backends.membership import ENDS, GOES, HURRY, Generation, Membership, Worker
+from agmerge.backends.membership import ENDS, GOES, HURRY, SILENT, Generation, Membership, Worker
 from agmerge.errors import AGMergeError, TooFewWorkers
 
 
@@ -115,6 +116,71 @@ def test_newcomers_are_let_in_when_members_say_so() -> None:
     found = job.together(asks, job.workers)  # type: ignore[arg-type]
     assert [numbers(one) for one in found] == [[1, 2, 3]] * 3 and found[0].newcomers == (2,)
     assert not job.workers[0].newcomers_wait()
+
+
+def test_a_newcomer_that_has_died_is_let_in_no_more() -> None:
+    """Else every step after it would form a group anew."""
+    job = Job()
+    before = job.first(2)
+    job.arrive()
+    assert job.workers[0].newcomers_wait()
+    job.clock.seconds += HURRY
+    assert not job.workers[0].newcomers_wait()
+    [new] = job.arrive()
+    assert job.workers[0].newcomers_wait()
+    asks = [lambda i=i: job.workers[i].next(before[i], 60.0, lets_in=True) for i in range(2)]
+    asks.append(lambda: new.next(None, 60.0, lets_in=False))  # type: ignore[misc]
+    found = job.together(asks, [*job.workers[:2], new])  # type: ignore[arg-type]
+    assert [numbers(one) for one in found] == [[1, 2, 4]] * 3
+
+
+def test_a_newcomer_that_was_silent_when_a_later_one_was_let_in_comes_in_after_it() -> None:
+    job = Job()
+    before = job.first(2)
+    slow, quick = job.arrive(2)
+    asks = [lambda i=i: job.workers[i].next(before[i], 60.0, lets_in=True) for i in range(2)]
+    asks.append(lambda: quick.next(None, 60.0, lets_in=False))  # type: ignore[misc]
+    job.workers[0].silence(slow.own.number)
+    job.clock.seconds += HURRY
+    now = job.together(asks, [*job.workers[:2], quick])  # type: ignore[arg-type]
+    assert [numbers(one) for one in now] == [[1, 2, 4]] * 3
+    members = [*job.workers[:2], quick]
+    asks = [lambda i=i: members[i].next(now[i], 60.0, lets_in=True) for i in range(3)]
+    found = job.together(
+        [lambda: slow.next(None, 30.0, lets_in=False), *(lambda ask=ask: after(slow, ask) for ask in asks)],  # type: ignore[arg-type,misc]
+        [*members, slow],
+    )
+    assert [numbers(one) for one in found] == [[1, 2, 4, 5]] * 4
+
+
+def after(newcomer: Membership, ask: Callable[[], Generation]) -> Generation:
+    """Return the result of ``ask``, once a newcomer has another number than the one that it came with."""
+    end = time.monotonic() + 10
+    while newcomer.own.number == 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    return ask()
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_newcomers_do_not_begin_anew_while_one_that_has_the_state_lives(is_dead: bool) -> None:
+    """It was silent for a moment, as on a machine that is overloaded."""
+    job = Job()
+    [old] = job.first(1)
+    job.workers[0].begin()
+    [new] = job.arrive()
+    asks = [lambda: job.workers[0].next(old, 60.0, lets_in=True), lambda: new.next(None, 60.0, lets_in=False)]
+    now = job.together(asks, job.workers)  # type: ignore[arg-type]
+    started = job.clock.seconds
+
+    def later() -> Generation:
+        while job.clock.seconds < started + 3 * HURRY:
+            time.sleep(0.001)
+        return job.workers[0].next(now[0], 60.0, lets_in=False)
+
+    asks = [lambda: new.next(now[1], 60.0, lets_in=False), *([] if is_dead else [later])]
+    found = job.together(asks, [new])  # type: ignore[arg-type]
+    assert [numbers(one) for one in found] == ([[2]] if is_dead else [[1, 2]] * 2)
+    assert not is_dead or job.clock.seconds - started > SILENT
 
 
 def test_who_was_silent_and_comes_back_is_told() -> None:

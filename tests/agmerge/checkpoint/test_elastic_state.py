@@ -12,6 +12,7 @@ import torch
 
 import agmerge
 from agmerge.backends.local import Call
+from agmerge.runtime import workers
 from tests.support import elastic
 
 
@@ -105,6 +106,78 @@ def test_a_death_before_the_first_step_ends_nobody_else(calls: int) -> None:
         if isinstance(result, BaseException):
             raise result
         assert result["first"] == (0, [0], 0.1, 12.0) and result["step"] == 3
+
+
+@pytest.mark.parametrize("unlucky", [0, 1])
+def test_who_has_got_the_state_is_no_newcomer_any_more(unlucky: int) -> None:
+    """It has not heard of the end, with a worker that was lost, and the others are in their first step."""
+    names: list[str] = []
+
+    def note(worker: int, generation: int, call: Call) -> None:
+        if worker == unlucky and generation == 0:
+            names.append(call.name)
+
+    elastic.run(3, started, note)
+    end = names.index("elastic state is there")
+    for call in range(end - 2, end + 2):
+        results = elastic.run(3, started, luck=elastic.BadLuck(of=unlucky, call=call, victim=2))
+        assert isinstance(results[2], elastic.Killed)
+        for result in results[:2]:
+            if isinstance(result, BaseException):
+                raise result
+            assert result["first"] == (0, [0], 0.1, 12.0) and result["step"] == 3
+
+
+def lone(*, steps: int, dies_after: int, **options: Any) -> list[Any]:
+    """Return by worker its optimizer and parameters: of two workers one dies after ``dies_after`` steps."""
+
+    def train(worker: int) -> tuple[agmerge.DistributedOptimizer, torch.nn.Linear]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(30, 30)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), timeout=20.0, **options)
+        state = agmerge.elastic.State(model=model, optimizer=optimizer)
+        for step in range(steps):
+            if worker and step == dies_after:
+                raise elastic.Killed
+            optimizer.zero_grad()
+            model(torch.randn(4, 30)).square().sum().backward()
+            optimizer.step()
+            state.commit()
+        return optimizer, model
+
+    return elastic.run(2, train)
+
+
+@pytest.mark.parametrize("options", [{}, {"sync": "updates"}, {"sync": "updates", "every": 4}], ids=str)
+def test_a_lone_worker_lets_others_in_without_an_exchange(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes none with updates, so that no message says that others wait."""
+    lets_in: list[bool] = []
+    regroup = workers.regroup
+
+    def noted(**how: bool) -> Any:
+        lets_in.append(how.get("lets_in", False))
+        return regroup(**how)
+
+    monkeypatch.setattr(workers, "regroup", noted)
+    monkeypatch.setattr(workers, "newcomers_wait", lambda: workers.size() == 1)
+    survivor, _ = lone(steps=6, dies_after=2, **options)
+    assert not isinstance(survivor, BaseException)
+    assert lets_in.count(True) >= 2, "not only after the exchange in which it was left alone"
+
+
+@pytest.mark.parametrize("carry", ["apply", "hold"])
+def test_the_parameters_of_a_lone_worker_are_the_shared_ones(carry: str) -> None:
+    """Those that it shared before are of its last exchange: a newcomer would begin there, and a file have them."""
+    survivor, dead = lone(steps=6, dies_after=3, sync="updates", density=0.1, carry=carry)
+    assert isinstance(dead, elastic.Killed)
+    optimizer, model = survivor
+    own = [parameter.detach().clone() for parameter in model.parameters()]
+    with optimizer.shared():
+        assert all(map(torch.equal, own, model.parameters()))
+    assert not any(map(torch.any, optimizer._reducer.replica.unsent().values()))
 
 
 def test_outside_of_an_elastic_job_it_says_what_to_call() -> None:
