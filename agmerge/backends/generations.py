@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +22,7 @@ from typing import Any
 from agmerge.backends import addresses, torch_store
 from agmerge.backends.bare_gloo import BareGloo, Broken, unless
 from agmerge.backends.base import Backend
-from agmerge.backends.membership import ENDS, GOES, HURRY, Generation, Membership, Worker
+from agmerge.backends.membership import ENDS, GOES, Generation, Membership, Worker
 from agmerge.errors import AGMergeError, NoAnswer
 
 BEAT = 0.2  # seconds between two signs of life
@@ -100,7 +101,8 @@ class Generations:
         with suppress(RuntimeError):  # a lighthouse that is not ready for so long: let it be
             store.wait([READY], timedelta(seconds=10 * SETTLES))
         port, least = self._server.port, self._options.min_workers
-        return Membership(store, socket.gethostname(), self._address, port, least, _answers)
+        own = socket.gethostname(), self._address, port
+        return Membership(store, *own, least, _answers, self._options.suspect)
 
     def _joined(self) -> Group:
         """Collective. Return this worker's first generation, also where the lighthouse is started again meanwhile."""
@@ -275,13 +277,14 @@ class Generations:
         if said is not None:
             return said
         self._newcomers_wait = membership.newcomers_wait()
-        return self._lost(generation, self._options.suspect)
+        return self._lost(generation, lambda number: membership.silence(number) > self._options.suspect)
 
-    def _lost(self, generation: Generation, suspect: float) -> str:
-        """Return which worker has been silent for ``suspect`` seconds, in words; empty: none has."""
+    def _lost(self, generation: Generation, is_lost: Callable[[int], bool]) -> str:
+        """Return which worker ``is_lost``, by its number, in words; empty: none is."""
         for rank, one in enumerate(generation.members):
-            if rank != generation.own and self._membership.silence(one.number) > suspect:
-                return f"no sign of worker {one.number} on {one.host} for {suspect:g} s"
+            if rank != generation.own and is_lost(one.number):
+                silence = self._membership.silence(one.number)
+                return f"no sign of worker {one.number} on {one.host} for {silence:.1f} s"
         return ""
 
     def _formed(self, before: Generation | None, *, lets_in: bool) -> Group:
@@ -313,7 +316,9 @@ class Generations:
     def _cannot_form(self, generation: Generation) -> str:
         if self._closing:
             return "this worker leaves"
-        return self._membership.why_given_up(generation.number) or self._lost(generation, HURRY)
+        return self._membership.why_given_up(generation.number) or self._lost(
+            generation, self._membership.is_lost
+        )
 
 
 def _answers(worker: Worker) -> bool:

@@ -20,7 +20,7 @@ from agmerge.errors import AGMergeError, TooFewWorkers
 
 POLL = 0.02  # seconds between two looks at the store
 SILENT = 10.0  # seconds without a beat after which a job may count as dead, for newcomers, if nobody answers them
-HURRY = 1.0  # seconds without a beat after which a worker that others wait for, to regroup, counts as lost
+HURRY = 1.0  # seconds without a beat after which a worker that cannot be reached counts as lost, where others wait
 
 ENDS, GOES = "ends", "goes"  # why a worker leaves: its script has ended; it was told to go
 OVER = (
@@ -73,7 +73,8 @@ class Membership:
     """One worker's place in an elastic job.
 
     ``store``: of the whole job. ``own``: this worker; its number is given here. ``least``: workers without which none
-    trains. ``answers``: whether a worker can be reached. ``now``: a clock, in seconds.
+    trains. ``answers``: whether a worker can be reached. ``suspect``: seconds without a beat after which one that can
+    be reached counts as lost, too: its machine is busy, or it was stopped. ``now``: a clock, in seconds.
     """
 
     def __init__(
@@ -84,13 +85,16 @@ class Membership:
         port: int,
         least: int,
         answers: Callable[[Worker], bool],
+        suspect: float = HURRY,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._least, self._answers, self._now = store, least, answers, now
+        self._suspect = suspect
         self._leaves = self._has_begun = False
         self.own = Worker(0, host, address, port, secrets.token_hex(8))
         self._arrive()
         self._seen: dict[int, tuple[bytes, float]] = {}  # by number: its last beat, and when that was new here
+        self._reached: dict[int, tuple[float, bool]] = {}  # of silent ones: when one was tried, and whether it answered
         self._arrived = 0  # workers that had come when the present generation began
 
     def _arrive(self) -> None:
@@ -266,7 +270,23 @@ class Membership:
         """Return whether a member is to be waited for: it asks for the generation, or has beaten a moment ago."""
         if self.has_left(number):
             return False
-        return number == self.own.number or self.silence(number) < HURRY
+        return number == self.own.number or not self.is_lost(number)
+
+    def is_lost(self, number: int) -> bool:
+        """Return whether a worker that others wait for counts as lost: silent and unreachable, or silent for long.
+
+        A process that is dead refuses connections at once; one that has got no time of a busy processor accepts them.
+        """
+        silence = self.silence(number)
+        if silence < HURRY:
+            self._reached.pop(number, None)
+            return False
+        asked, answers = self._reached.get(number, (-HURRY, True))
+        if silence < self._suspect and self._now() - asked >= HURRY / 2:
+            # After the lighthouse was started again only those are known there that live.
+            is_known = self._store.check([f"worker/{number}"])
+            asked, answers = self._reached[number] = self._now(), is_known and self._answers(self._worker(number))
+        return silence >= self._suspect or not answers
 
     def _waiting(self, known: Collection[int]) -> list[int]:
         """Return the numbers of workers that live and are in no generation; ``known``: those of this one."""
@@ -278,8 +298,8 @@ class Membership:
         self._arrived = max(self._arrived, *decided)
         if self.own.number not in decided:
             raise AGMergeError(
-                f"the other workers go on without this one, number {self.own.number}: it was silent for {HURRY:g} s or "
-                "more when they formed a group. Start it again: it comes back as a newcomer"
+                f"the other workers go on without this one, number {self.own.number}: it gave no sign of life for "
+                f"{HURRY:g} s or more when they formed a group. Start it again: it comes back as a newcomer"
             )
         members = tuple(map(self._worker, decided))
         new = tuple(rank for rank, one in enumerate(decided) if one not in before)

@@ -13,7 +13,7 @@ from agmerge.runtime import workers
 
 NOT_GIVEN = (
     "agmerge.elastic.Sampler does not know which samples have been trained with: give it to agmerge.elastic.State("
-    "sampler=...), whose commit() counts them"
+    "sampler=...), and commit() counts them"
 )
 
 

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from agmerge.backends.membership import ENDS, GOES, HURRY, SILENT, Generation, Membership, Worker
 from agmerge.errors import AGMergeError, TooFewWorkers
 
+SUSPECT = 5 * HURRY
+
 
 class Clock:
     """Clock of a test, which runs only when it is told to."""
@@ -35,7 +37,8 @@ class Job:
 
     def arrive(self, count: int = 1) -> list[Membership]:
         """Return so many new workers."""
-        new = [Membership(self.store, "host", "address", 1, self.least, self.answers, self.clock) for _ in range(count)]
+        own = self.store, "host", "address", 1, self.least, self.answers
+        new = [Membership(*own, suspect=SUSPECT, now=self.clock) for _ in range(count)]
         self.workers += new
         return new
 
@@ -93,6 +96,28 @@ def test_survivors_keep_their_order_and_do_not_wait_for_the_dead() -> None:
     )
     assert [numbers(one) for one in found] == [[1, 3]] * 2 and [one.own for one in found] == [0, 1]
     assert found[0].number == 2 and found[0].newcomers == ()
+
+
+def test_one_that_is_silent_and_answers_is_waited_for_until_it_is_suspect() -> None:
+    """A busy processor gives it no time: its connections are still accepted. It beats again, and none has gone on."""
+    job = Job()
+    before = job.first(3)
+    job.answering = {2}
+    begun = job.clock.seconds
+    asks = [lambda i=i: job.workers[i].next(before[i], 60.0, lets_in=False) for i in (0, 2)]  # type: ignore[misc]
+
+    def late() -> Generation:
+        while job.clock.seconds < begun + SUSPECT - HURRY:
+            time.sleep(0.005)
+        job.workers[1].beat()
+        return job.workers[1].next(before[1], 60.0, lets_in=False)
+
+    found = job.together([*asks, late], [job.workers[0], job.workers[2]])
+    assert [numbers(one) for one in found] == [[1, 2, 3]] * 3
+    again = [lambda i=i: job.workers[i].next(found[i - (i > 1)], 60.0, lets_in=False) for i in (0, 2)]  # type: ignore[misc]
+    now = job.clock.seconds
+    after = job.together(again, [job.workers[0], job.workers[2]])
+    assert [numbers(one) for one in after] == [[1, 3]] * 2 and job.clock.seconds - now >= SUSPECT - HURRY
 
 
 def test_who_computes_is_waited_for_as_long_as_it_lives() -> None:

@@ -92,12 +92,9 @@ def test_a_job_goes_on_from_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
         assert len({here.lines(one)[-1][2] for one in new}) == 1
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    "setting",
-    [{}, pytest.param({"sync": "updates", "density": 0.1}, marks=pytest.mark.long)],
-    ids=["default", "updates"],
-)
+@pytest.mark.parametrize("setting", [{}, {"sync": "updates", "density": 0.1}], ids=["default", "updates"])
 def test_accelerators_go_on_where_one_dies_and_one_comes(tmp_path: Path, setting: dict[str, Any]) -> None:
     with job(tmp_path, setting, script=SCRIPT.with_name("accelerate_going_on.py")) as here:
         first, second = (here.start(steps=WITHOUT_END) for _ in range(2))
