@@ -39,11 +39,11 @@ class State:
     """Collective. Model, optimizer and numbers of a training, which newcomers are handed by the oldest worker.
 
     All workers make it, once, before the first step; a worker that comes later starts with the values of the others.
-    Further keyword arguments become attributes, such as ``step=0``: numbers, texts, tensors, and lists and dictionaries
-    of these. ``optimizer``: an :class:`agmerge.DistributedOptimizer` or ``LocalOptimizer``. ``scheduler``: anything
-    with ``state_dict()`` and ``load_state_dict()``. ``sampler``: a :class:`Sampler`, which deals the samples out among
-    the workers that there are. ``on_change(before, now)``: is called on every worker after the number of workers has
-    changed, before the next step, to change the learning rate, say.
+    Further keyword arguments become attributes, such as ``step=0``: numbers, texts, tensors, lists and dictionaries of
+    these, and anything with ``state_dict()`` and ``load_state_dict()``, as a ``scheduler`` is. ``optimizer``: an
+    :class:`agmerge.DistributedOptimizer` or ``LocalOptimizer``. ``sampler``: a :class:`Sampler`, which deals the
+    samples out among the workers that there are. ``on_change(before, now)``: is called on every worker after the number
+    of workers has changed, before the next step, to change the learning rate, say.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class State:
             "model": self._model.state_dict(),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "sampler": None if self._sampler is None else self._sampler.state_dict(),
-            "values": {name: getattr(self, name) for name in self._names},
+            "values": {name: _saved(getattr(self, name)) for name in self._names},
         }
         return packed(whole)
 
@@ -222,7 +222,17 @@ class State:
             self._scheduler.load_state_dict(whole["scheduler"])
         if self._sampler is not None:
             self._sampler.load_state_dict(whole["sampler"])
-        vars(self).update(whole["values"])
+        for name, value in whole["values"].items():
+            load = getattr(getattr(self, name), "load_state_dict", None)
+            if load is None:
+                setattr(self, name, value)
+            else:
+                load(value)
+
+
+def _saved(value: Any) -> Any:
+    """Return what newcomers are handed of a value of :class:`State`."""
+    return value.state_dict() if hasattr(value, "state_dict") else value
 
 
 def __getattr__(name: str) -> Any:

@@ -63,7 +63,7 @@ def compress(
     if workers.can_regroup():
         return _elastic(accelerator, model, {**options})
     if accelerator.distributed_type == DistributedType.NO:
-        files.warn_alone("Accelerate")
+        files.warn_alone()
         return None
     inner: Any = getattr(model, "_orig_mod", model)  # of a compiled model
     numbers = [

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from agmerge.checkpoint import rank_state
-from agmerge.engine import elastic_refusals
 from agmerge.errors import AGMergeError
 from agmerge.integrations.ddp import Compressed
 from agmerge.runtime import workers
@@ -36,12 +35,8 @@ ALONE = (
 _NAME = re.compile(r"agmerge-(\d+)-of-(\d+)\.pt")
 
 
-def warn_alone(framework: str) -> None:
-    """Warn that a process without others is left as it is; raise ``ValueError`` in an elastic job, which has others.
-
-    ``framework``: its name, for the error.
-    """
-    elastic_refusals.refuse_feature(f"{framework}, with a fixed number of workers,", elastic_refusals.PLAIN)
+def warn_alone() -> None:
+    """Warn that a process without others is left as it is."""
     warnings.warn(ALONE, stacklevel=3)
 
 

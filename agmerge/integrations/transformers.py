@@ -76,7 +76,7 @@ class Compression(TrainerExchange):
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
             if workers.can_regroup():
                 raise ValueError(TOO_EARLY)
-            files.warn_alone("transformers' Trainer")
+            files.warn_alone()
             return
         if model is not self._model:
             if self.compressed is not None:

@@ -85,17 +85,13 @@ class ElasticTraining(TrainerExchange):
         assert isinstance(trainer.model, torch.nn.Module)
         self._state = State(
             model=trainer.model, optimizer=self.compressed, scheduler=trainer.lr_scheduler, sampler=self._sampler,
-            place={"trainer": _carried(state), "callbacks": _saved(trainer)},
+            place=Place(trainer),
         )  # fmt: skip
-        for name, value in self._state.place["trainer"].items():
-            setattr(state, name, value)
-        _load(trainer, self._state.place["callbacks"])
         self._tell(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Collective. Let newcomers in, and go on with the workers that there are."""
         assert self._state is not None and self._sampler is not None
-        self._state.place.update(trainer=_carried(state), callbacks=_saved(self._trainer))
         if self._state.commit():
             state.epoch = self._sampler.passes
             self._tell(state)
@@ -170,22 +166,29 @@ class Endless(Iterable[int]):
         return itertools.islice(self._sampler.endless(), self._count)
 
 
-def _carried(state: TrainerState) -> dict[str, Any]:
-    """Return what a newcomer needs of a Trainer's state."""
-    return {name: getattr(state, name) for name in CARRIED}
+class Place:
+    """Place that a Trainer has reached, as a newcomer is handed it: its counts, its log, the counts of callbacks."""
 
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
 
-def _stateful(trainer: Trainer) -> list[ExportableState]:
-    return [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+    def _callbacks(self) -> list[ExportableState]:
+        """Return the callbacks with a state of their own."""
+        return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place, as text: whatever a script has logged can be in it."""
+        whole = {
+            "trainer": {name: getattr(self._trainer.state, name) for name in CARRIED},
+            "callbacks": [one.state()["attributes"] for one in self._callbacks()],
+        }
+        return {"json": json.dumps(whole, default=str)}
 
-def _saved(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return what callbacks with a state of their own have counted so far."""
-    return [one.state()["attributes"] for one in _stateful(trainer)]
-
-
-def _load(trainer: Trainer, saved: list[dict[str, Any]]) -> None:
-    """Make callbacks go on counting from where others are."""
-    for one, attributes in zip(_stateful(trainer), saved, strict=True):
-        for name, value in attributes.items():
-            setattr(one, name, value)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a place, of a Trainer with the same callbacks."""
+        whole = json.loads(state["json"])
+        for name, value in whole["trainer"].items():
+            setattr(self._trainer.state, name, value)
+        for one, attributes in zip(self._callbacks(), whole["callbacks"], strict=True):
+            for name, value in attributes.items():
+                setattr(one, name, value)
