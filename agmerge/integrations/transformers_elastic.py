@@ -98,7 +98,7 @@ class ElasticTraining(TrainerExchange):
             return
         control.should_training_stop, control.should_save, control.should_evaluate = True, False, False
         self._state = None
-        self._place(1)  # the first of those that stay saves
+        self._set_rank(1)  # the first of those that stay saves
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the place in the data into the checkpoint."""
@@ -143,9 +143,9 @@ class ElasticTraining(TrainerExchange):
     def _tell(self, state: TrainerState) -> None:
         """Tell the Trainer this worker's rank: rank 0 logs and saves."""
         state.is_world_process_zero = state.is_local_process_zero = workers.rank() == 0
-        self._place(workers.rank())
+        self._set_rank(workers.rank())
 
-    def _place(self, rank: int) -> None:
+    def _set_rank(self, rank: int) -> None:
         known: Any = self._trainer.args.distributed_state
         known.process_index = known.local_process_index = rank
 
