@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from agmerge.backends import timeouts
 from agmerge.backends.base import Backend, Handle
 from agmerge.backends.torch import AT_ONCE, LEAST_BY_NEIGHBOURS
 from agmerge.backends.torch_errors import translated
@@ -195,17 +196,7 @@ class BareGloo(Backend):
 
 def unless(why: Callable[[], str], call: Callable[[], BareGloo], timeout: float) -> BareGloo:
     """Return the result of ``call()``, on a thread; raise once ``why()`` says why it will not come, or too late."""
-    results: list[BareGloo] = []
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=body, name="agmerge connects", daemon=True)
-    thread.start()
+    thread, results, errors = timeouts.on_thread(call, "agmerge connects")
     end = time.monotonic() + timeout
     while thread.is_alive() and time.monotonic() < end:
         thread.join(LOOKS)

@@ -32,12 +32,8 @@ def default() -> float:
     return seconds
 
 
-def bounded(call: Callable[[], T], timeout: float, what: str, advice: str = "") -> T:
-    """Return the result of ``call()``, or raise its error.
-
-    Raises :class:`agmerge.CollectiveTimeout` after ``timeout`` seconds. The call runs on a thread of its own, which is
-    left behind then. ``what``: its name, for errors. ``advice``: what to do, for the error where a rank is missing.
-    """
+def on_thread(call: Callable[[], T], name: str) -> tuple[threading.Thread, list[T], list[BaseException]]:
+    """Start ``call()`` on a thread of its own; return it, and two lists: its result will be in one, or its error."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -47,8 +43,18 @@ def bounded(call: Callable[[], T], timeout: float, what: str, advice: str = "") 
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=body, name=f"agmerge {what}", daemon=True)
+    thread = threading.Thread(target=body, name=name, daemon=True)
     thread.start()
+    return thread, results, errors
+
+
+def bounded(call: Callable[[], T], timeout: float, what: str, advice: str = "") -> T:
+    """Return the result of ``call()``, or raise its error.
+
+    Raises :class:`agmerge.CollectiveTimeout` after ``timeout`` seconds. The call runs on a thread of its own, which is
+    left behind then. ``what``: its name, for errors. ``advice``: what to do, for the error where a rank is missing.
+    """
+    thread, results, errors = on_thread(call, f"agmerge {what}")
     with status.waiting_for(what, ()):
         thread.join(timeout)
         if not errors and not results:

@@ -201,8 +201,8 @@ class State:
             "section": {**section, "window": {}},
             "optimizer": state,
             "model": self._model.state_dict(),
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-            "sampler": None if self._sampler is None else self._sampler.state_dict(),
+            "scheduler": _saved(self._scheduler),
+            "sampler": _saved(self._sampler),
             "values": {name: _saved(getattr(self, name)) for name in self._names},
         }
         return packed(whole)
@@ -218,21 +218,23 @@ class State:
             )
         load_state(self._optimizer._inner, whole["optimizer"])
         rank_state.load(self._optimizer._reducer, whole["section"], own=True)
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(whole["scheduler"])
-        if self._sampler is not None:
-            self._sampler.load_state_dict(whole["sampler"])
-        for name, value in whole["values"].items():
-            load = getattr(getattr(self, name), "load_state_dict", None)
-            if load is None:
-                setattr(self, name, value)
-            else:
-                load(value)
+        _restored(self._scheduler, whole["scheduler"])
+        _restored(self._sampler, whole["sampler"])
+        for name, saved in whole["values"].items():
+            setattr(self, name, _restored(getattr(self, name), saved))
 
 
 def _saved(value: Any) -> Any:
     """Return what newcomers are handed of a value of :class:`State`."""
     return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _restored(value: Any, saved: Any) -> Any:
+    """Return ``value`` with the state that :func:`_saved` has returned of another; without a state it is ``saved``."""
+    if not hasattr(value, "load_state_dict"):
+        return saved
+    value.load_state_dict(saved)
+    return value
 
 
 def __getattr__(name: str) -> Any:

@@ -87,18 +87,18 @@ class ElasticTraining(TrainerExchange):
             model=trainer.model, optimizer=self.compressed, scheduler=trainer.lr_scheduler, sampler=self._sampler,
             place=Place(trainer),
         )  # fmt: skip
-        self._tell(state)
+        self._tell(state, workers.rank())
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Collective. Let newcomers in, and go on with the workers that there are."""
         assert self._state is not None and self._sampler is not None
         if self._state.commit():
             state.epoch = self._sampler.passes
-            self._tell(state)
+            self._tell(state, workers.rank())
             return
         control.should_training_stop, control.should_save, control.should_evaluate = True, False, False
         self._state = None
-        self._set_rank(1)  # the first of those that stay saves
+        self._tell(state, 1)  # the first of those that stay logs and saves
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the place in the data into the checkpoint."""
@@ -140,12 +140,9 @@ class ElasticTraining(TrainerExchange):
 
         return sampled
 
-    def _tell(self, state: TrainerState) -> None:
+    def _tell(self, state: TrainerState, rank: int) -> None:
         """Tell the Trainer this worker's rank: rank 0 logs and saves."""
-        state.is_world_process_zero = state.is_local_process_zero = workers.rank() == 0
-        self._set_rank(workers.rank())
-
-    def _set_rank(self, rank: int) -> None:
+        state.is_world_process_zero = state.is_local_process_zero = rank == 0
         known: Any = self._trainer.args.distributed_state
         known.process_index = known.local_process_index = rank
 
