@@ -26,7 +26,7 @@ import torch
 # isort: split
 
 import gpu_world
-from device import gpu_exchanges, gpu_kernels, gpu_rules, gpu_training
+from device import gpu_elastic, gpu_exchanges, gpu_kernels, gpu_rules, gpu_training
 from device.gpu_bench import Bench, settle
 from device.gpu_figures import Figure, as_json, broke, exit_code
 
@@ -40,6 +40,7 @@ CHECKS: dict[int, Check] = {
     6: gpu_training.overlap,
     7: gpu_training.memory,
     9: gpu_training.graph,
+    11: gpu_elastic.elastic,
 }
 WORLD: dict[int, Check] = {8: gpu_world.world, 10: gpu_exchanges.exchanges}
 
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None, checks: Mapping[int, Check] | None =
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="F", help="write everything there, too")
     parser.add_argument("--world", action="store_true", help="the checks of several workers, under torchrun")
-    parser.add_argument("--checks", type=int, nargs="+", choices=range(1, 11), help="these alone")
+    parser.add_argument("--checks", type=int, nargs="+", choices=range(1, 12), help="these alone")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("there is no GPU here that torch can use: nothing was judged")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from agmerge.backends import timeouts
+from agmerge.backends import left_behind, timeouts
 from agmerge.backends.base import Backend, Handle
 from agmerge.backends.torch import AT_ONCE, LEAST_BY_NEIGHBOURS
 from agmerge.backends.torch_errors import translated
@@ -53,14 +52,26 @@ class Broken:
 
 
 class BareHandle(Handle):
-    """Handle of Gloo's work that also ends where others have given the group up. Keeps its tensors alive."""
+    """Handle of Gloo's work that also ends where others have given the group up. Keeps its tensors alive.
 
-    def __init__(self, work: Any, name: str, ranks: Sequence[int], broken: Broken, *tensors: torch.Tensor) -> None:
+    ``under_way``: the works of its group that have not ended, as far as is known; this one is among them until it has.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        name: str,
+        ranks: Sequence[int],
+        broken: Broken,
+        under_way: set[Any],
+        *tensors: torch.Tensor,
+    ) -> None:
         super().__init__(name, ranks)
-        self._work, self._broken, self._tensors = work, broken, tensors
+        self._work, self._broken, self._under_way, self._tensors = work, broken, under_way, tensors
+        under_way.add(work)
 
     def done(self) -> bool:
-        return bool(self._work.is_completed())
+        return bool(self._broken) or bool(self._work.is_completed())
 
     def _wait(self, timeout: float) -> None:
         left = timeout
@@ -79,6 +90,7 @@ class BareHandle(Handle):
                 raise self._broken.error(self._name) from error
             else:
                 self._tensors = ()
+                self._under_way.discard(self._work)
                 return
 
 
@@ -97,6 +109,7 @@ class BareGloo(Backend):
         self._dist, self._store, self._timeout, self._broken = dist, store, timeout, broken
         self.rank, self.size, (self.local_rank, self.local_size) = rank, size, place
         self._children = 0
+        self._under_way: set[Any] = set()  # works of torch's
         self._group: Any = None  # if it cannot be made
         with translated("init()"):
             self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
@@ -121,7 +134,7 @@ class BareGloo(Backend):
         except PeerLost as error:
             self._broken.give_up(error.words)
             raise self._broken.error(name) from error
-        return BareHandle(work, name, range(self.size), self._broken, *tensors)
+        return BareHandle(work, name, range(self.size), self._broken, self._under_way, *tensors)
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
         kind = getattr(self._dist.ReduceOp, op.upper())
@@ -183,9 +196,8 @@ class BareGloo(Backend):
 
     def drop(self) -> None:
         group, self._group = self._group, None
-        if self._broken and group is not None:
-            # To destroy it is to wait for what is under way, perhaps for a worker that is lost: it stays.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        if group is not None:
+            left_behind.leave(group, self._under_way)
 
     def __del__(self) -> None:
         self.drop()  # a group that is only forgotten would be destroyed, with Python's lock, and all threads would wait

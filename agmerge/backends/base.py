@@ -63,6 +63,13 @@ class Handle(ABC):
     def done(self) -> bool:
         """Return whether ``wait`` would return at once."""
 
+    def on_host(self, out: torch.Tensor) -> torch.Tensor:
+        """Return the result, once it is in place, in the host's memory if it came through that; else ``out``, itself.
+
+        ``out``: the tensor that the collective was given for its result. What is returned is not to be changed.
+        """
+        return out
+
     def wait(self, timeout: float) -> None:
         """Return when the result is in place. Needs no call on other ranks.
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from agmerge.backends import addresses, torch_store
+from agmerge.backends import addresses, left_behind, staging, torch_store
 from agmerge.backends.bare_gloo import BareGloo, Broken, unless
 from agmerge.backends.base import Backend
 from agmerge.backends.membership import ENDS, GOES, Generation, Membership, Worker
@@ -55,7 +55,7 @@ class Group:
     """Generation, and this worker's communicator in it."""
 
     generation: Generation
-    backend: BareGloo
+    backend: Backend  # Gloo's, which takes tensors of devices, too
     broken: Broken
 
 
@@ -80,6 +80,7 @@ class Generations:
         self._server = self._dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self._address = own
         self._membership = self._asking()
+        self._line = staging.Line(BareGloo.name, staging.Copies())  # one thread for all generations
         self._changed = threading.Condition()
         self._error: BaseException | None = None  # with which the thread has ended
         self.leaves = False  # this worker has announced that it will
@@ -229,6 +230,7 @@ class Generations:
         away = False  # the lighthouse is gone: training goes on without it, and no generation is formed
         while not self._closing:
             self._wake.wait(BEAT)
+            left_behind.release()
             try:
                 if away:
                     self._membership.reconnect(self._connected(ATTEMPT), self._group.generation)
@@ -297,7 +299,7 @@ class Generations:
             except NoAnswer as error:
                 self._membership.give_up(before.number, str(error))
 
-    def _opened(self, generation: Generation, broken: Broken) -> BareGloo:
+    def _opened(self, generation: Generation, broken: Broken) -> Backend:
         """Collective. Connect the members of a generation."""
         oldest, dist = generation.members[0], self._dist
         hosts = [one.host for one in generation.members]
@@ -311,14 +313,12 @@ class Generations:
             prefixed = dist.PrefixStore(f"generation {generation.number}", store)
             return BareGloo(dist, prefixed, generation.own, len(hosts), place, self._timeout, broken)
 
-        return unless(lambda: self._cannot_form(generation), connect, self._timeout)
+        return staging.staged(unless(lambda: self._cannot_form(generation), connect, self._timeout), self._line)
 
     def _cannot_form(self, generation: Generation) -> str:
         if self._closing:
             return "this worker leaves"
-        return self._membership.why_given_up(generation.number) or self._lost(
-            generation, self._membership.is_lost
-        )
+        return self._membership.why_given_up(generation.number) or self._lost(generation, self._membership.is_lost)
 
 
 def _answers(worker: Worker) -> bool:

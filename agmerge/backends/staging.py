@@ -19,6 +19,7 @@ import torch
 
 from agmerge.backends import shared_gpus
 from agmerge.backends.base import Backend, Handle
+from agmerge.backends.delegating import DelegatingBackend
 from agmerge.backends.progress import Call, Progress
 from agmerge.backends.streams import Streams, streams_of
 from agmerge.errors import AGMergeError, CollectiveTimeout
@@ -93,6 +94,10 @@ class Queued:
         """Return whether the result is there, or queued on the device."""
         return self._finished
 
+    def on_host(self, out: torch.Tensor) -> torch.Tensor:
+        """Return the result in the host's memory, once it is finished."""
+        return out
+
     def begin(self) -> Queued:
         """Start it. On the thread only."""
         self._handle = self._call()
@@ -147,7 +152,7 @@ class Staged(Queued):
         twin = copies.twin(tensor)
         self._down = copies.copy(twin, tensor, self._device, self._stream)
         self._out = tensor if out is None else out  # where the result is copied to
-        self._result = twin if out is None else copies.twin(out)
+        self._result = twin if out is None else copies.twin(out)  # nothing writes to it any more, once it is there
         self._up: Any = None  # the event behind the result
         given = (twin,) if out is None else (self._result, twin)
         super().__init__(lambda: call(*given))
@@ -163,6 +168,9 @@ class Staged(Queued):
         super().result(timeout)
         self._copies.join(self._out, self._up)
 
+    def on_host(self, out: torch.Tensor) -> torch.Tensor:
+        return self._result
+
 
 class StagedHandle(Handle):
     """Handle of a collective on the thread. In ``wait`` the host waits for the other ranks, never for the device."""
@@ -173,6 +181,9 @@ class StagedHandle(Handle):
 
     def done(self) -> bool:
         return self._queued.finished or self._call.ended.is_set()
+
+    def on_host(self, out: torch.Tensor) -> torch.Tensor:
+        return self._queued.on_host(out)
 
     def _wait(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -199,27 +210,23 @@ class Line:
         return self._progress.start(queued.begin)
 
 
-class StagedBackend(Backend):
+class StagedBackend(DelegatingBackend):
     """Backend that calls ``inner``: with the host's tensors as they are, with a device's through the host's memory.
 
     ``ranks``: those of ``inner``, by their numbers in the world.
     """
 
     def __init__(self, inner: Backend, line: Line, ranks: Sequence[int]) -> None:
-        self._inner, self._line, self._ranks, self.name = inner, line, list(ranks), inner.name
-        self.rank, self.size = inner.rank, inner.size
-        self.local_rank, self.local_size = inner.local_rank, inner.local_size
+        super().__init__(inner)
+        self._line, self._ranks = line, list(ranks)
         self._last: Call | None = None  # the last one of this communicator on the thread
 
     @property
-    def stale(self) -> bool:
-        return self._inner.stale
+    def through_host(self) -> bool:
+        return False  # it takes tensors of devices
 
     def renewed(self) -> Backend:
         return _root(self._inner.renewed(), self._line)
-
-    def summed_bytes(self, tensor: torch.Tensor) -> int:
-        return self._inner.summed_bytes(tensor)
 
     def scatters_by_all_reduce(self, tensor: torch.Tensor) -> bool:
         moves = self._line.copies.needed(tensor)
@@ -265,12 +272,6 @@ class StagedBackend(Backend):
         made = self._inner.over(process_set)
         return None if made is None else StagedBackend(made, self._line, process_set.ranks)
 
-    def drop(self) -> None:
-        self._inner.drop()
-
-    def close(self) -> None:
-        self._inner.close()
-
     def _start(
         self, name: str, call: Callable[..., Handle], tensor: torch.Tensor, out: torch.Tensor | None = None
     ) -> Handle:
@@ -286,11 +287,14 @@ class StagedBackend(Backend):
         return StagedHandle(self._last, queued, name, self._ranks)
 
 
-def staged(backend: Backend) -> Backend:
-    """Return ``backend``, able to take tensors of devices too where there are any."""
+def staged(backend: Backend, line: Line | None = None) -> Backend:
+    """Return ``backend``, able to take tensors of devices too where there are any.
+
+    ``line``: the thread of communicators that ``backend`` replaces; None: one of its own.
+    """
     if not (backend.through_host and torch.cuda.is_available()):
         return backend
-    return _root(backend, Line(backend.name, Copies()))
+    return _root(backend, line or Line(backend.name, Copies()))
 
 
 def _root(backend: Backend, line: Line) -> StagedBackend:

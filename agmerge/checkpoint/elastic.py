@@ -230,7 +230,16 @@ def _saved(value: Any) -> Any:
 
 
 def _restored(value: Any, saved: Any) -> Any:
-    """Return ``value`` with the state that :func:`_saved` has returned of another; without a state it is ``saved``."""
+    """Return ``value`` with the state that :func:`_saved` has returned of another.
+
+    Without a state it is ``saved``, with tensors where those of ``value`` lie.
+    """
+    if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return saved.to(value.device)
+    if isinstance(value, dict) and isinstance(saved, dict):
+        return {key: _restored(value.get(key), one) for key, one in saved.items()}
+    if isinstance(value, (list, tuple)) and isinstance(saved, (list, tuple)) and len(value) == len(saved):
+        return type(saved)(map(_restored, value, saved))
     if not hasattr(value, "load_state_dict"):
         return saved
     value.load_state_dict(saved)

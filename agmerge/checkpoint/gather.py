@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -35,10 +36,24 @@ def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
 
 
 def packed(state: dict[str, Any]) -> bytes:
-    """Return a state as the bytes of ``torch.save``."""
+    """Return a state as the bytes of ``torch.save``, with all tensors in the host's memory.
+
+    Another worker may have no device of that number.
+    """
     file = io.BytesIO()
-    torch.save(state, file)
+    torch.save(_on_host(state), file)
     return file.getvalue()
+
+
+def _on_host(state: Any) -> Any:
+    """Return a state with copies of those tensors that lie on devices."""
+    if isinstance(state, torch.Tensor):
+        return state.cpu()
+    if isinstance(state, dict):
+        moved = copy.copy(state)  # that of a module has more than its items
+        moved.update({key: _on_host(value) for key, value in state.items()})
+        return moved
+    return type(state)(map(_on_host, state)) if type(state) in (list, tuple) else state
 
 
 def unpacked(data: bytes) -> dict[str, Any]:

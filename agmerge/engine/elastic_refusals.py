@@ -8,20 +8,18 @@ import weakref
 from agmerge.runtime import workers
 from agmerge.step.config import AUTO, SPARSE, Config
 from agmerge.step.gradient_exchange import GradientExchange
-from agmerge.tensors.parameters import ParameterTable
 from sparsifiers import Kind
 
 REFUSED = "init(elastic=True): {what} cannot go on without a worker that is lost. {instead} (docs/elastic.md)"
 LEAVE_OUT = "Leave it out, or start without elastic=True"
 PLAIN = "Use a loop of plain PyTorch there, or start without elastic=True, and again from a file where a worker is lost"
-ON_DEVICE = "Parameters on the CPU are exchanged, by Gloo, so far"
 SECOND = "Give both a list, agmerge.DistributedOptimizer([first, second], ...), or close() the first"
 
 _process: weakref.ref[GradientExchange] | None = None  # the exchange of this process; written by admit alone
 
 
-def refuse(config: Config, members: ParameterTable) -> None:
-    """Raise ``ValueError`` for the first setting of ``config``, or parameter, that an elastic job cannot have."""
+def refuse(config: Config) -> None:
+    """Raise ``ValueError`` for the first setting of ``config`` that an elastic job cannot have."""
     exchange, sync, updates, compressor = (
         config.merging.exchange, config.sync, config.sync.updates, config.compression.compressor,
     )  # fmt: skip
@@ -38,10 +36,6 @@ def refuse(config: Config, members: ParameterTable) -> None:
     for what, is_there in found.items():
         if is_there:
             raise ValueError(REFUSED.format(what=what, instead=LEAVE_OUT))
-    for parameter in members.name_all():
-        if parameter.device.type != "cpu":
-            what = f"parameter {members.name_of(parameter)!r} on {parameter.device}"
-            raise ValueError(REFUSED.format(what=what, instead=ON_DEVICE))
 
 
 def refuse_feature(what: str, instead: str = LEAVE_OUT) -> None:

@@ -59,7 +59,7 @@ def open_exchange(
         on_agreement: returns the maker of plans from measured times.
     """
     if workers.can_regroup():
-        elastic_refusals.refuse(config, members)
+        elastic_refusals.refuse(config)
     check_patterns(config, (members.name_of(parameter) for parameter in members.name_all()))
     exchange = GradientExchange(table, config, on_agreement, workers.current, _notices, survives=workers.can_regroup())
     if workers.can_regroup():

@@ -52,17 +52,18 @@ class KeptResults:
         """Keep a copy of ``out``, the result of the collective ``name``."""
         copy, result = self._spare.pop(name, None), bytes_of(out)
         if copy is None or copy.numel() != result.numel():
-            copy = torch.empty_like(result)
+            copy = torch.empty_like(result, device="cpu")
         self._now[name] = copy.copy_(result)
 
     def fill(self, name: str, out: torch.Tensor) -> None:
-        """Write the replayed result of the collective ``name`` into ``out``."""
+        """Write the replayed result of the collective ``name`` into ``out``, and keep it."""
         assert self._replayed is not None
         result = self._replayed.get(name)
         if result is None or result.numel() != out.nbytes:
             found = "nothing" if result is None else f"{result.numel()} bytes"
             raise AGMergeError(f"{name}: {out.nbytes} bytes were expected of a rank that is ahead, it has {found}")
         bytes_of(out).copy_(result)
+        self.keep(name, result)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,8 +91,6 @@ class KeptHandle(Handle):
         """Return when the result is in place. See :meth:`Handle.wait`."""
         if not self._has_ended:
             self._wait(timeout)
-            if self._out is not None:
-                self._kept.keep(self._name, self._out)
             self._has_ended = True
 
     def _wait(self, timeout: float) -> None:
@@ -100,6 +99,8 @@ class KeptHandle(Handle):
                 self._kept.fill(self._name, self._out)
         elif self._inner is not None:
             self._inner.wait(timeout)
+            if self._out is not None:
+                self._kept.keep(self._name, self._inner.on_host(self._out))
         else:
             raise self._error or AGMergeError(f"{self._name} was started in a replay, which has ended")
 

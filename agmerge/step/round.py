@@ -229,7 +229,7 @@ class Round:
 
     def _receive(self, buffers: int) -> bool:
         """Collective. Wait for so many merge buffers and write their updates, as :meth:`receive_first` does."""
-        self._under_way.queue(writes=not self.dirty)
+        self._under_way.queue(buffers, writes=not self.dirty)
         agreed = not self.flags_of_all & Flag.REPLAN
         is_first = not self.received
         for buffer, messages in enumerate(self._under_way.sent[:buffers]):

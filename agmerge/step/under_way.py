@@ -31,6 +31,7 @@ class MessagesUnderWay:
         self.sent: list[list[SentMessage]] = []  # per merge buffer; empty: it is not exchanged in this round
         # By message: bytes, elements, and bytes by codec that are in the totals already.
         self._counted: dict[int, tuple[int, int, Mapping[str, int]]] = {}
+        self._waited: set[int] = set()  # by `id`: messages that devices wait for, or have
         self._arrived = 0  # merge buffers with messages that are known to have arrived
         self._said: dict[int, list[torch.Tensor]] = {}  # by the `id` of a queued message: input of `Exchange.read`
 
@@ -61,25 +62,29 @@ class MessagesUnderWay:
                 self._recorder.arrived()
             self._arrived += 1
 
-    def queue(self, *, writes: bool) -> None:
-        """Collective. Queue all device work on arriving messages, and wait for the headers of these.
+    def queue(self, buffers: int, *, writes: bool) -> None:
+        """Collective. Queue all device work on messages of the first so many merge buffers; wait for their headers.
 
         Of a merge buffer all messages are queued, or none is. ``writes``: their updates, too, but for exchanges that
         overwrite gradients. Should the round have to be repeated, its gradients do not lie where updates were written:
-        see :meth:`Round.add`.
+        see :meth:`Round.add`. Called again after an error, it leaves out what was queued before that.
         """
         queued = []
-        for buffer, messages in enumerate(self.sent):
+        for buffer, messages in enumerate(self.sent[:buffers]):
             if messages and all(message.exchange.can_queue(in_flight) for message, in_flight in messages):
+                queued += [in_flight for _, in_flight in messages]
+                left = [one for one in messages if id(one[1]) not in self._waited]
+                if not left:
+                    continue
                 self._recorder.mark(buffer)
-                for message, in_flight in messages:
+                for message, in_flight in left:
                     message.exchange.wait_on_stream(in_flight)
+                    self._waited.add(id(in_flight))
                 self._recorder.mark(buffer)
                 for message, in_flight in messages if writes else ():
                     if not message.exchange.overwrites:
                         message.exchange.finish(in_flight)
                 self._recorder.mark(buffer)
-                queued += [in_flight for _, in_flight in messages]
         self._said = said_by_all(queued, self._buffers.config.guards.timeout)
 
     def headers(self, buffer: int) -> list[RoundHeader]:

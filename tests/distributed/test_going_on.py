@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from elastic_job import STEPS, job
 from lab import network
+from launching import HERE
 
 WITHOUT_END = 10**6  # steps
 
@@ -48,6 +49,28 @@ def test_the_others_go_on_and_who_comes_is_a_peer(tmp_path: Path, setting: dict[
         assert [line[0] for line in here.lines(fourth)][0] > 20
         sizes = [size for _, size, _, _ in here.lines(third)]
         assert sizes[-1] == 2 and {2, 3} == set(sizes)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    "setting",
+    [{}, *(pytest.param(one, marks=pytest.mark.long) for one in ({"sync": "updates"}, {"compression": "none"}))],
+    ids=["default", "updates", "none"],
+)
+def test_tensors_of_devices_go_through_the_host(tmp_path: Path, setting: dict[str, Any]) -> None:
+    """One is killed, one leaves, one comes, which gets the others' tensors onto its own device."""
+    with job(tmp_path, {**setting, "place": "pretend"}, script=HERE / "going_on_devices.py") as here:
+        first, second, third = here.start(), here.start(), here.start()
+        here.wait_for(lambda: all(len(here.lines(one)) >= 10 for one in (first, second, third)))
+        first.kill()
+        here.wait_for(lambda: here.size(third) == 2)
+        fourth = here.start()
+        here.wait_for(lambda: len(here.lines(fourth)) >= 5)
+        second.send_signal(signal.SIGTERM)
+        for worker in (second, third, fourth):
+            assert worker.wait(60) == 0, here.logs()
+        assert here.differing() == {}
+        assert {size for _, size, _, _ in here.lines(third)} == {2, 3}
 
 
 @pytest.mark.timeout(150)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from agmerge.backends import Backend
 from agmerge.backends.local import Call, Group, LocalBackend, LocalHandle
 from agmerge.errors import PeerLost
 from agmerge.runtime import workers
@@ -133,14 +134,22 @@ class Lighthouse:
 
 
 def run(
-    size: int, fn: Callable[[int], T], inject: Inject | None = None, luck: BadLuck | None = None
+    size: int,
+    fn: Callable[[int], T],
+    inject: Inject | None = None,
+    luck: BadLuck | None = None,
+    around: Callable[[int, LocalBackend, Lighthouse], Backend] = lambda worker, backend, lighthouse: backend,
 ) -> list[T | BaseException]:
-    """Call ``fn(worker)`` on threads of an elastic group; return results and errors by worker, :class:`Killed` too."""
+    """Call ``fn(worker)`` on threads of an elastic group; return results and errors by worker, :class:`Killed` too.
+
+    ``around``: what a worker uses in place of its communicator of a generation.
+    """
     lighthouse = Lighthouse(size, inject, luck)
     results: list[T | BaseException] = [AssertionError("has not ended")] * size
 
     def body(worker: int) -> None:
-        workers.bind(lighthouse.backend(worker), lambda lets_in: lighthouse.regroup(worker))
+        first = around(worker, lighthouse.backend(worker), lighthouse)
+        workers.bind(first, lambda lets_in: around(worker, lighthouse.regroup(worker), lighthouse))
         try:
             results[worker] = fn(worker)
         except BaseException as error:

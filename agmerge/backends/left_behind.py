@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups that are used no more, with collectives under way: destroyed when these have ended.
+
+Gloo's destructor waits for them, perhaps for a worker that is lost, and holds Python's lock meanwhile: no thread of
+this process would give a sign of life. Not to destroy a group at all costs five open files and three threads each, and
+an elastic job leaves several groups behind at each change.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+# (group, works under way when it was left). Each is referred to once more than Python knows of: at the end of the
+# process it is not destroyed. Written under _lock.
+_left: list[tuple[Any, list[Any]]] = []
+_lock = threading.Lock()
+
+
+def leave(group: Any, works: Iterable[Any]) -> None:
+    """Drop a process group of torch's, now or when its ``works`` have ended. The caller keeps no reference to it."""
+    entry = (group, list(works))
+    with _lock:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        _left.append(entry)
+    del group, entry
+    release()
+
+
+def release() -> None:
+    """Destroy those groups of which all works have ended; how long that takes does not depend on other workers."""
+    if not _left:
+        return
+    ended = []
+    with _lock:
+        for entry in list(_left):
+            if all(work.is_completed() for work in entry[1]):
+                _left.remove(entry)
+                ended.append(entry)
+    for group, _ in ended:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+
+
+def count() -> int:
+    """Return how many groups are left behind now."""
+    return len(_left)

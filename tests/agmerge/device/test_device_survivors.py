@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers of an elastic job with tensors on devices: they go through the host, and the others go on as on the host.
+
+Each worker has a pretended device, and a thread that copies late. What a device has queued of a round that breaks may
+be there already when the results of others are given to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from pretend import streams
+from pretend.copies import LateCopies
+from pretend.device import Device
+from pretend.tensors import PLACE
+
+from agmerge.backends import staging
+from agmerge.backends.local import LocalBackend
+from agmerge.backends.progress import Call as Started
+from agmerge.backends.staging import Line, Queued, StagedBackend
+from agmerge.errors import PeerLost
+from agmerge.step.gradient_exchange import GradientExchange
+from tests.support import elastic
+from tests.support.surviving import SETTINGS, Training, check, first_call_of_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:the backend 'local' has no NCCL", "ignore:tensors are on pretend")
+
+
+class MortalLine(Line):
+    """Thread of a worker that may die in a call that the thread makes: then ``dies`` is called, and the call fails."""
+
+    def __init__(self, copies: LateCopies, dies: Callable[[], None]) -> None:
+        super().__init__("local", copies)
+        self._dies = dies
+
+    def start(self, queued: Queued, device: torch.device) -> Started:
+        begin = queued.begin
+
+        def begun() -> Queued:
+            try:
+                return begin()
+            except elastic.Killed as error:
+                self._dies()
+                raise PeerLost("this worker dies") from error
+
+        queued.begin = begun  # type: ignore[method-assign]
+        return super().start(queued, device)
+
+    def end(self) -> None:
+        """End the thread: in memory, calls that an unlucky worker gave up are never known to have ended."""
+        if self._progress is not None:
+            self._progress.end()
+
+
+class OnDevices(Training):
+    """The same training with tensors on a pretended device for each worker."""
+
+    def run(self, luck: elastic.BadLuck | None = None) -> list[Any]:
+        with ExitStack() as until, streams.installed():
+            copies = [until.enter_context(LateCopies().running(worker)) for worker in range(self.size)]
+            lines: dict[int, MortalLine] = {}
+
+            def around(worker: int, backend: LocalBackend, lighthouse: elastic.Lighthouse) -> StagedBackend:
+                dies = lambda: lighthouse.end(worker, "is lost")  # noqa: E731
+                if worker not in lines:
+                    lines[worker] = MortalLine(copies[worker], dies)
+                    until.callback(lines[worker].end)
+                return StagedBackend(backend, lines[worker], range(backend.size))
+
+            return elastic.run(self.size, self.train_on_device, self.kill, luck, around)
+
+    def train_on_device(self, worker: int) -> list[tuple[int, torch.Tensor]]:
+        """Train on one rank; hooks come on its own thread."""
+        Device(is_watched=False).use()
+        with torch.autograd.set_multithreading_enabled(False):
+            return self.train(worker, PLACE)
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """What of the broken round survivors still got: "all", "part" or "nothing"."""
+    found: set[str] = set()
+    catch_up = GradientExchange.catch_up
+
+    def watched(self: GradientExchange, survivors: Any) -> Any:
+        combined = catch_up(self, survivors)
+        found.add("nothing" if combined is None else "part" if combined.is_part else "all")
+        return combined
+
+    monkeypatch.setattr(GradientExchange, "catch_up", watched)
+    yield found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_survivors_go_on_equal_to_the_bit(setting: str, size: int) -> None:
+    options = SETTINGS[setting]
+    quiet = OnDevices(options, size, size - 1, None)
+    quiet.run()
+    begin = first_call_of_step(quiet.calls, 1)
+    for victim, ahead in ((0, 1), (size - 1, 4)):
+        check(OnDevices(options, size, victim, begin + ahead).run(), victim, size)
+
+
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "auto"])
+def test_whoever_is_behind_gets_what_others_have(setting: str, outcomes: set[str]) -> None:
+    """An unlucky worker loses the result of the first, second ... message of a step, which the others have received."""
+    options = SETTINGS[setting]
+    quiet = OnDevices(options, 3, 0, None)
+    quiet.run()
+    for call in range(first_call_of_step(quiet.calls, 1), first_call_of_step(quiet.calls, 2)):
+        check(OnDevices(options, 3, 0, None).run(elastic.BadLuck(of=1, call=call, victim=0)), 0, 3)
+    assert "all" in outcomes
+
+
+def test_an_undisturbed_training_has_the_bits_of_the_host() -> None:
+    for options in SETTINGS.values():
+        place = OnDevices(options, 3, 0, None)
+        host = Training(options, 3, 0, None)
+        host.model = place.model
+        for ours, theirs in zip(place.run(), host.run(), strict=True):
+            for (_, own), (_, other) in zip(ours, theirs, strict=True):
+                assert torch.equal(own, other)
+
+
+def test_results_are_kept_in_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they have been anyway: no copy comes up from a device for them."""
+    found: list[tuple[str, int]] = []
+    keep = GradientExchange.commit
+
+    def committed(self: GradientExchange, **options: Any) -> None:
+        assert self.group.kept is not None
+        found.extend((one.device.type, one.numel()) for one in self.group.kept.of_round(before=False).values())
+        keep(self, **options)
+
+    monkeypatch.setattr(GradientExchange, "commit", committed)
+    copied: list[str] = []
+    copy = staging.Copies.needed
+    monkeypatch.setattr(staging.Copies, "needed", lambda self, one: copied.append(one.device.type) or copy(self, one))
+    OnDevices(SETTINGS["quantised"], 3, 0, None).run()
+    assert found and {kind for kind, _ in found} == {"cpu"} and "pretend" in copied
