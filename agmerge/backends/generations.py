@@ -255,6 +255,7 @@ class Generations:
                 continue
             with self._changed:
                 self._group = formed
+                self._newcomers_wait = False  # else each of many short steps would form a group before we look
                 self._changed.notify_all()
 
     def _tell(self, what: str) -> None:

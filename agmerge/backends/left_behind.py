@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process groups that are used no more, with collectives under way: destroyed when these have ended.
 
-Gloo's destructor waits for them, perhaps for a worker that is lost, and holds Python's lock meanwhile: no thread of
-this process would give a sign of life. Not to destroy a group at all costs five open files and three threads each, and
-an elastic job leaves several groups behind at each change.
+Gloo's destructor waits for them, perhaps for a worker that is lost, up to its time-out. Not to destroy a group at all
+costs five open files and three threads, and an elastic job leaves several of them behind at each change.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ class Membership:
         self._leaves = self._has_begun = False
         self.own = Worker(0, host, address, port, secrets.token_hex(8))
         self._arrive()
-        self._seen: dict[int, tuple[bytes, float]] = {}  # by number: its last beat, and when that was new here
+        # By number: a worker's last beat, since when nothing newer has been seen, and when it was last looked for.
+        self._seen: dict[int, tuple[bytes, float, float]] = {}
         self._reached: dict[int, tuple[float, bool]] = {}  # of silent ones: when one was tried, and whether it answered
         self._arrived = 0  # workers that had come when the present generation began
 
@@ -135,13 +136,18 @@ class Membership:
         self._store.add(f"beat/{self.own.number}", 1)
 
     def silence(self, number: int) -> float:
-        """Return for how many seconds no new beat of a worker has been seen here; 0 at the first look."""
-        key, now = f"beat/{number}", self._now()
+        """Return for how many seconds no new beat of a worker has been seen here; 0 at the first look.
+
+        Of a time in which this worker has not looked ``HURRY`` seconds count: it has had no processor, or the store has
+        not answered, and others are not lost for that.
+        """
+        key = f"beat/{number}"
         beat = self._store.get(key) if self._store.check([key]) else b""
-        before = self._seen.get(number)
-        if before is None or before[0] != beat:
-            self._seen[number] = (beat, now)
-        return now - self._seen[number][1]
+        now = self._now()
+        before, since, looked = self._seen.get(number, (None, now, now))
+        since = now if beat != before else since + max(now - looked - HURRY, 0.0)
+        self._seen[number] = (beat, since, now)
+        return now - since
 
     def leave(self, why: str = ENDS) -> None:
         """Record in the store that this worker is in no later generation; a :meth:`next` under way raises."""

@@ -109,6 +109,7 @@ class Participation:
         # Of an elastic group; seconds of those in which workers were lost.
         self.changes: dict[str, float] = {"lost": 0, "left": 0, "arrived": 0, "repeated": 0, "seconds": 0.0}
         self._has_compared = False  # replicas, after the first step among these workers
+        self._communicators: list[weakref.finalize[..., Participation]] = []  # drop those of the present group
 
     @property
     def outdated(self) -> bool:
@@ -132,14 +133,16 @@ class Participation:
         )
         keeps_state = exchange.connect(world, comm, facts, second)
         for held in (comm, second):
-            if held is not None:
-                weakref.finalize(self, held.drop)  # an optimizer that was dropped holds no threads and no connections
+            if held is not None:  # an optimizer that was dropped holds no threads and no connections
+                self._communicators.append(weakref.finalize(self, held.drop))
         if not keeps_state:
             warnings.warn(OTHER_SHARDS, stacklevel=5)
 
     def leave(self) -> None:
         """Forget the group of workers."""
         self.exchange.leave()
+        while self._communicators:
+            self._communicators.pop()()
         self._has_compared = False
 
     def reconfigure(self, config: Config, what: str, advice: str) -> None:

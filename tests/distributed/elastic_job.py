@@ -59,7 +59,7 @@ class Job:
         return self.workers[-1]
 
     def lines(self, worker: subprocess.Popen[str]) -> list[list[Any]]:
-        """Return what a worker has written so far: step, workers, digest, seconds."""
+        """Return what a worker has written so far: step, workers, digest, seconds, generation."""
         path = self.folder / f"{worker.pid}.lines"
         whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
         return [json.loads(line) for line in whole.splitlines()]

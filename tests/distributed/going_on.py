@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import agmerge
+from agmerge.runtime import workers
 
 folder, steps, setting = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 place = setting.pop("place", "cpu")
@@ -29,6 +30,12 @@ inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
 optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), check_every=1, timeout=30.0, **setting)
 state = agmerge.elastic.State(model=model, optimizer=optimizer, step=0, seen=torch.zeros(1, device=place))
 signal.signal(signal.SIGTERM, lambda *_: state.leave())
+
+
+def generation() -> int:
+    """Return the number of the present generation."""
+    assert workers._job is not None
+    return workers._job.group.generation.number
 
 
 @state.retried
@@ -50,7 +57,7 @@ with open(folder / f"{os.getpid()}.lines", "a", encoding="utf-8") as lines:
         shared = model.parameters() if reducer.combines_gradients else reducer.replica.shared.base.values()
         digest = hashlib.sha256(b"".join(one.detach().cpu().numpy().tobytes() for one in shared)).hexdigest()
         same = f"{digest}, {counted()} workers"
-        lines.write(json.dumps([state.step, agmerge.size(), same, time.monotonic()]) + "\n")
+        lines.write(json.dumps([state.step, agmerge.size(), same, time.monotonic(), generation()]) + "\n")
         lines.flush()
         if not state.commit():
             break

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -14,6 +15,11 @@ from lab import network
 from launching import HERE
 
 WITHOUT_END = 10**6  # steps
+
+
+def files(worker: subprocess.Popen[str]) -> int:
+    """Return how many open files a worker has."""
+    return len(os.listdir(f"/proc/{worker.pid}/fd"))
 
 
 @pytest.mark.timeout(150)
@@ -47,8 +53,10 @@ def test_the_others_go_on_and_who_comes_is_a_peer(tmp_path: Path, setting: dict[
         steps = [line[0] for line in here.lines(third)]
         assert steps == list(range(steps[0], STEPS + 1))  # it may have come later than the others
         assert [line[0] for line in here.lines(fourth)][0] > 20
-        sizes = [size for _, size, _, _ in here.lines(third)]
+        sizes = [size for _, size, *_ in here.lines(third)]
         assert sizes[-1] == 2 and {2, 3} == set(sizes)
+        generations = {generation for *_, generation in here.lines(third)}
+        assert max(generations) - min(generations) <= 4  # that of a change, and of one who is let in, and no more
 
 
 @pytest.mark.timeout(150)
@@ -70,7 +78,7 @@ def test_tensors_of_devices_go_through_the_host(tmp_path: Path, setting: dict[st
         for worker in (second, third, fourth):
             assert worker.wait(60) == 0, here.logs()
         assert here.differing() == {}
-        assert {size for _, size, _, _ in here.lines(third)} == {2, 3}
+        assert {size for _, size, *_ in here.lines(third)} == {2, 3}
 
 
 @pytest.mark.timeout(150)
@@ -95,6 +103,8 @@ def test_one_that_is_left_alone_lets_others_in(tmp_path: Path) -> None:
     with job(tmp_path, {"sync": "updates"}) as here:
         first, second = (here.start(steps=WITHOUT_END) for _ in range(2))
         here.wait_for(lambda: here.size(first) == 2)
+        here.wait_for_steps(3, first)
+        held, generation = files(first), here.lines(first)[-1][4]
         second.kill()
         here.wait_for(lambda: here.size(first) == 1)
         here.wait_for_steps(10, first)
@@ -102,6 +112,8 @@ def test_one_that_is_left_alone_lets_others_in(tmp_path: Path) -> None:
         here.wait_for_steps(10, first, third)
         assert here.size(first) == here.size(third) == 2 and here.lines(third)[0][0] > 10
         assert here.differing() == {}
+        assert here.lines(first)[-1][4] == generation + 2  # one for the death, one for the arrival
+        here.wait_for(lambda: files(first) <= held)  # those of the groups before are given back
 
 
 @pytest.mark.long

@@ -324,3 +324,18 @@ def test_who_comes_to_a_job_that_has_ended_is_told(other: str | None) -> None:
     [new] = job.arrive()
     [error] = job.together([lambda: new.next(None, 60.0, lets_in=False)], [new])
     assert isinstance(error, AGMergeError) and "has ended" in str(error)
+
+
+def test_who_has_not_looked_for_long_counts_nobody_as_lost_for_that() -> None:
+    """A process without a processor, or with a store that does not answer, sees all others silent afterwards."""
+    job = Job()
+    first, second = job.arrive(2)
+    job.answering = {second.own.number}
+    assert not first.is_lost(second.own.number)
+    job.clock.seconds += 3 * SUSPECT
+    assert first.silence(second.own.number) == HURRY and not first.is_lost(second.own.number)
+    looked = 0
+    while not first.is_lost(second.own.number):
+        job.clock.seconds += HURRY / 2
+        looked += 1
+    assert looked == 2 * (SUSPECT - HURRY) / HURRY  # since then it has looked all the time
