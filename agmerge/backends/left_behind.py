@@ -8,38 +8,33 @@ costs five open files and three threads, and an elastic job leaves several of th
 from __future__ import annotations
 
 import ctypes
-import threading
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 # (group, works under way when it was left). Each is referred to once more than Python knows of: at the end of the
-# process it is not destroyed. Written under _lock.
-_left: list[tuple[Any, list[Any]]] = []
-_lock = threading.Lock()
+# process it is not destroyed. Without a lock: a destructor may leave a group at any moment, on any thread.
+_left: deque[tuple[Any, list[Any]]] = deque()
 
 
 def leave(group: Any, works: Iterable[Any]) -> None:
     """Drop a process group of torch's, now or when its ``works`` have ended. The caller keeps no reference to it."""
-    entry = (group, list(works))
-    with _lock:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        _left.append(entry)
-    del group, entry
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _left.append((group, list(works)))
     release()
 
 
 def release() -> None:
     """Destroy those groups of which all works have ended; how long that takes does not depend on other workers."""
-    if not _left:
-        return
-    ended = []
-    with _lock:
-        for entry in list(_left):
-            if all(work.is_completed() for work in entry[1]):
-                _left.remove(entry)
-                ended.append(entry)
-    for group, _ in ended:
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+    for _ in range(len(_left)):
+        try:
+            entry = _left.popleft()
+        except IndexError:  # another thread has it
+            return
+        if all(work.is_completed() for work in entry[1]):
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(entry[0]))
+        else:
+            _left.append(entry)
 
 
 def count() -> int:
