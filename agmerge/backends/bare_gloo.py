@@ -200,7 +200,7 @@ class BareGloo(Backend):
             left_behind.leave(group, self._under_way)
 
     def __del__(self) -> None:
-        self.drop()  # a group that is only forgotten would be destroyed, with Python's lock, and all threads would wait
+        self.drop()  # whoever only forgets a group would wait in its destructor
 
     def close(self) -> None:
         self.drop()
