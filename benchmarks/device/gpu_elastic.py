@@ -6,7 +6,6 @@ Their tensors go through the host's memory. The others go on: equal to the bit a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 
 import agmerge
-from device.gpu_bench import Bench, child_env, free_port
+from device.gpu_bench import Bench, bits_of, child_env, free_port
 from device.gpu_figures import Figure, must
 
 WORKERS, BEFORE, AFTER = 3, 10, 10  # steps before the kill, at least, and after it
@@ -95,9 +94,8 @@ def worker(setting: dict[str, Any], device: str) -> None:
         state.step += 1
         state.most = max(state.most, agmerge.size())
         state.after += state.most == WORKERS > agmerge.size()
-        reducer = optimizer._reducer
-        shared = model.parameters() if reducer.combines_gradients else reducer.replica.shared.base.values()
-        bits = hashlib.sha256(b"".join(one.detach().cpu().numpy().tobytes() for one in shared)).hexdigest()
+        with optimizer.shared():
+            bits = bits_of(model)
         print("STEP", json.dumps([state.step, agmerge.size(), bits, time.time()]), flush=True)
         state.commit()
     agmerge.shutdown()

@@ -7,11 +7,13 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 
 import agmerge
 import merging
 from agmerge.backends.local import Call
+from agmerge.step.gradient_exchange import GradientExchange
 from tests.support import elastic
 
 STEPS, SIZES = 6, (12, 16, 12)
@@ -91,6 +93,20 @@ def check(results: list[Any], victim: int, size: int) -> None:
         for result in survivors[1:]:
             assert torch.equal(result[step][1], survivors[0][step][1]), f"parameters differ after step {step}"
     assert [workers for workers, _ in survivors[0]][-1] == size - 1
+
+
+def note_outcomes(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return a set that fills with what survivors still get of broken rounds: "all", "part" or "nothing"."""
+    found: set[str] = set()
+    catch_up = GradientExchange.catch_up
+
+    def watched(self: GradientExchange, survivors: Any) -> Any:
+        combined = catch_up(self, survivors)
+        found.add("nothing" if combined is None else "part" if combined.is_part else "all")
+        return combined
+
+    monkeypatch.setattr(GradientExchange, "catch_up", watched)
+    return found
 
 
 def first_call_of_step(calls: list[str], step: int) -> int:

@@ -79,7 +79,6 @@ def test_a_group_that_was_given_up_is_forgotten_at_once() -> None:
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are counted in /proc")
 def test_a_job_with_many_changes_runs_out_of_nothing() -> None:
     """Each change leaves groups behind, with what was under way; their files and threads are given back."""
-    dist.HashStore()
     left_behind.release()
     before: list[tuple[int, int]] = []
     for _ in range(4):

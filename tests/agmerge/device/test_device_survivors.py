@@ -7,7 +7,7 @@ be there already when the results of others are given to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,14 +18,13 @@ from pretend.copies import LateCopies
 from pretend.device import Device
 from pretend.tensors import PLACE
 
-from agmerge.backends import staging
 from agmerge.backends.local import LocalBackend
 from agmerge.backends.progress import Call as Started
 from agmerge.backends.staging import Line, Queued, StagedBackend
 from agmerge.errors import PeerLost
-from agmerge.step.gradient_exchange import GradientExchange
+from agmerge.step.kept_results import KeptResults
 from tests.support import elastic
-from tests.support.surviving import SETTINGS, Training, check, first_call_of_step
+from tests.support.surviving import SETTINGS, Training, check, first_call_of_step, note_outcomes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the backend 'local' has no NCCL", "ignore:tensors are on pretend")
 
@@ -80,21 +79,6 @@ class OnDevices(Training):
             return self.train(worker, PLACE)
 
 
-@pytest.fixture
-def outcomes(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """What of the broken round survivors still got: "all", "part" or "nothing"."""
-    found: set[str] = set()
-    catch_up = GradientExchange.catch_up
-
-    def watched(self: GradientExchange, survivors: Any) -> Any:
-        combined = catch_up(self, survivors)
-        found.add("nothing" if combined is None else "part" if combined.is_part else "all")
-        return combined
-
-    monkeypatch.setattr(GradientExchange, "catch_up", watched)
-    yield found
-
-
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_survivors_go_on_equal_to_the_bit(setting: str, size: int) -> None:
@@ -107,9 +91,9 @@ def test_survivors_go_on_equal_to_the_bit(setting: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "auto"])
-def test_whoever_is_behind_gets_what_others_have(setting: str, outcomes: set[str]) -> None:
+def test_whoever_is_behind_gets_what_others_have(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unlucky worker loses the result of the first, second ... message of a step, which the others have received."""
-    options = SETTINGS[setting]
+    options, outcomes = SETTINGS[setting], note_outcomes(monkeypatch)
     quiet = OnDevices(options, 3, 0, None)
     quiet.run()
     for call in range(first_call_of_step(quiet.calls, 1), first_call_of_step(quiet.calls, 2)):
@@ -127,19 +111,16 @@ def test_an_undisturbed_training_has_the_bits_of_the_host() -> None:
                 assert torch.equal(own, other)
 
 
-def test_results_are_kept_in_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they have been anyway: no copy comes up from a device for them."""
-    found: list[tuple[str, int]] = []
-    keep = GradientExchange.commit
+def test_results_are_kept_from_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have come through it: none is copied down from a device once more."""
+    kept: list[str] = []
+    keep = KeptResults.keep
 
-    def committed(self: GradientExchange, **options: Any) -> None:
-        assert self.group.kept is not None
-        found.extend((one.device.type, one.numel()) for one in self.group.kept.of_round(before=False).values())
-        keep(self, **options)
+    def noted(self: KeptResults, name: str, out: torch.Tensor) -> None:
+        kept.append(out.device.type)
+        keep(self, name, out)
 
-    monkeypatch.setattr(GradientExchange, "commit", committed)
-    copied: list[str] = []
-    copy = staging.Copies.needed
-    monkeypatch.setattr(staging.Copies, "needed", lambda self, one: copied.append(one.device.type) or copy(self, one))
-    OnDevices(SETTINGS["quantised"], 3, 0, None).run()
-    assert found and {kind for kind, _ in found} == {"cpu"} and "pretend" in copied
+    monkeypatch.setattr(KeptResults, "keep", noted)
+    for options in SETTINGS.values():
+        OnDevices(options, 3, 0, None).run()
+    assert set(kept) == {"cpu"}

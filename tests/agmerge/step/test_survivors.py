@@ -19,24 +19,8 @@ import torch
 
 import agmerge
 from agmerge.backends.local import Call
-from agmerge.step.gradient_exchange import GradientExchange
 from tests.support import elastic
-from tests.support.surviving import SETTINGS, STEPS, Training, check, first_call_of_step
-
-
-@pytest.fixture
-def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What of the broken round each survivor still got: "all", "part" or "nothing"."""
-    found: list[str] = []
-    catch_up = GradientExchange.catch_up
-
-    def watched(self: GradientExchange, survivors: Any) -> Any:
-        combined = catch_up(self, survivors)
-        found.append("nothing" if combined is None else "part" if combined.is_part else "all")
-        return combined
-
-    monkeypatch.setattr(GradientExchange, "catch_up", watched)
-    return found
+from tests.support.surviving import SETTINGS, STEPS, Training, check, first_call_of_step, note_outcomes
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -91,15 +75,15 @@ def test_nothing_is_written_to_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "auto"])
-def test_whoever_is_behind_gets_what_others_have(setting: str, outcomes: list[str]) -> None:
+def test_whoever_is_behind_gets_what_others_have(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unlucky worker loses the result of the first, second ... message of a step, which the others have received."""
-    options = SETTINGS[setting]
+    options, outcomes = SETTINGS[setting], note_outcomes(monkeypatch)
     quiet = Training(options, 3, 0, None)
     quiet.run()
     for call in range(first_call_of_step(quiet.calls, 1), first_call_of_step(quiet.calls, 2)):
         for dies_at in (None, call + 1):  # when the unlucky one waits, or before its own next message
             check(Training(options, 3, 0, dies_at).run(elastic.BadLuck(of=1, call=call, victim=0)), 0, 3)
-    assert {"all", "part"} <= set(outcomes), outcomes
+    assert {"all", "part"} <= outcomes, outcomes
 
 
 @pytest.mark.parametrize("setting", ["dense", "sparse", "hold"])
