@@ -200,7 +200,7 @@ class BareGloo(Backend):
             left_behind.leave(group, self._under_way)
 
     def __del__(self) -> None:
-        self.drop()  # whoever only forgets a group would wait in its destructor
+        self.drop()  # to forget a group is to wait in its destructor
 
     def close(self) -> None:
         self.drop()
