@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss of a training whose workers are killed and replaced, beside one that is left alone and sees as many batches.
 
-    python benchmarks/elastic_training.py [--setting default|dgc|updates] [--seeds 5] [--first 0]
+    python benchmarks/elastic_training.py [--setting default|dgc|updates] [--seeds 5] [--first 0] [--clip NORM]
 
 A small GPT-2 learns the standard library's own source text, byte by byte, with four workers of this machine. One is
 killed every hundred steps, another one comes fifty steps later. Prints, for each seed, the loss on text that was held
@@ -36,7 +36,7 @@ import contextlib, json, os, pathlib, sys, time
 import torch, agmerge
 from transformers import GPT2Config, GPT2LMHeadModel
 folder, until, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-kind, setting, evaluated = json.loads(sys.argv[4])
+kind, setting, clip, evaluated = json.loads(sys.argv[4])
 torch.set_num_threads(1); torch.manual_seed(seed)
 library = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))
 text = torch.tensor(list(b"".join(path.read_bytes() for path in library)), dtype=torch.uint8)
@@ -61,13 +61,20 @@ agmerge.init(elastic=agmerge.Elastic(suspect=60.0))  # others may use this machi
 optimizer = agmerge.DistributedOptimizer(
     inner, model.named_parameters(), timeout=120, merging="threshold", **setting)
 state = agmerge.elastic.State(model=model, optimizer=optimizer, step=0)
+def step():
+    if not clip:
+        return optimizer.step()
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    with optimizer.skip_synchronize():
+        optimizer.step()
 with open(folder / f"{os.getpid()}.lines", "a") as lines:
     losses = {}
     while state.step < until:
         optimizer.zero_grad()
         number = (seed * 100_000 + state.step) * 16 + agmerge.rank()
         loss_of(batch(number, 0, held_back)).backward()
-        optimizer.step(); state.step += 1; state.commit()
+        step(); state.step += 1; state.commit()
         print(json.dumps([time.monotonic(), state.step, agmerge.size()]), file=lines, flush=True)
         if state.step in evaluated:
             losses[state.step] = evaluate()
@@ -79,10 +86,10 @@ agmerge.shutdown()
 class Training:
     """Lighthouse and workers of one training."""
 
-    def __init__(self, folder: Path, setting: str, seed: int, evaluated: list[int], workers: int) -> None:
+    def __init__(self, folder: Path, chosen: argparse.Namespace, seed: int, evaluated: list[int]) -> None:
         """Start all. ``evaluated``: steps after which the loss is evaluated; the last one ends the training."""
         (folder / "worker.py").write_text(WORKER)
-        arguments = json.dumps([*SETTINGS[setting], evaluated])
+        arguments = json.dumps([*SETTINGS[chosen.setting], chosen.clip, evaluated])
         self.folder, self.arguments = folder, (evaluated[-1], str(seed), arguments)
         self.killed: list[subprocess.Popen[bytes]] = []
         self._started: list[subprocess.Popen[bytes]] = []  # those that wait to be let in, too
@@ -90,7 +97,7 @@ class Training:
         command = [sys.executable, "-m", "agmerge", "lighthouse", "--port", self.port]
         self.lighthouse = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         self.lighthouse.stdout.readline()  # its address: it serves from now on
-        self.workers = [self.start() for _ in range(workers)]
+        self.workers = [self.start() for _ in range(chosen.workers)]
 
     def start(self, **more: str) -> subprocess.Popen[bytes]:
         """Start a worker; with ``AGMERGE_WAITS`` it does not join before :meth:`let_in`."""
@@ -154,7 +161,7 @@ def trained(chosen: argparse.Namespace, seed: int, evaluated: list[int], every: 
     chance, steps = random.Random(seed), evaluated[-1]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        training = Training(folder, chosen.setting, seed, evaluated, chosen.workers)
+        training = Training(folder, chosen, seed, evaluated)
         try:
             wait_for(folder, [one.pid for one in training.workers], 1)
             began = min(lines(folder, one.pid)[0][0] for one in training.workers)
@@ -185,12 +192,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--setting", choices=list(SETTINGS), default="default")
     parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--clip", type=float, default=0.0, help="norm to which combined gradients are clipped; 0: none")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--every", type=int, default=100, help="steps between two kills")
     parser.add_argument("--later", type=int, default=50, help="steps from a kill to the arrival of another worker")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     chosen = parser.parse_args()
+    if chosen.clip and chosen.setting == "updates":
+        parser.error("--clip: no gradients are combined with sync='updates'")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers are ended then, too
     pairs = []
     for seed in range(chosen.first, chosen.first + chosen.seeds):
