@@ -58,9 +58,13 @@ class Training:
             if self.dies_at is not None and len(self.calls) > self.dies_at:
                 raise elastic.Killed
 
+    def placed(self, model: torch.nn.Sequential, place: str) -> torch.nn.Module:
+        """Return ``model`` with its parameters at ``place``."""
+        return model.to(place)
+
     def train(self, worker: int, place: str = "cpu") -> list[tuple[int, torch.Tensor]]:
         """Train on one rank, with tensors at ``place``."""
-        model = copy.deepcopy(self.model).to(place)
+        model = self.placed(copy.deepcopy(self.model), place)
         inner = torch.optim.SGD(model.parameters(), lr=0.05)
         optimizer = agmerge.DistributedOptimizer(
             inner, model.named_parameters(), timeout=20.0, check_every=1, merging=PLAN, **self.options

@@ -79,6 +79,31 @@ class OnDevices(Training):
             return self.train(worker, PLACE)
 
 
+class Split(OnDevices):
+    """The same training with one layer on the host: of a round some messages are queued, and others waited for."""
+
+    def __init__(self, on_host: str, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.on_host = on_host
+
+    def placed(self, model: torch.nn.Sequential, place: str) -> torch.nn.Module:
+        return InBothMemories(model, place, self.on_host)
+
+
+class InBothMemories(torch.nn.Module):
+    """Model with its "first" or "last" layer on the host, and the other one at ``place``, as inputs and outputs."""
+
+    def __init__(self, model: torch.nn.Sequential, place: str, on_host: str) -> None:
+        super().__init__()
+        self.place, self.last_place = place, place if on_host == "first" else "cpu"
+        self.first_place = "cpu" if on_host == "first" else place
+        self.first, self.last = model[0].to(self.first_place), model[-1].to(self.last_place)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(inputs.to(self.first_place)))
+        return self.last(hidden.to(self.last_place)).to(self.place)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_survivors_go_on_equal_to_the_bit(setting: str, size: int) -> None:
@@ -99,6 +124,23 @@ def test_whoever_is_behind_gets_what_others_have(setting: str, monkeypatch: pyte
     for call in range(first_call_of_step(quiet.calls, 1), first_call_of_step(quiet.calls, 2)):
         check(OnDevices(options, 3, 0, None).run(elastic.BadLuck(of=1, call=call, victim=0)), 0, 3)
     assert "all" in outcomes
+
+
+@pytest.mark.parametrize(
+    ("setting", "on_host"), [("dense", "first"), ("quantised", "first"), ("updates", "first"), ("quantised", "last")]
+)
+def test_parts_of_a_round_count_where_parameters_are_in_both_memories(
+    setting: str, on_host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One dies, or an unlucky one loses a result, at each call of a step."""
+    options, outcomes = SETTINGS[setting], note_outcomes(monkeypatch)
+    quiet = Split(on_host, options, 3, 2, None)
+    quiet.run()
+    for call in range(first_call_of_step(quiet.calls, 1), first_call_of_step(quiet.calls, 2)):
+        check(Split(on_host, options, 3, 2, call).run(), 2, 3)
+        check(Split(on_host, options, 3, 0, None).run(elastic.BadLuck(of=1, call=call, victim=0)), 0, 3)
+    # The device's buffers are looked at first: where they are the last ones, no others are known to have arrived.
+    assert outcomes == ({"all", "part", "nothing"} if on_host == "first" else {"all", "nothing"})
 
 
 def test_an_undisturbed_training_has_the_bits_of_the_host() -> None:
