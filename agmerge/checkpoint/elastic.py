@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -15,9 +15,8 @@ import torch
 
 from agmerge.backends import Backend, timeouts
 from agmerge.backends.handshake import broadcast_bytes
-from agmerge.checkpoint import elastic_leaving, rank_state
+from agmerge.checkpoint import elastic_leaving, rank_state, tensor_stream
 from agmerge.checkpoint.elastic_sampler import Sampler as Sampler
-from agmerge.checkpoint.gather import packed, unpacked
 from agmerge.engine.optimizer_states import load_state
 from agmerge.engine.participation import RETRIED
 from agmerge.engine.reducers import AnyReducer
@@ -176,28 +175,38 @@ class State:
             self._hand_over(members, outcome, receivers)
 
     def _hand_over(self, members: Backend, outcome: Settled, receivers: list[int]) -> None:
-        """Collective. Send the donor's state to ``receivers``; the other members take no part in that."""
-        timeout = timeouts.default()
+        """Collective. Send the donor's state to ``receivers``; the other members merely wait until it is there."""
+        timeout, gives = timeouts.default(), members.rank == outcome.donor
+        outline, tensors = tensor_stream.outlined(self._state()) if gives else (b"", [])
+        size = torch.tensor([tensor_stream.size_of(tensors)])
+        members.broadcast(size, outcome.donor, "elastic state/size").wait(timeout)
         part = members.subgroup([outcome.donor, *receivers], "elastic state", timeout)
+        pauses: Iterable[Any] = range(int(size) // tensor_stream.PAUSE)
+        state: dict[str, Any] = {}
         if part is not None:
-            data = self._packed() if part.rank == 0 else b""
-            data = broadcast_bytes(part, data, 0, "elastic state", timeout)
-            if part.rank:
-                self._load(data)
+            outline = broadcast_bytes(part, outline, 0, "elastic state", timeout)
+            if not gives:
+                state, tensors = tensor_stream.unfilled(outline)
+            pauses = tensor_stream.broadcast_tensors(part, tensors, 0, "elastic state/tensors", timeout)
+        for _ in pauses:  # those that wait would count the others as lost else, with a state that takes minutes
+            members.barrier("elastic state is on its way").wait(timeout)
+        if part is not None:
+            if not gives:
+                self._load(state)
             part.drop()
             self._is_new = False  # from here on: others may be a step ahead when they hear that this one is lost
         members.barrier("elastic state is there").wait(timeout)
 
     # -- what is handed over ------------------------------------------------------------------------------------------
 
-    def _packed(self) -> bytes:
+    def _state(self) -> dict[str, Any]:
         """Return this worker's state as a newcomer needs it: without what is this worker's own."""
         state = self._optimizer.state_dict()
         section = dict(state.pop(rank_state.SECTION))
         section |= {plural: {} for plural in rank_state.LOST}
         if section["updates"] is not None:
             section["updates"] = rank_state.common_part(section["updates"])
-        whole = {
+        return {
             "section": {**section, "window": {}},
             "optimizer": state,
             "model": self._model.state_dict(),
@@ -205,11 +214,9 @@ class State:
             "sampler": _saved(self._sampler),
             "values": {name: _saved(getattr(self, name)) for name in self._names},
         }
-        return packed(whole)
 
-    def _load(self, data: bytes) -> None:
-        """Take over the state of a donor."""
-        whole = unpacked(data)
+    def _load(self, whole: dict[str, Any]) -> None:
+        """Take over the state of a donor, as :meth:`_state` has returned it there."""
         self._model.load_state_dict(whole["model"])
         if set(whole["values"]) != set(self._names):
             raise AGMergeError(

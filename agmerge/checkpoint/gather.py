@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from typing import Any
 
@@ -13,6 +12,7 @@ from agmerge.backends import Backend
 from agmerge.backends.handshake import LARGEST, gather_bytes
 from agmerge.checkpoint import rank_state
 from agmerge.checkpoint.rank_state import Wrapper
+from agmerge.checkpoint.tensor_stream import replaced
 from agmerge.runtime import workers
 
 
@@ -41,19 +41,8 @@ def packed(state: dict[str, Any]) -> bytes:
     Another worker may have no device of that number.
     """
     file = io.BytesIO()
-    torch.save(_on_host(state), file)
+    torch.save(replaced(state, torch.Tensor.cpu), file)
     return file.getvalue()
-
-
-def _on_host(state: Any) -> Any:
-    """Return a state with copies of those tensors that lie on devices."""
-    if isinstance(state, torch.Tensor):
-        return state.cpu()
-    if isinstance(state, dict):
-        moved = copy.copy(state)  # that of a module has more than its items
-        moved.update({key: _on_host(value) for key, value in state.items()})
-        return moved
-    return type(state)(map(_on_host, state)) if type(state) in (list, tuple) else state
 
 
 def unpacked(data: bytes) -> dict[str, Any]:
