@@ -13,8 +13,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,7 +31,10 @@ READY = "ready"  # key in the store, since:
 SETTLES = 3.0  # seconds after its start in which a lighthouse lets no newcomers in: a job may be looking for it
 NEWCOMERS = "newcomers are let in"
 TELLS = 5.0  # seconds after which a worker that waits says so
-WAITS = "agmerge: init() waits to be let in to the job of the lighthouse at {host}:{port}\n"
+NO_ADDRESS = "its name has no address"
+TO_BE_LET_IN = "init() waits to be let in to the job of the lighthouse at {host}:{port}"
+FOR_AN_ANSWER = "init() looks for a lighthouse at {host}:{port}, where none answers, for {patience:g} s"
+FOR_A_GROUP = "waits for the next group of workers, of at least {least} (min_workers), for {patience:g} s"
 GONE = "the lighthouse is gone, and looked for; training goes on. Start it again at its address, for deaths or arrivals"
 
 
@@ -71,7 +74,10 @@ class Generations:
         self._options, self._timeout = options, timeout
         host, _, port = options.lighthouse.rpartition(":")
         self._lighthouse = host, int(port)
-        own = _own_address(host)
+        try:
+            own = _own_address(host)
+        except socket.gaierror as error:
+            raise self._no_lighthouse(NO_ADDRESS) from error
         name = addresses.interface(own)
         if name and not os.environ.get(torch_store.INTERFACE):
             os.environ[torch_store.INTERFACE] = name  # else Gloo listens where this machine's name leads
@@ -107,14 +113,7 @@ class Generations:
 
     def _joined(self) -> Group:
         """Collective. Return this worker's first generation, also where the lighthouse is started again meanwhile."""
-        is_in = threading.Event()
-
-        def tell() -> None:
-            if not is_in.wait(TELLS):
-                sys.stderr.write(WAITS.format(host=self._lighthouse[0], port=self._lighthouse[1]))
-
-        threading.Thread(target=tell, name="agmerge tells", daemon=True).start()
-        try:
+        with self._telling(TO_BE_LET_IN):
             while True:
                 try:
                     return self._formed(None, lets_in=False)
@@ -122,8 +121,24 @@ class Generations:
                     raise
                 except RuntimeError:  # the lighthouse is gone, and with it this worker's place
                     self._membership = self._asking()
+
+    @contextmanager
+    def _telling(self, words: str) -> Iterator[None]:
+        """Say what this worker waits for, should it wait inside for long."""
+        host, port = self._lighthouse
+        options = self._options
+        told = words.format(host=host, port=port, patience=options.patience, least=options.min_workers)
+        is_over = threading.Event()
+
+        def tell() -> None:
+            if not is_over.wait(TELLS):
+                sys.stderr.write(f"agmerge: {told}\n")
+
+        threading.Thread(target=tell, name="agmerge tells", daemon=True).start()
+        try:
+            yield
         finally:
-            is_in.set()
+            is_over.set()
 
     @property
     def group(self) -> Group:
@@ -160,10 +175,11 @@ class Generations:
                 self._group.broken.give_up(why)
                 self._wake.set()
             # The thread raises after `patience`, unless it hangs where the network lets nothing through.
-            self._changed.wait_for(
-                lambda: self._group.backend is not present or self._error is not None,
-                self._options.patience + 10 * ATTEMPT,
-            )
+            with self._telling(FOR_A_GROUP):
+                self._changed.wait_for(
+                    lambda: self._group.backend is not present or self._error is not None,
+                    self._options.patience + 10 * ATTEMPT,
+                )
             if self._error is None and self._group.backend is present:
                 self._error = self._no_lighthouse()
             if self._error is not None:
@@ -189,7 +205,8 @@ class Generations:
     def _connect(self, patience: float) -> Any:
         """Return a connection to the job's store. Raises :class:`agmerge.AGMergeError` where there is none."""
         try:
-            return self._connected(patience)
+            with self._telling(FOR_AN_ANSWER):
+                return self._connected(patience)
         except RuntimeError as error:
             raise self._no_lighthouse() from error
 
@@ -205,11 +222,11 @@ class Generations:
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds)
         )
 
-    def _no_lighthouse(self) -> AGMergeError:
+    def _no_lighthouse(self, why: str = "") -> AGMergeError:
         host, port = self._lighthouse
         return AGMergeError(
-            f"no lighthouse answers at {host}, port {port}, within {self._options.patience:g} s: start one there, by "
-            f"`python -m agmerge lighthouse --port {port}`, or set AGMERGE_LIGHTHOUSE to where it is"
+            f"no lighthouse answers at {host}, port {port}, {why or f'within {self._options.patience:g} s'}: start one "
+            f"there, by `python -m agmerge lighthouse --port {port}`, or set AGMERGE_LIGHTHOUSE to where it is"
         )
 
     # -- threads ------------------------------------------------------------------------------------------------------

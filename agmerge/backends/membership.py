@@ -304,8 +304,8 @@ class Membership:
         self._arrived = max(self._arrived, *decided)
         if self.own.number not in decided:
             raise AGMergeError(
-                f"the other workers go on without this one, number {self.own.number}: it gave no sign of life for "
-                f"{HURRY:g} s or more when they formed a group. Start it again: it comes back as a newcomer"
+                f"the other workers go on without this one, number {self.own.number}: it gave no sign of life when "
+                "they formed a group. Start it again: it comes back as a newcomer. If it was merely busy, raise suspect="
             )
         members = tuple(map(self._worker, decided))
         new = tuple(rank for rank, one in enumerate(decided) if one not in before)

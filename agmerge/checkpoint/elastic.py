@@ -34,6 +34,16 @@ NOT_ELASTIC = (
 )
 
 
+NOT_WRAPPED = (
+    "agmerge.elastic.State(optimizer=...) was given {kind}, which exchanges nothing: give it what "
+    "agmerge.DistributedOptimizer or LocalOptimizer returns for that one"
+)
+OTHERS_STATE = (
+    "this worker cannot take over the state of the others: {error}. Run the same script on all workers; another job "
+    "has a lighthouse of its own"
+)
+
+
 class State:
     """Collective. Model, optimizer and numbers of a training, which newcomers are handed by the oldest worker.
 
@@ -57,6 +67,8 @@ class State:
     ) -> None:
         if not workers.can_regroup():
             raise AGMergeError(NOT_ELASTIC)
+        if not hasattr(optimizer, "_reducer"):
+            raise AGMergeError(NOT_WRAPPED.format(kind=type(optimizer).__name__))
         self._model, self._optimizer, self._scheduler, self._sampler = model, optimizer, scheduler, sampler
         self._on_change, self._names, self._leaves = on_change, tuple(values), False
         self._is_new = True  # it has not got the state of the others
@@ -88,6 +100,7 @@ class State:
         if self._sampler is not None:
             self._sampler.begin()
         before, self._size = self._size, workers.size()
+        participation.committed()
         if before != self._size and self._on_change is not None:
             self._on_change(before, self._size)
         return True
@@ -217,16 +230,21 @@ class State:
 
     def _load(self, whole: dict[str, Any]) -> None:
         """Take over the state of a donor, as :meth:`_state` has returned it there."""
-        self._model.load_state_dict(whole["model"])
         if set(whole["values"]) != set(self._names):
             raise AGMergeError(
                 f"agmerge.elastic.State has {sorted(self._names)} here and {sorted(whole['values'])} on the others: "
                 "run the same script on all workers"
             )
-        load_state(self._optimizer._inner, whole["optimizer"])
-        rank_state.load(self._optimizer._reducer, whole["section"], own=True)
-        _restored(self._scheduler, whole["scheduler"])
-        _restored(self._sampler, whole["sampler"])
+        if self._sampler is not None:
+            self._sampler.check_same(whole["sampler"])
+        try:
+            self._model.load_state_dict(whole["model"])
+            load_state(self._optimizer._inner, whole["optimizer"])
+            rank_state.load(self._optimizer._reducer, whole["section"], own=True)
+            _restored(self._scheduler, whole["scheduler"])
+            _restored(self._sampler, whole["sampler"])
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise AGMergeError(OTHERS_STATE.format(error=error)) from error
         for name, saved in whole["values"].items():
             setattr(self, name, _restored(getattr(self, name), saved))
 

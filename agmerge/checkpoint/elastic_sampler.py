@@ -16,6 +16,11 @@ NOT_GIVEN = (
     "sampler=...), and commit() counts them"
 )
 
+OTHER_SAMPLER = (
+    "agmerge.elastic.Sampler has {name}={own} here, and the others have {other}: all workers take as many samples in a "
+    "step, of the same order. Give all of them the same"
+)
+
 
 class Sampler(torch.utils.data.Sampler[int]):
     """Sampler of indices of a data set that all workers of an elastic job train with together.
@@ -111,9 +116,20 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._at = epoch, taken + self._batch * self._workers
         self._drawn = max(self._drawn - 1, 0)
 
+    def check_same(self, state: dict[str, Any] | None) -> None:
+        """Raise :class:`agmerge.AGMergeError` unless a sampler of that ``state`` deals out as this one does."""
+        for name, own in self._dealing().items():
+            other = (state or {}).get(name)
+            if own != other:
+                raise AGMergeError(OTHER_SAMPLER.format(name=name, own=own, other=other))
+
+    def _dealing(self) -> dict[str, Any]:
+        """Return what must be the same on all workers, so that each sample is dealt out once."""
+        return {"batch_size": self._batch, "seed": self._seed, "shuffle": self._shuffle}
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and how many samples of it all workers have trained with."""
-        return {"epoch": self._at[0], "taken": self._at[1], "count": self._count}
+        """Return the epoch, how many samples of it all workers have trained with, and how they are dealt out."""
+        return {"epoch": self._at[0], "taken": self._at[1], "count": self._count, **self._dealing()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a place. Raises :class:`agmerge.AGMergeError` if it is of a data set of another length."""

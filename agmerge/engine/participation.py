@@ -40,8 +40,14 @@ from agmerge.version import __version__
 
 T = TypeVar("T")
 TOO_FEW = (
-    "an elastic job has {size} workers, fewer than its min_workers, and begins a step with them. Call commit() of "
-    "agmerge.elastic.State after each step: there it waits for others; or lower min_workers"
+    "an elastic job has {size} workers, fewer than its min_workers, and begins another step with them. Call commit() "
+    "of agmerge.elastic.State after each step: there it waits for others; or lower min_workers"
+)
+WAITS = ", fewer than min_workers: the next commit() waits for others"
+UNCOMMITTED = 20  # exchanges without commit(), after which a warning says so
+NO_COMMIT = (
+    "{count} exchanges of an elastic job without commit() of agmerge.elastic.State: call it after each step. Only "
+    "there newcomers are let in, and samples of an agmerge.elastic.Sampler are counted"
 )
 RETRIED = "{name}, of state.retried,"
 
@@ -109,6 +115,8 @@ class Participation:
         # Of an elastic group; seconds of those in which workers were lost.
         self.changes: dict[str, float] = {"lost": 0, "left": 0, "arrived": 0, "repeated": 0, "seconds": 0.0}
         self._has_compared = False  # replicas, after the first step among these workers
+        self._uncommitted = 0  # exchanges since the script has called commit()
+        self._went_on_with_few = False  # one of these has begun with fewer than min_workers
         self._communicators: list[weakref.finalize[..., Participation]] = []  # drop those of the present group
 
     @property
@@ -167,8 +175,7 @@ class Participation:
         Where workers can be lost, the exchange goes on among the survivors, in a group that ``connect`` connects to.
         Then all but the last of what is yielded are parts: the caller applies and commits each.
         """
-        if workers.has_too_few():
-            raise TooFewWorkers(TOO_FEW.format(size=workers.size()))
+        self._check_committed()
         while True:
             try:
                 connect()
@@ -186,6 +193,23 @@ class Participation:
             yield combined
             if not combined.is_part:
                 return
+
+    def committed(self) -> None:
+        """Record that the script of an elastic job has called ``commit()``."""
+        self._uncommitted, self._went_on_with_few = 0, False
+
+    def _check_committed(self) -> None:
+        """Raise :class:`TooFewWorkers` for a second exchange without ``commit()`` that begins with too few workers.
+
+        For the first one these were lost after ``commit()``, in a function of the script, say.
+        """
+        few = workers.has_too_few()
+        if few and self._went_on_with_few:
+            raise TooFewWorkers(TOO_FEW.format(size=workers.size()))
+        self._went_on_with_few = few
+        self._uncommitted += 1
+        if workers.can_regroup() and self._uncommitted == UNCOMMITTED:
+            warn(NO_COMMIT.format(count=UNCOMMITTED), workers.rank())
 
     def connected(self, connect: Callable[[], None]) -> None:
         """Collective. Call ``connect`` before a step; again among the survivors, where a worker is lost in it."""
@@ -286,7 +310,8 @@ class Participation:
             return outcome
         self._count(left=left, lost=before - now - left, repeated=not has_ended(outcome))
         self.changes["seconds"] += time.monotonic() - began
-        warn(f"in step {self.exchange.agreed.step} a worker was lost: {now} of {before} workers go on", workers.rank())
+        words = f"in step {self.exchange.agreed.step} a worker was lost: {now} of {before} workers go on"
+        warn(words + (WAITS if workers.has_too_few() else ""), workers.rank())
         return outcome
 
     def count_change(self, before: int) -> None:

@@ -91,6 +91,20 @@ OF_ELASTIC: tuple[Row, ...] = (
         "elastic.md",
     ),
     (
+        "AGM220",
+        ("exchanges of an elastic job without commit()",),
+        "A script of an elastic job does not call `commit()`, or too seldom: those that come wait in vain.",
+        "Call `state.commit()` after each step, on all workers.",
+        "elastic.md",
+    ),
+    (
+        "AGM310",
+        ("agmerge.elastic.State(optimizer=...) was given",),
+        "`State` was made with the optimizer that is wrapped, in place of the one that exchanges.",
+        "Wrap it first: `optimizer = agmerge.DistributedOptimizer(inner, ...)`, then `State(optimizer=optimizer)`.",
+        "elastic.md",
+    ),
+    (
         "AGM308",
         ("cannot go on without a worker that is lost", "pretends a link for a fixed number of workers"),
         "The setting depends on a fixed number of workers, so an elastic job refuses it.",
@@ -122,9 +136,14 @@ OF_ELASTIC: tuple[Row, ...] = (
     ),
     (
         "AGM407",
-        ("agmerge.elastic.State has … here and", "samples here, and … where its place was recorded"),
-        "Workers run other scripts, or other versions of one, or have other data: their states do not fit.",
-        "Give every worker the same script and the same data.",
+        (
+            "agmerge.elastic.State has … here and",
+            "samples here, and … where its place was recorded",
+            "agmerge.elastic.Sampler has … here, and the others",
+            "this worker cannot take over the state of the others",
+        ),
+        "Workers run other scripts, or have other data or arguments, or are of another job: their states do not fit.",
+        "Give every worker the same script, arguments and data, and every job a lighthouse of its own.",
         "elastic.md",
     ),
 )

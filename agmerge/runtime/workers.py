@@ -24,8 +24,11 @@ _thread = threading.local()  # .backend, .regroup, .leaves; written by bind and 
 _job: Generations | None = None  # of an elastic job; None: it is not; written by _set_process alone
 Regroup = Callable[[bool], Backend]  # whether it lets newcomers in: forms the next group of workers
 LIGHTHOUSE = "AGMERGE_LIGHTHOUSE"
+_has_left = False  # this worker has left its elastic job; written by shutdown alone
 _looked = False  # the last init() of the process looked for others; the script had not named a backend
 
+NOT_INITIALIZED = "AGMerge has not been initialized; use agmerge.init()."
+HAS_LEFT = "\nThis worker has left its elastic job: call nothing of agmerge after commit() has returned False."
 ONE_AGENT = (
     "init(elastic=True): one torchrun has started {count} workers, and ends all of them when one dies. Start each "
     "worker by a torchrun of its own, with --nproc_per_node 1, or without a launcher (docs/elastic.md)"
@@ -153,7 +156,9 @@ def adopt() -> None:
 
 def shutdown() -> None:
     """Leave the group. Nothing but :func:`init` may be called afterwards. A rank of an in-memory group stays in it."""
+    global _has_left
     if _process is not None and bound() is None:
+        _has_left = _job is not None and _job.leaves
         monitor.ended("has called agmerge.shutdown()")
         monitor.close()
         if _job is not None:
@@ -193,7 +198,7 @@ def world() -> Backend:
     """
     backend = bound() or _process
     if backend is None:
-        raise AGMergeError("AGMerge has not been initialized; use agmerge.init().")
+        raise AGMergeError(NOT_INITIALIZED + (HAS_LEFT if _has_left else ""))
     if backend is _process and backend.stale:
         renew()
         return world()

@@ -60,6 +60,10 @@ with open(folder / f"{os.getpid()}.lines", "a", encoding="utf-8") as lines:
         lines.write(json.dumps([state.step, agmerge.size(), same, time.monotonic(), generation()]) + "\n")
         lines.flush()
         if not state.commit():
+            try:
+                agmerge.rank()
+            except agmerge.AGMergeError as error:
+                print(error, flush=True)
             break
         time.sleep(0.03)
 agmerge.shutdown()

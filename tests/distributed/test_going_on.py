@@ -93,6 +93,7 @@ def test_one_that_is_told_to_end_leaves_after_a_whole_step(tmp_path: Path) -> No
         assert [line[0] for line in here.lines(second)] == list(range(here.lines(second)[0][0], STEPS + 1))
         assert here.size(second) == 1 and "a worker has left: 1 train from now on" in here.logs()
         assert "was lost" not in here.logs()
+        assert "This worker has left its elastic job" in here.log(first)
         late = here.start()
         assert late.wait(60) != 0 and "the job at this lighthouse has ended" in here.logs()
 
@@ -160,6 +161,8 @@ def test_too_few_workers_wait_in_memory_and_one_of_other_options_is_sent_away(tm
         here.wait_for_steps(10, first, second)
         second.kill()
         second.wait()
+        here.wait_for(lambda: "waits for the next group of workers, of at least 2" in here.log(first))
+        assert "1 of 2 workers go on, fewer than min_workers: the next commit() waits" in here.log(first)
         stranger = here.start(steps=WITHOUT_END, compression="eden-8")
         assert stranger.wait(60) != 0 and "compression" in here.log(stranger), here.logs()
         steps = here.lines(first)[-1][0]

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import time
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import agmerge
+from agmerge.backends import generations
 from agmerge.backends.local import Call
 from agmerge.checkpoint import tensor_stream
 from agmerge.runtime import workers
@@ -278,3 +281,112 @@ def test_the_group_is_given_up_for_newcomers_once_all_have_ended_the_step(monkey
         if isinstance(result, BaseException):
             raise result
     assert events == ["has ended the step"] * 3 + ["gives up"] * 3
+
+
+def trained(worker: int, *, steps: int, commits: bool, dies_before: int = -1, first: int = 0) -> int:
+    """Make ``steps`` steps, and return how many; worker 2 dies before one of them, in a function of the script."""
+    model = torch.nn.Linear(8, 8)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), timeout=20.0)
+    state = agmerge.elastic.State(model=model, optimizer=optimizer, step=0)
+
+    @state.retried
+    def counted() -> float:
+        if (worker, state.step) == (2, dies_before):
+            raise elastic.Killed
+        return float(agmerge.allreduce(torch.ones(1), op=agmerge.Sum))
+
+    while state.step < steps:
+        assert counted() == workers.size()
+        optimizer.zero_grad()
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        state.step += 1
+        if commits or state.step <= first:
+            state.commit()
+    return int(state.step)
+
+
+@pytest.mark.parametrize("dies_before", [0, 2])
+def test_a_step_that_has_lost_its_workers_before_it_began_is_ended_with_too_few(
+    dies_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were there at the last commit, and the next one waits for others."""
+    waits: list[int] = []
+    few = lambda: workers.size() < 3  # noqa: E731
+    monkeypatch.setattr(workers, "has_too_few", few)
+
+    def let_in(self: agmerge.elastic.State) -> None:
+        waits.append(self.step)
+        monkeypatch.setattr(workers, "has_too_few", lambda: False)  # one has come
+
+    monkeypatch.setattr(agmerge.elastic.State, "_let_in", let_in)
+    results = elastic.run(3, lambda worker: trained(worker, steps=5, commits=True, dies_before=dies_before))
+    assert results[:2] == [5, 5] and set(waits) == {dies_before + 1}
+
+
+def test_without_commit_a_second_step_with_too_few_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "has_too_few", lambda: workers.size() < 3)
+    results = elastic.run(3, lambda worker: trained(worker, steps=5, commits=False, dies_before=2))
+    for result in results[:2]:
+        assert isinstance(result, agmerge.TooFewWorkers) and "Call commit()" in str(result)
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_many_steps_without_commit_are_told_once(commits: bool) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert elastic.run(2, lambda worker: trained(worker, steps=50, commits=commits, first=3)) == [50, 50]
+    told = [str(one.message) for one in said if "without commit()" in str(one.message)]
+    assert len(told) == (0 if commits else 1)
+
+
+def refused(make: Callable[[int], dict[str, Any]]) -> str:
+    """Return why worker 1 cannot have the state of worker 0: with ``make(worker)``, arguments of State."""
+
+    def body(worker: int) -> None:
+        arguments = make(worker)
+        model = arguments.setdefault("model", torch.nn.Linear(4, 4))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        arguments.setdefault("optimizer", agmerge.DistributedOptimizer(inner, model.named_parameters(), timeout=20.0))
+        agmerge.elastic.State(**arguments)
+
+    _, result = elastic.run(2, body)
+    assert isinstance(result, agmerge.AGMergeError), result
+    return str(result)
+
+
+def test_who_comes_with_other_arguments_is_told_what_differs() -> None:
+    data = list(range(60))
+    sampler = agmerge.elastic.Sampler
+    assert "Sampler has batch_size=16 here, and the others have 8" in refused(
+        lambda worker: {"sampler": sampler(data, 8 * (worker + 1))}
+    )
+    assert "Sampler has seed=1 here" in refused(lambda worker: {"sampler": sampler(data, 8, seed=worker)})
+    words = refused(lambda worker: {"model": torch.nn.Linear(4, 4 + worker)})
+    assert "cannot take over the state of the others" in words and "size mismatch" in words
+    assert "a lighthouse of its own" in words
+
+
+def test_the_optimizer_that_is_wrapped_is_refused_before_anything_is_sent() -> None:
+    def body(worker: int) -> None:
+        model = torch.nn.Linear(4, 4)
+        inner = torch.optim.AdamW(model.parameters())
+        with pytest.raises(agmerge.AGMergeError, match=r"was given AdamW.*agmerge\.DistributedOptimizer"):
+            agmerge.elastic.State(model=model, optimizer=inner)
+
+    assert elastic.run(2, body) == [None, None]
+
+
+def test_a_name_without_an_address_is_told_at_once() -> None:
+    with pytest.raises(agmerge.AGMergeError, match=r"no lighthouse answers at no\.such\.host\.invalid.*no address"):
+        agmerge.init(elastic=agmerge.Elastic(lighthouse="no.such.host.invalid:29510"))
+
+
+def test_who_finds_no_lighthouse_says_so_while_it_looks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generations, "TELLS", 0.1)
+    with pytest.raises(agmerge.AGMergeError, match="no lighthouse answers at 127.0.0.1, port 9, within 0.5 s"):
+        agmerge.init(elastic=agmerge.Elastic(lighthouse="127.0.0.1:9", patience=0.5))
+    assert "init() looks for a lighthouse at 127.0.0.1:9, where none answers, for 0.5 s" in capsys.readouterr().err
