@@ -305,7 +305,7 @@ class Membership:
         if self.own.number not in decided:
             raise AGMergeError(
                 f"the other workers go on without this one, number {self.own.number}: it gave no sign of life when "
-                "they formed a group. Start it again: it comes back as a newcomer. If it was merely busy, raise suspect="
+                "they formed a group. Start it again: it comes back as a newcomer. If it was only busy, raise suspect="
             )
         members = tuple(map(self._worker, decided))
         new = tuple(rank for rank, one in enumerate(decided) if one not in before)
