@@ -115,6 +115,7 @@ SETUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "elastic": (MODEL + ELASTIC, ()),
     "elastic state": (MODEL + ELASTIC + DISTRIBUTED + STATE, ()),
     "elastic sampler": (MODEL + ELASTIC + DISTRIBUTED + DATA, ()),
+    "elastic script": (MODEL + ELASTIC + DATA + "import signal\ncount_right = lambda model: (3.0, 4.0)\n", ()),
     "elastic trainer": (MODEL + TRAINER + ELASTIC + "import signal\n", ()),
     "elastic accelerate": (MODEL + ELASTIC + DATA + "from accelerate import Accelerator\n", ()),
     "data parallel": (DDP, TORCHRUN),
