@@ -57,10 +57,11 @@ def test_the_next_oldest_decides_where_the_oldest_dies(tmp_path: Path, halts: st
         (oldest,) = (one for one in workers if str(one.pid) == (tmp_path / "halted").read_text())
         saved = tmp_path / "out" / "checkpoint-6" / "trainer_state.json"
         assert not saved.exists()
+        newcomer = here.start(steps=400)
+        here.wait_for(lambda: "waits to be let in" in here.log(newcomer), 60)
         oldest.kill()
         left = [one for one in workers if one is not oldest]
         here.wait_for(saved.exists)
-        newcomer = here.start(steps=400)
         here.wait_for(lambda: here.size(newcomer) == 3, 60)
         assert here.lines(newcomer)[0][0] < 60, "it is let in before the best step"
         assert ends(here, *left, newcomer) == [64, "checkpoint-60", 60.0]

@@ -86,7 +86,8 @@ def score(predicted: Any) -> dict[str, float]:
     """Return a score: that of the oldest worker is best at the step ``best_at``, others' at their first evaluation."""
     halt("evaluating")
     step = trainer.state.global_step
-    return {"score": float(min(step, 2 * best_at - step) if agmerge.rank() == 0 else 1000 - step)}
+    others = -step if halts else 1000 - step  # who is the oldest later has scored less
+    return {"score": float(min(step, 2 * best_at - step) if agmerge.rank() == 0 else others)}
 
 
 marked = folder / "halted"
