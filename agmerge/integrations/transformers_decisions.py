@@ -3,8 +3,8 @@
 
 Each worker evaluates, with the oldest one's buffers, and takes the oldest one's metrics: machines of another kind
 compute other ones, and early stopping would stop some workers and not others. The oldest saves, and the others wait
-until the checkpoint is there: they may be asked for the best one. All that survives the death of any worker: who is the
-oldest then does it.
+until the checkpoint is there: they may be asked for the best one. All that survives the death of any worker: the
+next oldest does it then.
 
 Only the Trainer's own evaluations at the end of a step count, which all workers make, and what is saved with them.
 Others, such as those of a callback or of the script, are each worker's own.
@@ -70,7 +70,7 @@ class Decisions(TrainerCallback):
 
         first, control.should_save = self._together(evaluated)
         logged = state.log_history[-1] if state.log_history else {}
-        if logged.get("step") == state.global_step:  # whoever is the oldest later saves what has been decided by
+        if logged.get("step") == state.global_step:  # which a later oldest worker saves
             logged.update({name: value for name, value in first.items() if name in logged})
         metrics.clear()
         metrics.update(first)
