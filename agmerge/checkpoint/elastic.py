@@ -84,25 +84,9 @@ class State:
         With fewer than ``min_workers`` it waits for some. Raises :class:`agmerge.TooFewWorkers` after ``patience``.
         Returns False on a worker that has called :meth:`leave`: it takes part no more, and ends its loop.
         """
-        participation = self._optimizer._reducer.participation
-        if self._sampler is not None:
-            self._sampler.advance()
-        if self._let_go():
-            workers.shutdown()
+        if not self._end_step():
             return False
-        if workers.world().has_failed:  # as a collective of the script has found out
-            self._regroup(lets_in=False)
-        # A lone worker may exchange nothing: no message tells it that others wait, and there is none to agree with.
-        if participation.lets_in or (workers.size() == 1 and workers.newcomers_wait()):
-            self._let_in()
-        while workers.has_too_few():
-            self._let_in()
-        if self._sampler is not None:
-            self._sampler.begin()
-        before, self._size = self._size, workers.size()
-        participation.committed()
-        if before != self._size and self._on_change is not None:
-            self._on_change(before, self._size)
+        self._begin_step()
         return True
 
     def retried(self, function: Callable[P, T]) -> Callable[P, T]:
@@ -152,6 +136,35 @@ class State:
                 members = workers.regroup()
         self._is_new = False
         workers.announce_begun()
+
+    def _end_step(self) -> bool:
+        """Collective. End a step, and let those leave that want to; return whether this worker stays.
+
+        Between this and :meth:`_begin_step` comes what belongs to the step, such as an evaluation, without newcomers.
+        """
+        if self._sampler is not None:
+            self._sampler.advance()
+        if self._let_go():
+            workers.shutdown()
+            return False
+        return True
+
+    def _begin_step(self) -> None:
+        """Collective. Let newcomers in, if any wait, and begin the next step."""
+        participation = self._optimizer._reducer.participation
+        if workers.world().has_failed:  # as a collective of the script has found out
+            self._regroup(lets_in=False)
+        # A lone worker may exchange nothing: no message tells it that others wait, and there is none to agree with.
+        if participation.lets_in or (workers.size() == 1 and workers.newcomers_wait()):
+            self._let_in()
+        while workers.has_too_few():
+            self._let_in()
+        if self._sampler is not None:
+            self._sampler.begin()
+        before, self._size = self._size, workers.size()
+        participation.committed()
+        if before != self._size and self._on_change is not None:
+            self._on_change(before, self._size)
 
     def _let_go(self) -> bool:
         """Collective. Let those leave that have announced it; return whether this worker is one of them."""

@@ -7,25 +7,29 @@ there are, and newcomers are let in between two steps, with the place that the o
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from agmerge.checkpoint.elastic import Sampler, State
 from agmerge.integrations import accelerate_elastic
+from agmerge.integrations.transformers_decisions import Decisions
 from agmerge.integrations.transformers_exchange import TrainerExchange
 from agmerge.runtime import workers
 
+T = TypeVar("T")
 # Of a TrainerState: what a newcomer is handed.
 CARRIED = (
     "global_step", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "num_input_tokens_seen",
@@ -45,8 +49,11 @@ class ElasticTraining(TrainerExchange):
     """Callback that makes a Trainer train with the other workers of an elastic job.
 
     ``compressed``: the distributed optimizer, which has ``stats()``; None before ``train()``. Rank 0 logs and saves;
-    all evaluate, each by itself.
+    all evaluate, and decide by its metrics. ``has_left``: ``train()`` has returned on this worker since it has left,
+    by :meth:`leave`, and the others go on; agmerge is shut down then.
     """
+
+    has_left = False
 
     compressed: accelerate_elastic.ElasticOptimizer | None
 
@@ -57,9 +64,14 @@ class ElasticTraining(TrainerExchange):
         super().__init__(trainer, options)
         self._state: State | None = None  # None: this worker does not train yet, or no more
         self._sampler: Sampler | None = None
+        self._place = Place(trainer)
+        self._ends_step = False  # a step that all workers make, and its evaluation comes
+        self._decisions = Decisions(trainer, self._together)
         trainer.args.ignore_data_skip = True  # a resumed training finds its place in the data by the sampler
         own: Any = trainer
         own._get_train_sampler = self._sampled(trainer._get_train_sampler)
+        own._maybe_log_save_evaluate = self._ending(own._maybe_log_save_evaluate)
+        own._save_checkpoint = self._saving(own._save_checkpoint)
 
     def leave(self) -> None:
         """Announce that this worker leaves after its next step, as before its machine is taken away: a handler's call.
@@ -83,35 +95,48 @@ class ElasticTraining(TrainerExchange):
         if self._folder and saved.exists():
             self._sampler.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))
         assert isinstance(trainer.model, torch.nn.Module)
+        self._place.begin(self._sampler.epoch)
+        before = state.global_step
         self._state = State(
             model=trainer.model, optimizer=self.compressed, scheduler=trainer.lr_scheduler, sampler=self._sampler,
-            place=Place(trainer),
+            place=self._place,
         )  # fmt: skip
+        self.has_left = self._ends_step = False
         self._tell(state, workers.rank())
+        if state.global_step != before:
+            args.eval_on_start = False  # by a newcomer alone: the others' early stopping would not count it
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Collective. Let newcomers in, and go on with the workers that there are."""
+        """Collective. Go on with the workers that there are, without those that leave."""
         assert self._state is not None and self._sampler is not None
-        if self._state.commit():
+        before = workers.size()
+        if self._state._end_step():
             state.epoch = self._sampler.passes
             self._tell(state, workers.rank())
+            if self._place.is_past(self._sampler.epoch) or control.should_training_stop:
+                DefaultFlowCallback().on_epoch_end(args, state, control)
+            self._ends_step = True
             return
         control.should_training_stop, control.should_save, control.should_evaluate = True, False, False
-        self._state = None
+        self._state, self.has_left = None, True
         self._tell(state, 1)  # the first of those that stay logs and saves
+        others = "the others go on" if before > 1 else "it was the last one"
+        sys.stderr.write(f"agmerge: this worker leaves its job after step {state.global_step}, as told: {others}\n")
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the place in the data into the checkpoint."""
-        if self._sampler is not None and args.should_save:
-            folder = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-            (folder / SAMPLES).write_text(json.dumps(self._sampler.state_dict()), encoding="utf-8")
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Do nothing: Trainers count epochs of their own; at ends of the data's :meth:`on_step_end` acts."""
+        control.should_log = control.should_evaluate = control.should_save = False
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Collective. Give all workers the same parameters, where updates are exchanged."""
-        if self._state is not None and self.compressed is not None:
+        has_loaded_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        if self._state is not None and self.compressed is not None and not has_loaded_best:  # else all have these
             self.compressed.consolidate()
+        self._state = None
 
     # -- around the Trainer's methods -------------------------------------------------------------------------------
 
@@ -125,6 +150,51 @@ class ElasticTraining(TrainerExchange):
             self.compressed = trainer.optimizer = accelerate_elastic.distribute(
                 trainer.accelerator, trainer.optimizer, trainer.model, self._options
             )
+
+    def _ending(self, method: Callable[..., None]) -> Callable[..., None]:
+        """Return ``method``, which logs, evaluates and saves, as it is called between two steps of all workers."""
+
+        @functools.wraps(method)
+        def ending(*args: Any, **kwargs: Any) -> None:
+            """Collective."""
+            if not self._ends_step:
+                method(*args, **kwargs)
+                return
+            self._ends_step, trainer = False, self._trainer
+            with self._decisions.deciding():
+                method(*args, **kwargs)
+            assert self._state is not None
+            if not trainer.control.should_training_stop:  # else a newcomer would train on by itself
+                self._state._begin_step()
+                self._tell(trainer.state, workers.rank())
+
+        return ending
+
+    def _saving(self, method: Callable[..., None]) -> Callable[..., None]:
+        """Return ``method``, which saves a checkpoint, as the oldest worker calls it, once."""
+
+        def save(*args: Any, **kwargs: Any) -> None:
+            if self._trainer.args.should_save:
+                method(*args, **kwargs)
+                folder = f"{PREFIX_CHECKPOINT_DIR}-{self._trainer.state.global_step}"
+                if self._sampler is not None:
+                    saved = Path(str(self._trainer.args.output_dir), folder, SAMPLES)
+                    saved.write_text(json.dumps(self._sampler.state_dict()), encoding="utf-8")
+
+        return functools.wraps(method)(self._decisions.saving(save))
+
+    def _together(self, function: Callable[[], T]) -> T:
+        """Collective. Return the result of ``function()``, which survivors call again where a worker is lost in it."""
+        assert self._state is not None
+
+        @functools.wraps(function)
+        def called() -> T:
+            self._tell(self._trainer.state, workers.rank())  # it may be the oldest only now
+            return function()
+
+        result = self._state.retried(called)()
+        self._tell(self._trainer.state, workers.rank())
+        return result
 
     def _sampled(self, sampler_of: Callable[..., Any]) -> Callable[..., Iterable[int]]:
         """Return a function that returns a sampler of this worker's samples; ``sampler_of`` does of all samples."""
@@ -167,7 +237,16 @@ class Place:
     """Place that a Trainer has reached, as a newcomer is handed it: its counts, its log, the counts of callbacks."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self._trainer, self._epoch = trainer, 0
+
+    def begin(self, epoch: int) -> None:
+        """Begin in an epoch of the sampler."""
+        self._epoch = epoch
+
+    def is_past(self, epoch: int) -> bool:
+        """Go on to the epoch of the next step; return whether the one before has ended."""
+        before, self._epoch = self._epoch, epoch
+        return epoch > before
 
     def _callbacks(self) -> list[ExportableState]:
         """Return the callbacks with a state of their own."""
@@ -178,12 +257,14 @@ class Place:
         whole = {
             "trainer": {name: getattr(self._trainer.state, name) for name in CARRIED},
             "callbacks": [one.state()["attributes"] for one in self._callbacks()],
+            "epoch": self._epoch,
         }
         return {"json": json.dumps(whole, default=str)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a place, of a Trainer with the same callbacks."""
         whole = json.loads(state["json"])
+        self._epoch = whole["epoch"]
         for name, value in whole["trainer"].items():
             setattr(self._trainer.state, name, value)
         for one, attributes in zip(self._callbacks(), whole["callbacks"], strict=True):

@@ -54,6 +54,9 @@ def test_trainers_go_on_where_one_dies_one_comes_and_one_leaves(tmp_path: Path, 
         here.wait_for(lambda: len(here.lines(fourth)) >= 4, 60)
         second.send_signal(signal.SIGTERM)
         assert second.wait(60) == 0, here.logs()
+        left = here.lines(second)[-1][0] + 1
+        assert f"agmerge: this worker leaves its job after step {left}, as told: the others go on" in here.log(second)
+        assert f"\nleft {left} " in here.log(second) and "\nended" not in here.log(second)
         last = end(here, third)
         for worker in (third, fourth):
             assert worker.wait(60) == 0, here.logs()

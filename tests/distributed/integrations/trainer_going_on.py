@@ -75,5 +75,5 @@ training = agmerge.integrations.transformers.compress(trainer, check_every=1, **
 signal.signal(signal.SIGTERM, lambda *_: training.leave())
 result = trainer.train(resume_from_checkpoint=resumes)
 trainer.save_model(str(folder / "last"))
-print("ended", result.global_step, json.dumps(trainer.state.log_history[-1]))
+print("left" if training.has_left else "ended", result.global_step, json.dumps(trainer.state.log_history[-1]))
 agmerge.shutdown()
