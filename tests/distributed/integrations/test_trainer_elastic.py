@@ -85,7 +85,8 @@ def test_a_job_goes_on_from_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
         for one in dead:
             one.kill()
         found = json.loads((tmp_path / "out" / "checkpoint-40" / "agmerge_samples.json").read_text())
-        assert found == {"epoch": 3, "taken": 32, "count": 96}  # 40 steps of 2 workers, each of 4 samples
+        place = {"epoch": 3, "taken": 32, "count": 96}  # 40 steps of 2 workers, each of 4 samples
+        assert found == {**place, "batch_size": 4, "seed": 42, "shuffle": True}
         new = [here.start(steps=WITHOUT_END, resumes=True) for _ in range(2)]
         here.wait_for(lambda: all(here.lines(one) for one in new), 100)
         last = end(here, new[0])
