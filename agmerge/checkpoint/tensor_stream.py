@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a nested state as a stream of messages, so that no worker needs memory for a copy of all of them.
+"""Tensors of a nested state as a stream of messages, so that the sender needs no memory for a copy of all of them.
 
-The sender fills one message while another one travels; receivers write each into tensors of their own.
+It fills one message while another one travels; receivers write each into tensors of their own.
 """
 
 from __future__ import annotations
