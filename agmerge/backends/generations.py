@@ -124,7 +124,7 @@ class Generations:
 
     @contextmanager
     def _telling(self, words: str) -> Iterator[None]:
-        """Say what this worker waits for, should it wait inside for long."""
+        """Write ``words``, with their fields, to standard error if the body takes more than ``TELLS`` seconds."""
         host, port = self._lighthouse
         options = self._options
         told = words.format(host=host, port=port, patience=options.patience, least=options.min_workers)

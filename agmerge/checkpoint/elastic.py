@@ -32,8 +32,6 @@ NOT_ELASTIC = (
     "agmerge.elastic.State is for a job with workers that come and go: call agmerge.init(elastic=True) first "
     "(docs/elastic.md)"
 )
-
-
 NOT_WRAPPED = (
     "agmerge.elastic.State(optimizer=...) was given {kind}, which exchanges nothing: give it what "
     "agmerge.DistributedOptimizer or LocalOptimizer returns for that one"
@@ -255,9 +253,9 @@ class State:
             load_state(self._optimizer._inner, whole["optimizer"])
             rank_state.load(self._optimizer._reducer, whole["section"], own=True)
             _restored(self._scheduler, whole["scheduler"])
-            _restored(self._sampler, whole["sampler"])
         except (KeyError, RuntimeError, ValueError) as error:
             raise AGMergeError(OTHERS_STATE.format(error=error)) from error
+        _restored(self._sampler, whole["sampler"])
         for name, saved in whole["values"].items():
             setattr(self, name, _restored(getattr(self, name), saved))
 

@@ -97,7 +97,7 @@ def test_after_a_collective_of_the_script_has_failed_both_calls_go_on(catches: b
 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a state take several messages, with a pause between them, as a large one does."""
+    """Shrink messages to 64 bytes, with a pause of the stream after 100: a small state takes several of both."""
     monkeypatch.setattr(tensor_stream, "MESSAGE", 64)
     monkeypatch.setattr(tensor_stream, "PAUSE", 100)
 
