@@ -32,8 +32,8 @@ OVER = (
 
 HELD = (
     "worker {number} on {host} has given no sign of life for {seconds:g} s, but {address}, port {port}, at which it "
-    "served its group, accepts connections. Either it trains and cannot reach the lighthouse, or it is stopped, or a process "
-    "that it has started holds its socket: `ss -ltnp 'sport = :{port}'` on that host names it. End that process"
+    "served its group, accepts connections. Either it trains and cannot reach the lighthouse, or it is stopped, or a "
+    "process that it has started holds its socket: `ss -ltnp 'sport = :{port}'` on that host names it. End that process"
 )
 STRANGE = "worker {number} is not let in: {why}"
 REFUSED = (

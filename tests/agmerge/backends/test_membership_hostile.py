@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,12 +63,10 @@ def at_once(calls: list[Callable[[], Any]]) -> None:
         thread.join(20)
 
 
-def asking(
-    workers: list[Membership], before: list[Generation], new: list[Membership]
-) -> list[Callable[[], Generation]]:
+def asking(workers: list[Membership], before: list[Generation], new: list[Membership]) -> list[Any]:
     """Return the calls by which workers form their next generation, with newcomers."""
-    asks = [lambda i=i: workers[i].next(before[i], 60.0, lets_in=True) for i in range(len(workers))]
-    return [*asks, *(lambda one=one: one.next(None, 60.0, lets_in=False) for one in new)]  # type: ignore[list-item,misc]
+    asks = [partial(one.next, its, 60.0, lets_in=True) for one, its in zip(workers, before, strict=True)]
+    return [*asks, *(partial(one.next, None, 60.0, lets_in=False) for one in new)]
 
 
 def test_workers_that_come_back_to_a_lighthouse_at_once_make_no_newcomers() -> None:
@@ -77,7 +76,7 @@ def test_workers_that_come_back_to_a_lighthouse_at_once_make_no_newcomers() -> N
     job.workers[0].begin()
     for _ in range(20):
         store: Any = Slow(dist.HashStore())
-        at_once([lambda i=i: job.workers[i].reconnect(store, before[i]) for i in range(4)])  # type: ignore[misc]
+        at_once([partial(one.reconnect, store, its) for one, its in zip(job.workers, before, strict=True)])
         assert store.add("workers", 0) == 4
         for one in job.workers:
             one.beat()
@@ -86,7 +85,7 @@ def test_workers_that_come_back_to_a_lighthouse_at_once_make_no_newcomers() -> N
         assert not JobStore(store).has_begun(2)
     job.store = store
     [new] = job.arrive()
-    found = job.together(asking(job.workers[:4], before, [new]), job.workers)  # type: ignore[arg-type]
+    found = job.together(asking(job.workers[:4], before, [new]), job.workers)
     assert [numbers(one) for one in found] == [[1, 2, 3, 4, 5]] * 5
 
 
@@ -106,7 +105,7 @@ def test_newcomers_do_not_begin_anew_at_a_lighthouse_that_was_started_again() ->
     job.store = dist.HashStore()
     job.workers[0].reconnect(job.store, old)
     [new] = job.arrive()
-    now = job.together(asking(job.workers[:1], [old], [new]), job.workers)  # type: ignore[arg-type]
+    now = job.together(asking(job.workers[:1], [old], [new]), job.workers)
     started = job.clock.seconds
 
     def later() -> Generation:
@@ -150,7 +149,7 @@ def test_garbage_in_every_record_ends_no_job_and_begins_no_second_one(garbage: A
         assert not one.newcomers_wait() and not one.is_lost(1) and not one.is_lost(2)
     [new] = job.arrive()
     assert new.own.number >= 3
-    found = job.together(asking(job.workers[:2], before, [new]), job.workers)  # type: ignore[arg-type]
+    found = job.together(asking(job.workers[:2], before, [new]), job.workers)
     assert [numbers(one) for one in found] == [[1, 2, new.own.number]] * 3
     assert [one.lost_steps for one in found] == [None] * 3
 
@@ -161,14 +160,14 @@ def test_garbage_that_comes_between_is_no_decision() -> None:
     now = job.first(2)
     job.workers[0].begin()
     for _ in range(3):
-        asks = [lambda i=i: job.workers[i].next(now[i], 60.0, lets_in=False) for i in range(2)]  # type: ignore[misc]
-        now = job.together(asks, job.workers)  # type: ignore[arg-type]
+        asks = [partial(one.next, its, 60.0, lets_in=False) for one, its in zip(job.workers, now, strict=True)]
+        now = job.together(asks, job.workers)
     for number in (1, 2, 3):
         job.store.set(f"members/{number}", b"\xff")
     job.clock.seconds += HURRY
     job.workers[0].restore(now[0])
     [new] = job.arrive()
-    found = job.together(asking(job.workers[:2], now, [new]), job.workers)  # type: ignore[arg-type]
+    found = job.together(asking(job.workers[:2], now, [new]), job.workers)
     assert [(numbers(one), one.number) for one in found] == [([1, 2, 3], 5)] * 3
 
 
@@ -197,7 +196,7 @@ def test_a_newcomer_with_a_record_that_cannot_be_read_is_refused_by_name(what: s
     job.store.set("worker/3", json.dumps([1, 2] if more is None else {**record, **more}))
     [new] = job.arrive()
     assert job.workers[0].newcomers_wait()
-    found = job.together(asking(job.workers[:2], before, [new]), job.workers)  # type: ignore[arg-type]
+    found = job.together(asking(job.workers[:2], before, [new]), job.workers)
     assert [numbers(one) for one in found] == [[1, 2, 4]] * 3
     assert len(told) == 1 and told[0].startswith("worker 3 is not let in: it") and __version__ in told[0]
     assert ("9.9" in told[0]) is ("version" in what)
@@ -216,7 +215,7 @@ def test_a_job_that_begins_again_says_how_many_steps_are_lost(why: str | None) -
     if why:
         job.workers[0].leave(why)
     new = job.arrive(2)
-    found = job.together(asking([], [], new), new)  # type: ignore[arg-type]
+    found = job.together(asking([], [], new), new)
     assert [(numbers(one), one.lost_steps) for one in found] == [([2, 3], 1234)] * 2
 
 
@@ -225,7 +224,7 @@ def test_a_newcomer_that_outlives_the_last_worker_with_the_state_says_so_too() -
     [old] = job.first(1)
     job.workers[0].begin()
     [new] = job.arrive()
-    now = job.together(asking(job.workers[:1], [old], [new]), job.workers)  # type: ignore[arg-type]
+    now = job.together(asking(job.workers[:1], [old], [new]), job.workers)
     assert [one.lost_steps for one in now] == [None] * 2
     job.workers[0].beat(17)
     [found] = job.together([lambda: new.next(now[1], 60.0, lets_in=False)], [new])
@@ -252,9 +251,7 @@ def test_who_waits_for_a_job_that_only_a_held_socket_keeps_alive_names_it() -> N
     new._tell = told.append
     [error] = job.together([lambda: new.next(None, 3 * SILENT, lets_in=False)], [new])
     assert isinstance(error, TooFewWorkers)
-    words = (
-        "worker 2 on host has given no sign of life for 10 s, but address, port 1, where it served its group, accepts"
-    )
+    words = "worker 2 on host has given no sign of life for 10 s, but address, port 1, at which it served its group, "
     assert words in str(error) and len(told) == 1 and told[0].startswith(words)
 
 
