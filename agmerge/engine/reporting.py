@@ -65,6 +65,7 @@ class ReportingMixin:
         collective's algorithm, so that exchanges compare for any number of workers: 2 (W-1)/W of the bytes of an
         all-reduce (a ring), W - 1 copies of gathered ones, of shards those of other ranks; within nodes and
         between them. ``link_bytes_dense``: likewise, of ``bytes_dense``. For a lone worker both are 0.
+        ``traffic_reduction``: ``link_bytes_dense / link_bytes``, how many times less traffic than with DDP.
         ``elements_sent``: dense tensors included. ``density``: elements sent / elements. ``steps_skipped``: see
         ``nonfinite``; their bytes are counted. ``exposed_seconds``: waiting for messages in ``synchronize()``; of
         gradients on a device, in the steps that were measured. ``compressor``: in use now, by its canonical name.
@@ -98,6 +99,7 @@ class ReportingMixin:
             "bytes_dense": totals.bytes_dense,
             "link_bytes": totals.link_bytes,
             "link_bytes_dense": totals.link_bytes_dense,
+            "traffic_reduction": totals.link_bytes_dense / totals.link_bytes if totals.link_bytes else 1.0,
             "elements_sent": totals.elements_sent,
             "density": totals.density,
             "exposed_seconds": exchange.agreed.times.exposed,
