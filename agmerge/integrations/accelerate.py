@@ -93,7 +93,11 @@ def _add_to_log(accelerator: Accelerator, number: int, compressed: ddp.Compresse
     @functools.wraps(log)
     def add(values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         figures = logged.of(compressed) if accelerator.trackers else {}
-        log({**values, **{name.replace("agmerge/", prefix): figure for name, figure in figures.items()}}, *args, **kwargs)
+        log(
+            {**values, **{name.replace("agmerge/", prefix): figure for name, figure in figures.items()}},
+            *args,
+            **kwargs,
+        )
 
     accelerator.log = add
 

@@ -80,6 +80,21 @@ def test_going_dense_for_good_is_in_the_figures_with_its_reason(
     assert alone.endswith("there is one worker, which sends nothing")
 
 
+def test_reports_say_what_the_plan_sends_whole_whatever_was_named() -> None:
+    plan = merging.Plan((4, 2), dense=(True, False))
+
+    def body(rank: int, model: nn.Module) -> tuple[str, str]:
+        optimizer = trained(rank, model, 2, merging=plan)
+        return optimizer.compression_report(), optimizer.merge_report()
+
+    tensors, buffers = on_ranks(2, MODEL, body)[0]
+    rows = [row.split() for row in tensors.splitlines()[1:-1]]
+    assert {row[4] for row in rows if row[0] == "0"} == {"whole"}
+    assert all((row[4], row[5]) == ("topk", "0.1") for row in rows if row[3] == "sparse" and row[0] == "1")
+    assert "are selected from" in tensors and "are sent whole, because that is faster here" in tensors.splitlines()[-1]
+    assert [row.split()[3] for row in buffers.splitlines()[:3]] == ["sent", "whole", "whole+topk"]
+
+
 @pytest.mark.parametrize("memory", ["residual", "none"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_merge_buffer_that_goes_dense_sends_all_and_keeps_nothing(size: int, memory: str) -> None:

@@ -74,7 +74,9 @@ def check_logged(lines: list[dict[str, Any]]) -> None:
     """The framework's log has how much less was sent than by DDP: of one in ten, at a density of a tenth or less."""
     assert lines
     for line in lines:
-        assert line["agmerge/traffic_reduction"] > 5 and 0 < line["agmerge/bits"] == 32 / line["agmerge/traffic_reduction"]
+        assert (
+            line["agmerge/traffic_reduction"] > 5 and 0 < line["agmerge/bits"] == 32 / line["agmerge/traffic_reduction"]
+        )
         assert 0 < line["agmerge/density"] < 0.2 and line["agmerge/bytes_sent"] > 0
 
 
