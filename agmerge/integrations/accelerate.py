@@ -6,6 +6,7 @@
 
 The optimizer stays plain; of several, all are taken. ``accumulate()``, ``clip_grad_norm_()``, ``bf16``
 and a scaler need nothing. Every rank keeps a file beside the files of ``save_state()``, and ``load_state()`` reads it.
+Trackers get what is sent beside the script's own values, in each ``log()``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from accelerate import Accelerator, DistributedType
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
 from agmerge.integrations import accelerate_elastic, ddp, files
 from agmerge.integrations.accelerate_elastic import ElasticOptimizer
+from agmerge.integrations.logged import LoggedFigures
 from agmerge.options.typed import DDPOptions
 from agmerge.runtime import workers
 from agmerge.step.updates import UPDATES
@@ -79,7 +81,25 @@ def compress(
         )
     compressed = ddp.compress(inner, optimizer=optimizers or None, scaler=accelerator.scaler, **options)
     _keep_in_checkpoints(accelerator, numbers[-1], compressed, are_updates=are_updates)
+    _add_to_log(accelerator, numbers[-1], compressed)
     return compressed
+
+
+def _add_to_log(accelerator: Accelerator, number: int, compressed: ddp.Compressed | ElasticOptimizer) -> None:
+    """Make ``accelerator.log()`` add what is sent for the prepared model ``number``, and how much less than by DDP."""
+    log, logged = accelerator.log, LoggedFigures()
+    prefix = f"agmerge_{number}/" if number else "agmerge/"  # as Accelerate numbers models
+
+    @functools.wraps(log)
+    def add(values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        figures = logged.of(compressed) if accelerator.trackers else {}
+        log(
+            {**values, **{name.replace("agmerge/", prefix): figure for name, figure in figures.items()}},
+            *args,
+            **kwargs,
+        )
+
+    accelerator.log = add
 
 
 def _elastic(accelerator: Accelerator, model: torch.nn.Module, options: dict[str, Any]) -> ElasticOptimizer:
@@ -94,6 +114,7 @@ def _elastic(accelerator: Accelerator, model: torch.nn.Module, options: dict[str
         )
     prepared = next(one for one in accelerator._optimizers if one.optimizer is plain[0])
     prepared.optimizer = distributed = accelerate_elastic.distribute(accelerator, plain[0], inner, options)
+    _add_to_log(accelerator, 0, distributed)
     return distributed
 
 

@@ -15,6 +15,7 @@ from agmerge.metrics.chrome_trace import Trace
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.totals import Totals
 from agmerge.step.agreement import check_shapes, model_facts, open_merge_buffers
+from agmerge.step.announcer import Announcer
 from agmerge.step.carried_state import CarriedState
 from agmerge.step.config import Config
 from agmerge.step.dense_cutoff import DenseCutoff
@@ -62,6 +63,10 @@ class Plans(Protocol):
     def status(self) -> PlanStatus:
         """Return what is in use, and why."""
 
+    @property
+    def is_decided(self) -> bool:
+        """Return whether the plan in use was chosen from times, here or earlier, and stays for now."""
+
 
 OnAgreement = Callable[[MergeBuffers, RunningStepTimes], "Plans | None"]
 
@@ -82,6 +87,7 @@ class AgreedState:
         self.steps = 0  # committed exchanges; after restore() the checkpoint's
         self.step = 0  # equal on every rank; written into messages
         self.carried = CarriedState()
+        self._announcer = Announcer()
         self._stale = False  # the state of the merge buffers is outdated: `carried` replaces it
         self._snapshot: object = None  # of the table, as of the last agreement
 
@@ -194,6 +200,8 @@ class AgreedState:
                     self.reopen()  # tensors change their class
             if decision.plan is not None:
                 self.use_plan(decision.plan)
+        if not self._announcer.is_quiet(self.buffers.plan) and not self._stale and self.plans.is_decided:
+            self._announcer.look(self.buffers, self.plans.status(), self.step, self.totals)
 
     def use_plan(self, plan: merging.Plan) -> None:
         """Use ``plan`` from the next step on; every rank calls this alike. Residuals stay where they are."""
