@@ -37,9 +37,9 @@ ALONE = (
     "beside a checkpoint is not loaded (`torchrun --nproc_per_node=1` loads it)"
 )
 UNSAVED = (
-    "{folder} has been saved by {saved} alone, and each rank keeps more than a checkpoint has: {missing} not written "
-    "what it has not sent yet. A training that resumes from there starts all of that from zero, with a warning. Save "
-    "on all ranks, without `if` around it: the framework itself writes the model on rank 0 alone"
+    "{folder} was saved on {saved} alone, and each rank keeps more than the checkpoint has: {missing} not written "
+    "agmerge-{{rank}}-of-{size}.pt, with what it has not sent yet. A training that resumes from there starts all of that "
+    "from zero, with a warning. Save on all ranks, without an `if`: the framework writes the model on rank 0 alone"
 )
 _NAME = re.compile(r"agmerge-(\d+)-of-(\d+)\.pt")
 
@@ -54,17 +54,25 @@ def keeps_back(compressed: Compressed) -> bool:
     return rank_state.keeps_back(compressed._reducer.exchange.agreed.config)
 
 
-def save(compressed: Compressed, folder: Folder, *, makes_folder: bool = False) -> None:
+def save(compressed: Compressed, folder: Folder, *, makes_folder: bool = False, flushes: bool = False) -> None:
     """Collective. Write this rank's state into ``folder``; where ranks keep nothing of their own, on rank 0 alone.
 
-    Ranks communicate only with ``overlap=``: messages under way are applied first. No rank waits for another's file.
-    If one of the others writes none, a warning says so some steps later, on the rank that has saved. Rank 0 removes
-    files of other numbers of ranks. Where there is no such folder nothing is written, unless ``makes_folder``: the
-    framework has removed the checkpoint again, to keep few. Raises :class:`agmerge.AGMergeError` where this rank cannot
-    write, and its older file stays as it was.
+    No rank waits for another's file. If one of the others writes none, a warning says so some steps later, on the rank
+    that has saved. Rank 0 removes files of other numbers of ranks. Raises :class:`agmerge.AGMergeError` where this rank
+    cannot write, and its older file stays as it was.
+
+    Args:
+
+        compressed: whose state it is.
+        folder: of the checkpoint.
+        makes_folder: make it, if it is not there. Else nothing is written then: the framework has removed the
+            checkpoint again, to keep few.
+        flushes: apply messages under way first, with ``overlap=``: all ranks save, and communicate. Else these messages
+            count as not sent, so that one rank may save alone.
     """
     rank, size = _place(compressed)
-    compressed.flush()
+    if flushes:
+        compressed.flush()
     section = rank_state.with_inner(compressed.state_dict())
     where, keeps = Path(folder), rank_state.has_own(section)
     if rank and not keeps:
@@ -100,7 +108,7 @@ def _why_incomplete(folder: Path, rank: int, size: int, steps: int) -> str:
         return ""
     words = "has" if len(lost) == 1 else "have"
     saved = [other for other in (rank, *near) if other not in lost]
-    return UNSAVED.format(folder=folder, saved=_ranks(saved), missing=f"{_ranks(lost)} {words}")
+    return UNSAVED.format(folder=folder, saved=_ranks(saved), missing=f"{_ranks(lost)} {words}", size=size)
 
 
 def _is_of(folder: Path, file: File, steps: int) -> bool:

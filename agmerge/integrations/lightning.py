@@ -127,7 +127,7 @@ class CompressedDDPStrategy(DDPStrategy):
                 files.remove(folder)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         if compressed is not None and folder is not None:
-            files.save(compressed, folder, makes_folder=True)
+            files.save(compressed, folder, makes_folder=True, flushes=True)
 
     def remove_checkpoint(self, filepath: Where) -> None:
         """Remove the checkpoint, and the files of all ranks."""
