@@ -5,13 +5,13 @@
     agmerge.integrations.accelerate.compress(accelerator, model)
 
 The optimizer stays plain; of several, all are taken. ``accumulate()``, ``clip_grad_norm_()``, ``bf16``
-and a scaler need nothing. Every rank keeps a file beside the files of ``save_state()``, and ``load_state()`` reads it.
+and a scaler need nothing. A rank that keeps something of its own writes a file beside those of ``save_state()``, and
+``load_state()`` reads it. By default no rank does, and ``save_state()`` may be called on the main process alone.
 Trackers get what is sent beside the script's own values, in each ``log()``.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 from typing import TYPE_CHECKING, Any
@@ -139,34 +139,35 @@ def _keep_in_checkpoints(
 ) -> None:
     """Make ``save_state()`` and ``load_state()`` save and load the ranks' own states of the prepared model ``number``.
 
-    ``load_state()`` tells the folder before it loads the model and the optimizer. Ranks' own states are loaded
-    after them: with ``sync="updates"`` they set parameters and the optimizer's state to those of this rank.
+    Both tell hooks the folder. Ranks' own states are written, and loaded, after what Accelerate writes and loads: with
+    ``sync="updates"`` they set parameters and the optimizer's state to those of this rank. The script's own hooks may
+    take models and weights off the lists that all hooks get, so nothing here looks into these.
     """
-    noted: list[str] = []  # the folder that load_state() loads from
+    noted: list[str] = []  # the folder that is saved to, or loaded from
 
     def files_in(folder: str) -> str:
         return os.path.join(folder, f"agmerge_{number}") if number else folder  # as Accelerate numbers models
 
-    def save(models: list[torch.nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        os.makedirs(files_in(folder), exist_ok=True)
-        files.save(compressed, files_in(folder))
-        if are_updates:
-            with compressed.shared():  # what Accelerate is about to write shows this rank's own parameters
-                weights[number] = copy.deepcopy(weights[number])
+    def note(*given: Any) -> None:
+        noted[:] = [given[-1]]
 
-    def note(models: list[torch.nn.Module], folder: str) -> None:
-        noted[:] = [folder]
+    save_state, load_state = accelerator.save_state, accelerator.load_state
 
-    load_state = accelerator.load_state
+    @functools.wraps(save_state)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        with compressed.shared():  # also for hooks of the script that write the model themselves
+            saved = save_state(*args, **kwargs)
+        files.save(compressed, files_in(noted.pop()), makes_folder=True)
+        return saved
 
     @functools.wraps(load_state)
     def load(*args: Any, **kwargs: Any) -> None:
         load_state(*args, **kwargs)
         files.load(compressed, files_in(noted.pop()))
 
-    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_save_state_pre_hook(note)
     accelerator.register_load_state_pre_hook(note)
-    accelerator.load_state = load
+    accelerator.save_state, accelerator.load_state = save, load
     if not are_updates:
         return
     end_training = accelerator.end_training

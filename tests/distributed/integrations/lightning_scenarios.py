@@ -322,6 +322,27 @@ def updates(folder: Path) -> Any:
 
 
 @scenario
+def saved_alone(folder: Path) -> Any:
+    """A callback of the first rank saves by the strategy; all resume from there."""
+    seen: dict[str, Any] = {}
+    for way, options in {"default": {}, "topk": TOPK, "updates": UPDATES}.items():
+        path = folder / f"{way}.ckpt"
+
+        class Save(Callback):
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                if trainer.global_step == 2 and trainer.is_global_zero:
+                    checkpoint = trainer._checkpoint_connector.dump_checkpoint()
+                    trainer.strategy.save_checkpoint(checkpoint, path)  # noqa: B023
+
+        fitted(Net(adamw=True), CompressedDDPStrategy(**options), epochs=1, callbacks=[Save()])
+        net, strategy = Net(adamw=True), CompressedDDPStrategy(**options)
+        fitted(net, strategy, epochs=2, path=path)
+        files = [one.name for one in Path(f"{path}.agmerge").glob("*")]
+        seen[way] = [bits(net.net), strategy.compressed.stats()["steps"], files]
+    return seen
+
+
+@scenario
 def infinities(folder: Path) -> Any:
     """With updates, one worker's step is left out and all go on; an error on all of them if that is asked for."""
     seen = {}
@@ -356,7 +377,7 @@ def refusals(folder: Path) -> Any:
         "hook": refused(partial(ours, ddp_comm_hook=print)),
         "optimizer": refused(partial(ours, optimizer=None)),
         "unknown": refused(partial(fitted, Net(), ours(densities=0.1))),
-        "url": refused(partial(ours().save_checkpoint, {}, "s3://bucket/x.ckpt")),
+        "url": refused(partial(fitted(Net(), ours()).save_checkpoint, "s3://bucket/x.ckpt")),
     }
     net = Net()
     trainer = fitted(net, "ddp_agmerge")

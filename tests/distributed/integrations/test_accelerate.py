@@ -61,6 +61,17 @@ def test_without_the_files_of_all_ranks_rank_0_warns_and_all_begin_anew(found: F
     assert [sum("has no agmerge-0-of-2.pt" in text for text in texts) for texts in said] == [1, 0]
 
 
+@pytest.mark.parametrize("way", ["default", "topk", "updates", "overlap"])
+def test_the_main_process_alone_saves_and_nobody_waits(found: Found, way: str) -> None:
+    """By default all goes on from there; else without what ranks keep, which two warnings of rank 0 say."""
+    ranks, said = found["saved_alone"]
+    first, second = (rank[way] for rank in ranks)
+    assert first == second and first["saved"] == first["loaded"] != first["end"]
+    assert first["files"] == ["agmerge-0-of-2.pt"] and first["steps"] == (16 if way == "default" else 8)
+    for words in (f"{way} was saved on rank 0 alone", f"{way} has no agmerge-0-of-2.pt"):
+        assert [sum(words in text for text in texts) for texts in said] == [int(way != "default"), 0]
+
+
 def test_each_model_has_its_files(found: Found) -> None:
     for norms, files in found["several_models"][0]:
         saved, later, loaded = norms

@@ -55,6 +55,16 @@ def test_four_steps_and_four_more_are_eight_to_the_bit(found: Found, way: str) -
     assert ranks[0][way]["bits"] == ranks[1][way]["bits"]
 
 
+@pytest.mark.parametrize("way, steps", [("default", 8), ("topk", 6), ("updates", 6)])
+def test_the_first_rank_alone_saves_by_the_strategy_and_nobody_waits(found: Found, way: str, steps: int) -> None:
+    """After two of eight steps; without what ranks keep, where they keep something, all begin anew from there."""
+    ranks, said = found["saved_alone"]
+    first, second = (rank[way] for rank in ranks)
+    assert first == second and first[1:] == [steps, ["agmerge-0-of-2.pt"]]
+    warned = [sum(f"{way}.ckpt.agmerge has no agmerge-0-of-2.pt" in text for text in texts) for texts in said]
+    assert warned == [int(way != "default"), 0]
+
+
 def test_without_the_files_of_all_ranks_rank_0_warns_and_all_begin_anew(found: Found) -> None:
     ranks, said = found["resume"]
     assert [rank["incomplete"] for rank in ranks] == [4, 4]
