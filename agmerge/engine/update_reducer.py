@@ -131,8 +131,8 @@ class UpdateReducer:
         self._sharded.note()
         if self.exchange.group.alone:
             self.replica.absorb_residuals()
-        else:
-            self.replica.admit(self.flush)
+        elif self.replica.admit(self.flush):
+            self.participation.compare_soon()
 
     @torch.no_grad()
     def after_step(self, own: OwnStep) -> None:
