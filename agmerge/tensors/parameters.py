@@ -213,7 +213,7 @@ class ParameterTable:
         ]
 
     def snapshot(self) -> list[tuple[Any, ...]]:
-        """Return membership, dtypes, devices and shapes, to be compared by ``==``: if they differ, ranks agree again."""
+        """Return membership, dtypes, devices and shapes, to be compared by ``==``: ranks agree anew if they differ."""
         return [
             (id(p), p.dtype, p.device, p.shape)
             for group in self._owner.param_groups
