@@ -30,8 +30,8 @@ MOVED = 16.0  # roundings of a parameter: shorter steps of opposite gradients ma
 LARGE = 1e-3  # of a tensor's largest gradient: smaller ones have no reliable sign
 DIGEST = 16  # bytes
 INSTEAD = (
-    "Pass sync='gradients', which works with it as it is, or the plain optimizer that it is made of, which every rank "
-    "steps whole"
+    "Pass the plain optimizer that it is made of, such as torch.optim.AdamW, which every rank steps whole. Pass "
+    "sync='gradients' for one that hands round what it has stepped, and averages no gradients itself"
 )
 KNOWN = (
     "{kind} steps a shard of the parameters on each rank and hands them round by itself. With sync='updates' each "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gradient that a script keeps by reference stays as it is: later updates are written elsewhere, as in plain torch."""
+"""A gradient that a script keeps by reference stays as it is: later updates are written elsewhere."""
 
 from __future__ import annotations
 
