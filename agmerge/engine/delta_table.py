@@ -38,6 +38,10 @@ class DeltaTable:
         """Return those of :meth:`parameters`, each with the dtype of its delta."""
         return [replace(member, dtype=wide(member.dtype)) for member in self.parameters()]
 
+    def names(self) -> set[str]:
+        """Return the names of all parameters of the optimizer."""
+        return self._members.names()
+
     def snapshot(self) -> object:
         """Return the table's snapshot; of DTensors also the address of this rank's shard, which is written to."""
         sharded = [parameter for parameter in self._members.name_all() if is_dtensor(parameter)]

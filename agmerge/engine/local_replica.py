@@ -68,26 +68,32 @@ class LocalReplica:
         before, self.shared = self.shared, self._fitting()
         self.shared.adopt(before)
 
-    def admit(self, flush: Callable[[], None]) -> None:
-        """Collective. Use the parameters that take part now. They stay as long as there is this optimizer.
+    def admit(self, flush: Callable[[], None]) -> bool:
+        """Collective. Use the parameters that take part now. They stay as long as the optimizer has them.
 
-        ``flush``: receives what is under way, which is of those that took part before. Raises ``ValueError``, at first,
-        where a framework has wrapped the model after the optimizer, and averages gradients.
+        ``flush``: receives what is under way, which is of those that took part before. Returns whether there are new
+        ones since the first step: their values have to be equal on all ranks. Raises ``ValueError``, at first, where a
+        framework has wrapped the model after the optimizer, and averages gradients.
         """
         snapshot = self._table.snapshot()
         if snapshot == self._snapshot:
-            return
-        self._admit_present()  # ranks may have to agree first, on the parameters that there are now
-        if self._snapshot is None:
+            return False
+        is_first, has_new = (
+            self._snapshot is None,
+            self._admit_present(),
+        )  # ranks may have to agree first, on the parameters that there are now
+        if is_first:
             check_not_averaged(self._members)
         else:
             flush()
             self.refit()
         self._snapshot = snapshot
+        return has_new and not is_first
 
-    def _admit_present(self) -> None:
-        self.shared.admit({member.name: member.local for member in self._table.parameters()})
+    def _admit_present(self) -> bool:
+        has_new = self.shared.admit({member.name: member.local for member in self._table.parameters()})
         self._table.track(self.shared.own)
+        return has_new
 
     def absorb_residuals(self) -> None:
         """Subtract residuals kept beside the parameters from these: a lone worker sends nothing any more."""

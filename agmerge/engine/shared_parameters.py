@@ -61,15 +61,21 @@ class SharedParameters(ABC):
         self._outer: torch.optim.Optimizer | None = None  # of the tensors of `base`
         self._whole: Tensors = {}  # sent dense and not received; the parameters have moved on since
 
-    def admit(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Use these parameters from now on, by name; the values of new ones become part of ``base``."""
+    def admit(self, parameters: Mapping[str, torch.Tensor]) -> bool:
+        """Use these parameters from now on, by name; return whether there are new ones.
+
+        ``base`` gets the values of these, and loses those of parameters that are gone.
+        """
         self.own = dict(parameters)
         new = [name for name in self.own if name not in self.base]
+        gone = [name for name in self.base if name not in self.own]
         for name in new:
             parameter = self.own[name].detach()
             self.base[name] = parameter.to(wide(parameter.dtype), copy=True)
-        if new and self._make_outer is not None:
-            state = self._outer.state if self._outer is not None else {}
+        state = {} if self._outer is None else dict(self._outer.state)
+        for name in gone:
+            state.pop(self.base.pop(name), None)
+        if (new or gone) and self._make_outer is not None:
             bind = getattr(self._make_outer, "bind", None)  # the script's own one knows its parameters, no `base`
             values = list(self.base.values())
             self._outer = self._make_outer(values) if bind is None else bind(self.base, self.own)
@@ -78,6 +84,7 @@ class SharedParameters(ABC):
                     f"outer={self._make_outer!r} has returned {self._outer!r}, which is no torch.optim.Optimizer"
                 )
             self._outer.state.update(state)
+        return bool(new)
 
     def adopt(self, before: SharedParameters) -> None:
         """Adopt the tensors and the outer optimizer of the object that this one replaces."""
@@ -190,8 +197,10 @@ class UnsentInParameters(SharedParameters):
         return delta
 
     def apply(self, combined: Combined) -> None:
-        updates = {name: update for name, update in combined.updates.items() if update is not None}
-        lists = lists_by_name(combined.buffers.store.received)
+        # With overlap the script may have removed a parameter since its delta was sent.
+        updates = {n: update for n, update in combined.updates.items() if update is not None and n in self.own}
+        received = lists_by_name(combined.buffers.store.received)
+        lists = {name: of_name for name, of_name in received.items() if name in self.own}
         sent = self._sent(combined, [*updates, *lists])
         for name, of_name in lists.items():  # they have no update
             if self._goes_along(name):

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 
 from agmerge.backends import status
+from agmerge.engine.averaged_twice import AveragedTwice
 from agmerge.engine.delta_table import DeltaTable
 from agmerge.engine.local_replica import LocalReplica
 from agmerge.engine.own_step import OwnStep, own_step
@@ -56,6 +57,7 @@ class UpdateReducer:
         self._receive_at: int | None = None  # the step after which messages under way are applied
         self._due: Due | None = None  # which merge buffers these are of
         self._sharded = ShardedSteps(members)
+        self._averaged_twice = AveragedTwice(members, self.exchange)
 
     def _with_planner(self, config: Config) -> Config:
         """Return ``config`` with a planner that makes as many merge buffers as take turns."""
@@ -74,6 +76,7 @@ class UpdateReducer:
         if not self.exchange.group.settled:
             check_not_averaged(self.members)
             self._connect_rescaled()
+            self._averaged_twice.begin()
         # Who comes to an elastic job later is at other steps than those that it looks at: the first ones of all.
         if not self.exchange.group.alone and not (workers.can_regroup() and self.exchange.agreed.steps):
             assert self.exchange.group.comm is not None
@@ -118,7 +121,9 @@ class UpdateReducer:
         not finite, according to ``nonfinite=``. That rank has not stepped.
         """
         self.before_step()
+        self._averaged_twice.stepping()
         own = own_step(self.members, wrapper, self._sharded.noting(closure))
+        self._averaged_twice.judge()
         self.after_step(own)
         return own.result
 
@@ -131,8 +136,8 @@ class UpdateReducer:
         self._sharded.note()
         if self.exchange.group.alone:
             self.replica.absorb_residuals()
-        else:
-            self.replica.admit(self.flush)
+        elif self.replica.admit(self.flush):
+            self.participation.compare_soon()
 
     @torch.no_grad()
     def after_step(self, own: OwnStep) -> None:

@@ -154,6 +154,13 @@ IN_TRAINING: tuple[Row, ...] = (
         "frameworks.md",
     ),
     (
+        "AGM136",
+        ("averages gradients by torch.distributed",),
+        "The script, or its optimizer's own `step()`, averages gradients that this library averages, too.",
+        "Delete the `all_reduce` that the text speaks of, or wrap the plain optimizer.",
+        "migrate.md",
+    ),
+    (
         "AGM109",
         ("inside no_sync() came after the backward() that completed this step",),
         "The gradients of this step had left already.",

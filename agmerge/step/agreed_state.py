@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
@@ -34,6 +34,9 @@ class TensorTable(Protocol):
 
     def active(self) -> list[ParameterInfo]:
         """Return the tensors that take part now, in an order that is the same on every rank."""
+
+    def names(self) -> Container[str]:
+        """Return the names of all tensors of which state is kept, also of those that do not take part now."""
 
     def snapshot(self) -> object:
         """Return an object to compare by ``==``: where it differs, ranks have to agree again.
@@ -146,6 +149,7 @@ class AgreedState:
             check_shapes(before.layout.slots, buffers.layout.slots)
         self.step, carried.plan, carried.budgets = self.steps, None, None
         buffers.flat.restore(carried.tensors, buffers.across, self.config.guards.timeout)
+        carried.forget_all_but(self.table.names())
         self.buffers, self._snapshot, self._stale = buffers, self.table.snapshot(), False
         self._forget_measurements(buffers)
         self.plans = self._on_agreement(buffers, self.times)
