@@ -135,6 +135,12 @@ class UpdateReducer:
             self.replica.admit(self.flush)
 
     @torch.no_grad()
+    def use_present(self) -> None:
+        """Collective. Use the parameters that take part now, in the middle of a step of several optimizers."""
+        if not self.exchange.group.alone:
+            self.replica.admit(self.flush)
+
+    @torch.no_grad()
     def after_step(self, own: OwnStep) -> None:
         """Collective. Make the exchanges that are due: the optimizer has stepped, or left its step out.
 
