@@ -9,11 +9,12 @@ it: the delta ``base - own``, a pseudo-gradient, is exchanged. What is not sent 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import ClassVar
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from agmerge.engine.sent_pieces import (
     WHOLE,
@@ -91,17 +92,25 @@ class SharedParameters(ABC):
         self.base, self.own, self._outer = before.base, before.own, before._outer
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Make the script's parameters, inside, the shared ones: ``own`` are copies meanwhile, and put back after."""
-        parameters, was_shown = self.own, self.is_shown
-        copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        self.own, self.is_shown = copies, True
-        try:
-            _copy_all(parameters, self.base)
-            yield
-        finally:
-            self.own, self.is_shown = parameters, was_shown
-            _copy_all(parameters, copies)
+    def shown(self, but: Container[str] = ()) -> Iterator[None]:
+        """Make the script's parameters, inside, the shared ones: ``own`` are copies meanwhile, and put back after.
+
+        ``but``: the names of parameters that stay as they are. Afterwards all have the versions that they had, so that
+        a backward pass which has saved them can be made: it finds the values that it had saved.
+        """
+        parameters, was_shown, self.is_shown = self.own, self.is_shown, True
+        replaced = {name: parameter for name, parameter in parameters.items() if name not in but}
+        copies = {name: parameter.detach().clone() for name, parameter in replaced.items()}
+        self.own = {**parameters, **copies}
+        with ExitStack() as versions:
+            for parameter in replaced.values():
+                versions.enter_context(_unsafe_preserve_version_counter(parameter))
+            try:
+                _copy_all(replaced, self.base)
+                yield
+            finally:
+                self.own, self.is_shown = parameters, was_shown
+                _copy_all(replaced, copies)
 
     def follow_own(self) -> None:
         """Make the shared parameters this worker's own: it is alone, and what it has is what all have."""

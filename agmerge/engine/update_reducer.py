@@ -93,6 +93,7 @@ class UpdateReducer:
             scaled = shared.in_parameters or not workers.can_regroup()
             factor = comm.size / origin[1] if scaled else 1.0
             shared.put({name: displacement * factor for name, displacement in displaced.items()})
+            self.replica.left()
 
     def leave(self) -> None:
         """Forget the group of workers, and messages under way: they count as not sent."""
@@ -131,6 +132,7 @@ class UpdateReducer:
     def before_step(self) -> None:
         """Collective. Connect, if need be, and sample parameters before the optimizer moves them."""
         self.replica.check_not_shown("a step")
+        self.replica.end_between()
         self.participation.connected(self.connect)
         self.exchange.fault.check()
         self._sharded.note()
@@ -140,12 +142,23 @@ class UpdateReducer:
             self.participation.compare_soon()
 
     @torch.no_grad()
+    def use_present(self) -> None:
+        """Collective. Use the parameters that take part now, in the middle of a step of several optimizers."""
+        if not self.exchange.group.alone:
+            self.replica.admit(self.flush)
+
+    @torch.no_grad()
     def after_step(self, own: OwnStep) -> None:
         """Collective. Make the exchanges that are due: the optimizer has stepped, or left its step out.
 
         Raises ``ValueError``, in the first steps, for an optimizer that has stepped shards, and
         :class:`agmerge.NonFiniteError` as :meth:`step` does.
         """
+        self._after_step(own)
+        if not self.exchange.group.alone:
+            self.replica.begin_between()
+
+    def _after_step(self, own: OwnStep) -> None:
         steps = self.replica.own_steps
         steps.check(own, self.exchange)
         steps.made()
@@ -196,6 +209,7 @@ class UpdateReducer:
         """Collective. Receive and apply the exchange under way."""
         if self._receive_at is not None and not self.exchange.fault:
             self._receive()
+            self.replica.left()
 
     @torch.no_grad()
     def consolidate(self) -> None:
@@ -211,6 +225,7 @@ class UpdateReducer:
             with self.exchange.sending_whole():
                 self._receive()
         self.replica.strayed.settled()
+        self.replica.left()
 
     def check_idle(self, what: str) -> None:
         """Collective. Receive and apply the exchange under way: ``what`` may happen then."""

@@ -300,6 +300,27 @@ IN_TRAINING: tuple[Row, ...] = (
         "launching.md",
     ),
     (
+        "AGM145",
+        ("the script has written parameters between two steps",),
+        "With `sync=\"updates\"` a script writes a rank's own parameters: an average of weights, a bound, the best ones.",
+        "Evaluate and save them before the next step, set bounds inside of `shared()`, `consolidate()` what is to stay.",
+        "adaptive.md#what-a-script-does-between-two-steps",
+    ),
+    (
+        "AGM146",
+        ("the script reads parameters between two steps",),
+        "With `sync=\"updates\"` an average of a rank's own parameters (EMA, SWA, a teacher) differs between ranks.",
+        "Read them inside of `shared()`.",
+        "adaptive.md#what-a-script-does-between-two-steps",
+    ),
+    (
+        "AGM147",
+        ("state_dict() of a model in training mode has",),
+        "With `sync=\"updates\"` a model in training mode has a rank's own parameters, which differ between ranks.",
+        "Save it inside of `shared()`, or in `eval()` mode.",
+        "adaptive.md#what-a-script-does-between-two-steps",
+    ),
+    (
         "AGM204",
         ("init(): two processes have come to",),
         "Two jobs share a port, or two processes a rank.",

@@ -45,7 +45,7 @@ def compress(
 
     ``model``: as ``accelerator.prepare()`` has returned it, with its optimizer. ``options``: of
     :func:`agmerge.integrations.ddp.compress`, ``scaler`` and ``optimizer`` excepted: they are the accelerator's. With
-    ``sync="updates"`` the model is evaluated without gradients and saved with the parameters that all ranks have in
+    ``sync="updates"`` the model is evaluated in ``eval()`` mode and saved with the parameters that all ranks have in
     common, and after ``end_training()`` all ranks have these. Returns the object with the statistics; None in one
     process, with a warning: it trains as it is.
 
@@ -170,11 +170,16 @@ def _keep_in_checkpoints(
     accelerator.save_state, accelerator.load_state = save, load
     if not are_updates:
         return
-    end_training = accelerator.end_training
+    get_state_dict, end_training = accelerator.get_state_dict, accelerator.end_training
+
+    @functools.wraps(get_state_dict)
+    def get(*args: Any, **kwargs: Any) -> Any:
+        with compressed.shared():  # as save_model() and save_state() want it, in training mode too
+            return copy.deepcopy(get_state_dict(*args, **kwargs))
 
     @functools.wraps(end_training)
     def end() -> None:
         compressed.consolidate()
         end_training()
 
-    accelerator.end_training = end
+    accelerator.get_state_dict, accelerator.end_training = get, end
