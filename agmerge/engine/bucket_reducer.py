@@ -12,15 +12,18 @@ from typing import Literal
 import torch
 
 from agmerge.backends import status
+from agmerge.engine import seen_steps
 from agmerge.engine.clipping_watch import ClippingWatch
 from agmerge.engine.grad_hooks import refuse_owned
 from agmerge.engine.grad_scaler import LossScale
+from agmerge.engine.last_pass import LastPass
 from agmerge.engine.participation import Participation, open_exchange
 from agmerge.engine.replicas import SyncedReplica
 from agmerge.engine.withheld_momentum import take_over
 from agmerge.errors import IN_BACKWARD, AGMergeError, NonFiniteError
 from agmerge.exchanges.message.format import Flag
 from agmerge.planning.replanner import Replanner
+from agmerge.step.combined import Combined
 from agmerge.step.config import Config
 from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
@@ -47,9 +50,12 @@ class BucketReducer:
         self._optimizer = optimizer
         self._check_momentum(config)
         self._gradients: dict[str, torch.Tensor] = {}  # handed over in this pass: views of buckets
+        self._last = LastPass(self.exchange, members, optimizer)
         self._clipping = ClippingWatch(self.exchange)
         # Several optimizers step one by one: it looks when the first of them does.
         self._looks = [] if optimizer is None else [self._clipping.follow(each) for each in optimizers_of(optimizer)]
+        self._stop_listening = seen_steps.listen(self, members.name_all())
+        self._end_due: Combined | None = None  # the pass that has ended, and after which replicas are to be compared
 
     def connect(self) -> None:
         """Collective. Connect to the present workers, if this has not happened."""
@@ -82,6 +88,7 @@ class BucketReducer:
         """Collective. Use another config, as :meth:`Participation.reconfigure`. Raises in a backward pass."""
         self._check_momentum(config)
         self.check_idle(what)
+        self._last.close()
         self.participation.reconfigure(config, what, advice)
         self.discard()
 
@@ -93,6 +100,8 @@ class BucketReducer:
         there. ``used``: whether this rank has one; if not, and where this rank has joined, ``gradient`` is zero.
         """
         if not self._gradients:
+            self._last.settle()
+            self._end_exchange()
             status.current().enter("is in a backward pass", self.exchange.agreed.step)
         name = self.members.name_of(parameter)
         self._gradients[name] = gradient
@@ -114,6 +123,7 @@ class BucketReducer:
             combined = self.exchange.finish(flags=self.participation.flag)
         except NonFiniteError as error:
             raise NonFiniteError(IN_BACKWARD.format(where=error.where), error.where) from None
+        waits = combined.buffers.flat.keeps_state and self.participation.flag == Flag.ACTIVE  # for a step
         with self.exchange.fault.recording():
             if self._optimizer is not None:
                 self._clipping.note(combined)
@@ -121,19 +131,37 @@ class BucketReducer:
             self.scaling.multiply([self._gradients[name].copy_(update) for name, update in here])
             if combined.skipped:
                 self.exchange.discard()
+            elif waits:
+                self._last.begin()
             else:
                 self.exchange.commit(drops_unused=True)
         self._end_pass()
         if not combined.skipped:
+            self._end_due = combined
+            if not waits:
+                self._end_exchange()
+
+    def _end_exchange(self) -> None:
+        """Collective. Compare replicas and plan anew, where that is due, after a pass that has been committed."""
+        combined, self._end_due = self._end_due, None
+        if combined is not None:
             # Not before the optimizer has stepped, and not where it does not: on a rank that has joined.
             compares = self.exchange.agreed.steps > 1 and not combined.flags & Flag.JOINED
             self.participation.end_exchange(compares=compares)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """React before a step of an optimizer with some of the parameters."""
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the residuals of the parameters that ``optimizer`` has stepped."""
+        self._last.stepped(optimizer)
 
     def flush(self) -> None:
         """Apply updates that are on their way: there are none, each pass ends with its own."""
 
     def discard(self) -> None:
         """Discard the pass that has begun."""
+        self._end_due = None
         self.exchange.discard()
         self._end_pass()
 
@@ -150,4 +178,6 @@ class BucketReducer:
         """Close the communicators, and stop watching the optimizer's steps."""
         for handle in self._looks:
             handle.remove()
+        self._stop_listening()
+        self._last.end()
         self.exchange.close()

@@ -73,6 +73,7 @@ def rebuilt() -> dict[str, Any]:
 def conserved(net: nn.Module, model: nn.Module, compressed: Any, steps: int) -> float:
     """The largest difference of what was applied, and the mean of gradients less what is kept."""
     twin = copy.deepcopy(net)  # parameters do not move, so that it has this rank's own gradients
+    still = torch.optim.SGD(net.parameters(), lr=0.0)
     given = [torch.zeros_like(p, dtype=torch.float64) for p in net.parameters()]
     applied = [torch.zeros_like(total) for total in given]
     for step in range(steps):
@@ -81,6 +82,7 @@ def conserved(net: nn.Module, model: nn.Module, compressed: Any, steps: int) -> 
             loss_of(forward, agmerge.rank(), step).backward()
             for total, p in zip(sums, module.parameters(), strict=True):
                 total += p.grad.double()
+        still.step()
     kept = compressed.state_dict()["agmerge"]["residuals"]
     worst = 0.0
     for (name, _), mine, done in zip(net.named_parameters(), given, applied, strict=True):
