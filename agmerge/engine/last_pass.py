@@ -30,14 +30,14 @@ VELOCITY = (
 UNSEEN = (
     "{count} backward passes in a row, and no optimizer has stepped since compress(), as far as hooks of torch's "
     "optimizers and versions of parameters show. What these passes have not sent is dropped, as for gradients that a "
-    "script throws away. Pass optimizer= to compress(), the object whose step() moves the parameters; or name a "
+    "script throws away. Pass optimizer= to compress(), the object with the step() that moves parameters; or name a "
     "compressor that keeps nothing, such as compression='eden'"
 )
 PATIENCE = 10  # dropped passes in a row, before the warning
 
 
 class LastPass:
-    """Last pass of an exchange in buckets, whose residuals wait for a step.
+    """Last pass of an exchange in buckets, with residuals that wait for a step.
 
     ``members``: the parameters of the buckets. ``optimizer``: the one that steps; None: it is not known.
     """
@@ -113,9 +113,7 @@ class LastPass:
         held = self._held_names()
         memory = self._exchange.agreed.config.compression.memory
         if held and memory.has_momentum:
-            raise AGMergeError(
-                VELOCITY.format(step=self._exchange.agreed.step, name=min(held), memory=memory.name)
-            )
+            raise AGMergeError(VELOCITY.format(step=self._exchange.agreed.step, name=min(held), memory=memory.name))
         current = self._exchange.agreed.current.tensors
         for key, tensor in current.items():
             if key[1] in held and key[0] in KINDS and key not in self._before:
@@ -172,7 +170,7 @@ class LastPass:
             self._task, self._added, self._held = task, set(), set()
 
     def _held_names(self) -> set[str]:
-        """Return the names of parameters to whose last update the gradients of the present pass were added."""
+        """Return the names of parameters with gradients of the present pass that were added to the last update."""
         self._turn_to(torch._C._current_graph_task_id())
         for name, parameter in self._unstepped.items():
             owner = self._owner.get(name)

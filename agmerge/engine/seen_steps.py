@@ -101,11 +101,14 @@ def _after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         listener.after_step(optimizer)
 
 
+OWN = (_before, _after)  # which do nothing for optimizers of other parameters
+
+
 def after_closure(look: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``look`` now, or after a step's closure, in which frameworks clip; return new arguments then, else None."""
     optimizer, *given = args  # a closure is the first argument, or has its name
     closure = given[0] if given else kwargs.get("closure")
-    if closure is None:
+    if not callable(closure):
         look()
         return None
 

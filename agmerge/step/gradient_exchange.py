@@ -260,7 +260,7 @@ class GradientExchange:
             self._end_round()
 
     def commit_some(self, names: Container[str]) -> None:
-        """Make ``work`` of some tensors, those that a rank had, the residual now; :meth:`commit` ends the step later."""
+        """Make ``work`` of some tensors, those that a rank had, the residual; :meth:`commit` ends the step later."""
         assert self._round is not None
         self._round.keep(names)
 

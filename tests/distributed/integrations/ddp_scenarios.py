@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 TESTS = Path(__file__).parents[2]  # which has folders of the library's names
 sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS.parent / "examples")]
 from ddp_awkward import awkward, leaves_alone, unused  # noqa: E402
+from ddp_decided import added_up, averaged, decided, repaired  # noqa: E402
 from ddp_harms import harms  # noqa: E402
 from ddp_pairs import CASES, MATRIX, pair, train  # noqa: E402
 from ddp_refused import guarded, refused  # noqa: E402
@@ -294,6 +295,10 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
         refused,
         guarded,
         infinite,
+        decided,
+        added_up,
+        repaired,
+        averaged,
     )
 }
 
