@@ -112,8 +112,9 @@ class LastPass:
             return
         held = self._held_names()
         memory = self._exchange.agreed.config.compression.memory
-        if held and memory.has_momentum:
-            raise AGMergeError(VELOCITY.format(step=self._exchange.agreed.step, name=min(held), memory=memory.name))
+        added = held & self._owner.keys() if self._seen else held  # what no optimizer steps is of no account
+        if added and memory.has_momentum:
+            raise AGMergeError(VELOCITY.format(step=self._exchange.agreed.step, name=min(added), memory=memory.name))
         current = self._exchange.agreed.current.tensors
         for key, tensor in current.items():
             if key[1] in held and key[0] in KINDS and key not in self._before:
