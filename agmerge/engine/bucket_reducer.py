@@ -186,7 +186,7 @@ class BucketReducer:
             total = torch.cat([part.reshape(-1) for part in parts])
             comm.all_reduce(total, f"nonfinite gradients {number}").wait(timeout)
             total /= comm.size
-            for part, own in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+            for part, own in zip(parts, torch.split(total, [part.numel() for part in parts]), strict=True):
                 part.copy_(own.view_as(part))
 
     def _end_exchange(self) -> None:

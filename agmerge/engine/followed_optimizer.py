@@ -48,7 +48,7 @@ def followed(given: Any) -> torch.optim.Optimizer:
         raise TypeError(NO_STEPS.format(kind=type(given).__name__, why="it has no step()"))
     if not _groups(given):
         raise TypeError(NO_STEPS.format(kind=type(given).__name__, why="it has no param_groups"))
-    known = getattr(given.step, "__self__", None)
+    known: Any = getattr(given.step, "__self__", None)
     if getattr(known, "given", None) is given:  # compress() was called with it before
         return known  # type: ignore[no-any-return]
     made: FollowedOptimizer = type(type(given).__name__, (FollowedOptimizer,), {})(given)
@@ -92,7 +92,7 @@ class FollowedOptimizer(torch.optim.Optimizer):
         """Return the object's state; an empty one if it has none."""
         return getattr(self.given, "state", {})
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step as the object does."""
         return self._step_of_given(*args, **kwargs)
 
