@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as optimizers
 
+from agmerge.engine import seen_steps
 from agmerge.errors import AGMergeError
 from agmerge.exchanges import InFlight
 from agmerge.step.combined import Combined
@@ -135,12 +136,12 @@ class Updates:
 def check_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Raise ``ValueError`` if ``optimizer.step()`` has hooks."""
     hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        optimizers._global_optimizer_pre_hooks,
-        optimizers._global_optimizer_post_hooks,
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *optimizers._global_optimizer_pre_hooks.values(),
+        *optimizers._global_optimizer_post_hooks.values(),
     )
-    if any(hooks):
+    if any(hook not in seen_steps.OWN for hook in hooks):
         raise ValueError(
             f"{type(optimizer).__name__} has step pre- or post-hooks, and merging='dear' steps it once for every "
             "module, so they would run many times a step: remove them, or use another merging"

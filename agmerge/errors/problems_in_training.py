@@ -284,6 +284,41 @@ IN_TRAINING: tuple[Row, ...] = (
         "Clip as the text says, raise the bound, or leave `compression=` out.",
         "compressors.md",
     ),
+    (
+        "AGM131",
+        ("a backward pass has added to the update that the pass before has left in p.grad",),
+        "In DistributedDataParallel with a memory that has a momentum, passes of a step were averaged one by one.",
+        "Put all passes of a step but the last one inside `model.no_sync()`.",
+        "frameworks.md#distributeddataparallel",
+    ),
+    (
+        "AGM132",
+        ("backward passes in a row, and no optimizer has stepped since compress()",),
+        "What the script steps with is not known, so that passes count as thrown away.",
+        "Pass `optimizer=` to `compress()`.",
+        "frameworks.md#distributeddataparallel",
+    ),
+    (
+        "AGM133",
+        ("is about to step parameters with gradients that DistributedDataParallel does not average",),
+        "Parameters were unfrozen, or put into the model, after DistributedDataParallel was made.",
+        "Make it, and call `compress()`, afterwards.",
+        "frameworks.md#distributeddataparallel",
+    ),
+    (
+        "AGM134",
+        ("steps with gradients that this model has not averaged", "is in another DistributedDataParallel by now"),
+        "Forward passes went past the compressed model, or through another DistributedDataParallel.",
+        "Call the model itself; call `compress()` with the new one.",
+        "frameworks.md#distributeddataparallel",
+    ),
+    (
+        "AGM135",
+        ("which is in no DistributedDataParallel: its gradient is averaged by nothing",),
+        "The optimizer of a model in DistributedDataParallel steps other parameters too.",
+        "Put them into the model if they are to be the same on all ranks.",
+        "frameworks.md#distributeddataparallel",
+    ),
     # -- waiting ----------------------------------------------------------------------------------------------------
     (
         "AGM202",

@@ -126,11 +126,6 @@ def checked_options(given: Mapping[str, Any], model: DistributedDataParallel) ->
             "sync='updates': DistributedDataParallel(static_graph=True) cannot run its first pass without averaging; "
             "leave static_graph out, as no gradient is averaged"
         )
-    if options.sync != UPDATES and options.nonfinite == "skip" and options.scaler is None:
-        raise ValueError(
-            "nonfinite='skip' needs scaler=: updates become infinite where a step is to be skipped, and without a "
-            "GradScaler nobody would leave it out"
-        )
     return options
 
 
