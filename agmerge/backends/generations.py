@@ -115,8 +115,9 @@ class Generations:
                 with suppress(RuntimeError):  # a lighthouse that is not ready for so long: let it be
                     store.wait([READY], timedelta(seconds=10 * SETTLES))
                 own, least = (socket.gethostname(), self._address, port), options.min_workers
-                how = options.suspect, time.monotonic, options.restart, _write
-                return Membership(store, *own, least, _answers, *how)
+                return Membership(
+                    store, *own, least, _answers, suspect=options.suspect, restart=options.restart, tell=_write
+                )
             except RuntimeError as error:
                 if time.monotonic() > end:
                     raise self._lighthouse.missing(str(error)) from error
