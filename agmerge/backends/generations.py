@@ -113,7 +113,7 @@ class Generations:
             store = self._connect(max(end - time.monotonic(), ATTEMPT))
             try:
                 with suppress(RuntimeError):  # a lighthouse that is not ready for so long: let it be
-                    store.wait([READY], timedelta(seconds=10 * SETTLES))
+                    store.wait([READY], timedelta(seconds=min(10 * SETTLES, options.patience)))
                 own, least = (socket.gethostname(), self._address, port), options.min_workers
                 return Membership(
                     store, *own, least, _answers, suspect=options.suspect, restart=options.restart, tell=_write
