@@ -145,6 +145,9 @@ def _beside(dist: Any, env: Mapping[str, str], timeout: float) -> TorchBackend:
     alone.
     """
     advice = torch_store.advice("")
+    seconds, is_chosen = torch_groups.timeout_of_script(dist)
+    timeouts.take_over(seconds, is_chosen=is_chosen)
+    timeout = max(timeout, timeouts.default())
     group = timeouts.bounded(lambda: torch_groups.new_group(dist, timeout), timeout, "init()", advice)
 
     def gather(text: bytes, name: str) -> list[bytes]:

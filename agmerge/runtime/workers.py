@@ -165,6 +165,7 @@ def shutdown() -> None:
             _job.close()
         _process.close()
         _set_process(None)
+        timeouts.take_over(0.0)
 
 
 def _set_process(backend: Backend | None, *, looked: bool = False, job: Generations | None = None) -> None:
