@@ -63,7 +63,7 @@ def compress(
     if workers.can_regroup():
         return _elastic(accelerator, model, {**options})
     if accelerator.distributed_type == DistributedType.NO:
-        files.warn_alone()
+        files.warn_alone("Accelerator(cpu=True), or ACCELERATE_USE_CPU=true in the environment")
         return None
     inner: Any = getattr(model, "_orig_mod", model)  # of a compiled model
     numbers = [

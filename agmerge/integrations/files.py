@@ -36,16 +36,22 @@ ALONE = (
     "one process trains, without a launcher: it exchanges nothing, nothing is compressed, and what ranks have kept "
     "beside a checkpoint is not loaded (`torchrun --nproc_per_node=1` loads it)"
 )
-UNSAVED = (
-    "{folder} was saved on {saved} alone, and each rank keeps more than the checkpoint has: {missing} not written "
-    "agmerge-{{rank}}-of-{size}.pt, with what it has not sent yet. A training that resumes from there starts all of that "
-    "from zero, with a warning. Save on all ranks, without an `if`: the framework writes the model on rank 0 alone"
+NO_GROUP = (
+    "the launcher has started {launched} processes, and each would train by itself: the framework has made no process "
+    "group of them, and the model is in no DistributedDataParallel. Without GPUs it makes one if it is asked: {advice}"
 )
 _NAME = re.compile(r"agmerge-(\d+)-of-(\d+)\.pt")
 
 
-def warn_alone() -> None:
-    """Warn that a process without others is left as it is."""
+def warn_alone(advice: str) -> None:
+    """Warn that a process without others is left as it is.
+
+    Raises ``ValueError`` where a launcher has started others too, and the framework has not made a group of them: each
+    would train by itself. ``advice``: how the script has the framework make one.
+    """
+    launched = workers.launched()
+    if launched > 1:
+        raise ValueError(NO_GROUP.format(launched=launched, advice=advice))
     warnings.warn(ALONE, stacklevel=3)
 
 
@@ -93,11 +99,11 @@ def save(compressed: Compressed, folder: Folder, *, makes_folder: bool = False, 
     if rank == 0:
         _unlink(where, [file for file in _files(where) if file != (0, size) and (file[1] != size or not keeps)])
     if keeps:
-        compressed.look_later(partial(_why_incomplete, where, rank, size, section["steps"]))
+        compressed.look_later(partial(_what_lacks, where, rank, size, section["steps"]))
 
 
-def _why_incomplete(folder: Path, rank: int, size: int, steps: int) -> str:
-    """Return a warning where other ranks of this machine have not written what they keep at ``steps``; "": they have.
+def _what_lacks(folder: Path, rank: int, size: int, steps: int) -> dict[str, Any]:
+    """Return what fills ``unsaved.SAVED_ALONE`` if other ranks of this machine have written nothing at ``steps``.
 
     Another machine may have a folder of its own. Only the first rank that has saved warns.
     """
@@ -105,10 +111,10 @@ def _why_incomplete(folder: Path, rank: int, size: int, steps: int) -> str:
     near = [other for other in range(begin, min(begin + workers.local_size(), size)) if other != rank]
     lost = [other for other in near if not _is_of(folder, (other, size), steps)]
     if not lost or any(other < rank and other not in lost for other in near) or not folder.is_dir():
-        return ""
+        return {}
     words = "has" if len(lost) == 1 else "have"
     saved = [other for other in (rank, *near) if other not in lost]
-    return UNSAVED.format(folder=folder, saved=_ranks(saved), missing=f"{_ranks(lost)} {words}", size=size)
+    return {"folder": folder, "saved": _ranks(saved), "missing": f"{_ranks(lost)} {words}", "size": size}
 
 
 def _is_of(folder: Path, file: File, steps: int) -> bool:

@@ -76,7 +76,7 @@ class Compression(TrainerExchange):
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
             if workers.can_regroup():
                 raise ValueError(TOO_EARLY)
-            files.warn_alone()
+            files.warn_alone("TrainingArguments(use_cpu=True)")
             return
         if model is not self._model:
             if self.compressed is not None:
