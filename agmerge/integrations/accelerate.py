@@ -7,6 +7,7 @@
 The optimizer stays plain; of several, all are taken. ``accumulate()``, ``clip_grad_norm_()``, ``bf16``
 and a scaler need nothing. A rank that keeps something of its own writes a file beside those of ``save_state()``, and
 ``load_state()`` reads it. By default no rank does, and ``save_state()`` may be called on the main process alone.
+Trackers get what is sent beside the script's own values, in each ``log()``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from accelerate import Accelerator, DistributedType
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
 from agmerge.integrations import accelerate_elastic, ddp, files
 from agmerge.integrations.accelerate_elastic import ElasticOptimizer
+from agmerge.integrations.logged import LoggedFigures
 from agmerge.options.typed import DDPOptions
 from agmerge.runtime import workers
 from agmerge.step.updates import UPDATES
@@ -43,7 +45,7 @@ def compress(
 
     ``model``: as ``accelerator.prepare()`` has returned it, with its optimizer. ``options``: of
     :func:`agmerge.integrations.ddp.compress`, ``scaler`` and ``optimizer`` excepted: they are the accelerator's. With
-    ``sync="updates"`` the model is evaluated without gradients and saved with the parameters that all ranks have in
+    ``sync="updates"`` the model is evaluated in ``eval()`` mode and saved with the parameters that all ranks have in
     common, and after ``end_training()`` all ranks have these. Returns the object with the statistics; None in one
     process, with a warning: it trains as it is.
 
@@ -79,7 +81,25 @@ def compress(
         )
     compressed = ddp.compress(inner, optimizer=optimizers or None, scaler=accelerator.scaler, **options)
     _keep_in_checkpoints(accelerator, numbers[-1], compressed, are_updates=are_updates)
+    _add_to_log(accelerator, numbers[-1], compressed)
     return compressed
+
+
+def _add_to_log(accelerator: Accelerator, number: int, compressed: ddp.Compressed | ElasticOptimizer) -> None:
+    """Make ``accelerator.log()`` add what is sent for the prepared model ``number``, and how much less than by DDP."""
+    log, logged = accelerator.log, LoggedFigures()
+    prefix = f"agmerge_{number}/" if number else "agmerge/"  # as Accelerate numbers models
+
+    @functools.wraps(log)
+    def add(values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        figures = logged.of(compressed) if accelerator.trackers else {}
+        log(
+            {**values, **{name.replace("agmerge/", prefix): figure for name, figure in figures.items()}},
+            *args,
+            **kwargs,
+        )
+
+    accelerator.log = add
 
 
 def _elastic(accelerator: Accelerator, model: torch.nn.Module, options: dict[str, Any]) -> ElasticOptimizer:
@@ -94,6 +114,7 @@ def _elastic(accelerator: Accelerator, model: torch.nn.Module, options: dict[str
         )
     prepared = next(one for one in accelerator._optimizers if one.optimizer is plain[0])
     prepared.optimizer = distributed = accelerate_elastic.distribute(accelerator, plain[0], inner, options)
+    _add_to_log(accelerator, 0, distributed)
     return distributed
 
 
@@ -149,11 +170,16 @@ def _keep_in_checkpoints(
     accelerator.save_state, accelerator.load_state = save, load
     if not are_updates:
         return
-    end_training = accelerator.end_training
+    get_state_dict, end_training = accelerator.get_state_dict, accelerator.end_training
+
+    @functools.wraps(get_state_dict)
+    def get(*args: Any, **kwargs: Any) -> Any:
+        with compressed.shared():  # as save_model() and save_state() want it, in training mode too
+            return copy.deepcopy(get_state_dict(*args, **kwargs))
 
     @functools.wraps(end_training)
     def end() -> None:
         compressed.consolidate()
         end_training()
 
-    accelerator.end_training = end
+    accelerator.get_state_dict, accelerator.end_training = get, end

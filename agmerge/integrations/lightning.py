@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
 from agmerge.integrations import ddp, files
+from agmerge.integrations.logged import LoggedFigures
 from agmerge.options.arguments import Options
 from agmerge.options.typed import StrategyOptions
 from agmerge.step.updates import UPDATES
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
+    from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 else:  # the two are copies, and a Trainer takes strategies of its own package alone
+    from pytorch_lightning.callbacks import Callback
     from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
 Where = str | Path
@@ -96,6 +99,8 @@ class CompressedDDPStrategy(DDPStrategy):
         optimizers = self.optimizers or None
         self.compressed = ddp.compress(self.model, optimizer=optimizers, scaler=scaler, **self._options)
         self._fitting = True
+        if not any(isinstance(callback, _Figures) for callback in trainer.callbacks):
+            trainer.callbacks.append(_Figures())
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Stop DDP from averaging where updates are exchanged: manual optimisation asks it to, after every forward."""
@@ -181,6 +186,21 @@ class CompressedDDPStrategy(DDPStrategy):
     def _shared(self) -> AbstractContextManager[None]:
         """Return a context with the parameters that all ranks have in common; after ``fit()`` with the script's own."""
         return self.compressed.shared() if self.compressed is not None and self._fitting else nullcontext()
+
+
+class _Figures(Callback):
+    """Callback that gives the Trainer's loggers what is sent, when they get what the script logs."""
+
+    def __init__(self) -> None:
+        self._figures = LoggedFigures()
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Log the figures of the steps since the last ones, every ``log_every_n_steps``."""
+        if not trainer.loggers or not trainer._logger_connector.should_update_logs:
+            return
+        figures, step = self._figures.of(trainer.strategy.compressed), trainer.fit_loop.epoch_loop._batches_that_stepped
+        for logger in trainer.loggers:
+            logger.log_metrics(figures, step=step)
 
 
 def _folder(checkpoint: Where, keeps_back: bool) -> str | None:

@@ -61,6 +61,19 @@ class Training:
         return bits(self.net)
 
 
+class Tracker:
+    """A tracker that keeps what it is given."""
+
+    name = "kept"
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, Any]] = []
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        """Keep the values."""
+        self.logged.append({**values, "step": step})
+
+
 @scenario
 def dense(folder: Path) -> Any:
     """The bits of Accelerate without us, and with us and no compression."""
@@ -96,6 +109,10 @@ def topk(folder: Path) -> Any:
         seen["bytes"].append(None if before is None or after is None else after - before)
     assert compressed is not None
     stats = compressed.stats()
+    tracker = Tracker()
+    one.accelerator.trackers = [tracker]
+    one.accelerator.log({"loss": 1.0}, step=32)
+    seen["log"] = tracker.logged
     return {**seen, "stats": {key: stats[key] for key in ("steps", "bytes_sent", "bytes_dense")}, "bits": one.bits()}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_networks import check_few_bytes_left, check_refused, check_taken_over, launched
+from own_networks import check_few_bytes_left, check_logged, check_refused, check_taken_over, launched
 
 pytest.importorskip("accelerate")
 SCRIPT = Path(__file__).parent / "accelerate_scenarios.py"
@@ -34,6 +34,8 @@ def test_a_tenth_of_the_bytes_leave(found: Found) -> None:
         assert seen["stats"]["steps"] == 32
         assert seen["bits"] == ranks[0]["bits"]
         check_few_bytes_left(seen)
+    check_logged(ranks[0]["log"])  # Accelerate logs on rank 0
+    assert [(line["loss"], line["step"]) for line in ranks[0]["log"]] == [(1.0, 32)]
 
 
 def test_clipping_is_of_the_combined_update(found: Found) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_networks import check_few_bytes_left, check_refused, check_taken_over, launched
+from own_networks import check_few_bytes_left, check_logged, check_refused, check_taken_over, launched
 
 pytest.importorskip("lightning")
 SCRIPT = Path(__file__).parent / "lightning_scenarios.py"
@@ -34,6 +34,8 @@ def test_a_tenth_of_the_bytes_leave(found: Found) -> None:
         assert seen["stats"]["steps"] == 32
         assert seen["bits"] == ranks[0]["bits"]
         check_few_bytes_left(seen)
+    assert [line["step"] for line in ranks[0]["log"]] == [7, 15, 23, 31]
+    check_logged(ranks[0]["log"])
 
 
 def test_a_scaler_changes_no_bit_and_leaves_out_steps_on_all_ranks(found: Found) -> None:
