@@ -253,10 +253,56 @@ def test_with_other_workers_it_begins_there_and_chooses_anew(world: World) -> No
     assert world.tried == [["eden-4", "eden-2", "none"]] and states[-1] == "settled"
 
 
-def test_a_checkpoint_of_a_trial_goes_by_nothing_that_was_tried(world: World) -> None:
+@pytest.mark.parametrize("after", [3, 7])
+def test_a_run_that_ends_in_a_trial_is_gone_on_with_there(after: int, world: World) -> None:
+    """Nothing is measured again, and candidates that have had their turn have no other one."""
+    world.start, world.seconds = NEAR, {"none": 9.0, "eden-4": 9.0}
+    state = saved(2, FIRST + after)  # after 7 of these "none" has its turn
+    names, states = resumed(2, state, TRIAL)
+    tried = ["eden-4", "eden-2", "none"]
+    assert world.tried == [tried, tried]  # the second time it goes on
+    left = tried[after // 3 :]
+    assert list(dict.fromkeys(names)) == [*left, "eden-2"][: len(left) + ("eden-2" not in left)]
+    assert names[3 * len(left) :] == ["eden-2"] * (TRIAL - 3 * len(left))
+    assert states[0] == "trying" and states[3 * len(left) :] == ["settled"] * (TRIAL - 3 * len(left))
+
+
+def test_a_trial_is_kept_from_run_to_run_before_the_first_step_too(world: World) -> None:
     world.start = NEAR
-    state = saved(2, FIRST + 7)  # "none" has its turn
-    assert resumed(2, state)[0] == ["eden-4"]
+
+    def body(rank: int, model: nn.Module) -> Any:
+        optimizer = wrapped(model)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        return through_a_file(optimizer.state_dict())
+
+    state = saved(2, FIRST + 7)
+    assert state["agmerge"]["trial"]
+    again = on_ranks(2, MODEL, body)[0]
+    assert again["agmerge"]["trial"] == state["agmerge"]["trial"]
+    assert saved(2, END)["agmerge"]["trial"] == ""
+
+
+def another_size(state: Any) -> int:
+    return 3
+
+
+def damaged(state: Any) -> int:
+    state["agmerge"]["trial"] = state["agmerge"]["trial"].replace("turns", "turn5")
+    return 2
+
+
+def none_kept(state: Any) -> int:
+    del state["agmerge"]["trial"]  # of a version that kept none
+    return 2
+
+
+@pytest.mark.parametrize("change", [another_size, damaged, none_kept])
+def test_a_trial_of_other_workers_or_a_damaged_one_goes_by_nothing_that_was_tried(change: Any, world: World) -> None:
+    world.start = NEAR
+    state = saved(2, FIRST + 7)
+    names, states = resumed(change(state), state, END)
+    assert names[: FIRST - 1] == ["eden-4"] * (FIRST - 1) and states[: FIRST - 1] == ["timing"] * (FIRST - 1)
+    assert names[-1] == "none" and states[-1] == "settled"
 
 
 @pytest.mark.parametrize("compression", ["eden-4", "eden", "int8"])
