@@ -60,12 +60,18 @@ def keeps_back(compressed: Compressed) -> bool:
     return rank_state.keeps_back(compressed._reducer.exchange.agreed.config)
 
 
-def save(compressed: Compressed, folder: Folder, *, makes_folder: bool = False, flushes: bool = False) -> None:
+def save(
+    compressed: Compressed,
+    folder: Folder,
+    *,
+    makes_folder: bool = False,
+    flushes: bool = False,
+    is_common: bool = False,
+) -> None:
     """Collective. Write this rank's state into ``folder``; where ranks keep nothing of their own, on rank 0 alone.
 
-    No rank waits for another's file. If one of the others writes none, a warning says so some steps later, on the rank
-    that has saved. Rank 0 removes files of other numbers of ranks. Raises :class:`agmerge.AGMergeError` where this rank
-    cannot write, and its older file stays as it was.
+    No rank waits for another's file. Rank 0 removes files of other numbers of ranks. Raises
+    :class:`agmerge.AGMergeError` where this rank cannot write, and its older file stays as it was.
 
     Args:
 
@@ -75,6 +81,8 @@ def save(compressed: Compressed, folder: Folder, *, makes_folder: bool = False, 
             checkpoint again, to keep few.
         flushes: apply messages under way first, with ``overlap=``: all ranks save, and communicate. Else these messages
             count as not sent, so that one rank may save alone.
+        is_common: ranks of one machine save into the same folder. If one of them writes nothing, a warning says so some
+            steps later, on the rank that has saved.
     """
     rank, size = _place(compressed)
     if flushes:
@@ -98,7 +106,7 @@ def save(compressed: Compressed, folder: Folder, *, makes_folder: bool = False, 
         raise AGMergeError(f"{text}. Other ranks have not waited: what is to be saved is not complete") from error
     if rank == 0:
         _unlink(where, [file for file in _files(where) if file != (0, size) and (file[1] != size or not keeps)])
-    if keeps:
+    if keeps and is_common:
         compressed.look_later(partial(_what_lacks, where, rank, size, section["steps"]))
 
 

@@ -171,7 +171,7 @@ def test_where_nothing_is_kept_one_rank_saves_and_each_loads_by_itself(tmp_path:
         optimizer = trained(model, rank, STEPS, **DEFAULT)
         kept = Kept(optimizer)
         if rank == 0:
-            files.save(kept, tmp_path)
+            files.save(kept, tmp_path, is_common=True)
         assert kept.looks == []
         agmerge.barrier()
         again = seeded(mlp)
@@ -226,7 +226,7 @@ def test_who_saves_alone_what_all_keep_is_told_some_steps_later(
     def body(rank: int, model: Any) -> list[str]:
         kept = Kept(trained(model, rank, STEPS + 1))
         if rank in callers:
-            files.save(kept, tmp_path)
+            files.save(kept, tmp_path, is_common=True)
         agmerge.barrier()
         return [unsaved.SAVED_ALONE.format(**lacks) if (lacks := look()) else "" for look in kept.looks]
 
