@@ -75,7 +75,7 @@ def save(
 
     Args:
 
-        compressed: whose state it is.
+        compressed: the object that exchanges for the framework.
         folder: of the checkpoint.
         makes_folder: make it, if it is not there. Else nothing is written then: the framework has removed the
             checkpoint again, to keep few.
@@ -225,7 +225,7 @@ def _load_sections(compressed: Compressed, sections: Sequence[dict[str, Any]], *
 
 
 def _without_own(folder: Path, seen: Sequence[File], size: int) -> int | None:
-    """Return of how many ranks the first was whose file says that they kept nothing of their own; None: none was.
+    """Return the number of ranks of the first file that says that they kept nothing of their own; None: none does.
 
     ``seen``: the files in ``folder``. That of ``size`` ranks comes first.
     """

@@ -67,7 +67,7 @@ class KeptTrial:
     """Trial of plans in an earlier run."""
 
     place: str  # a digest of what its times depend on: arguments, backend, workers
-    tried: list[Candidate]
+    tried: list[Candidate]  # none: costs were being measured, for the first time
     turns: dict[str, Any]  # and times so far, as :meth:`agmerge.planning.plan_trial.PlanTrial.saved` returns them
 
     def dumps(self) -> str:

@@ -66,6 +66,7 @@ class Replanner:
         self._tried: Sequence[Candidate] = ()  # in the last trial, or chosen without one
         self._trial: PlanTrial | None = None  # of these, while it is under way
         self._resumed = ""  # a trial of an earlier run, until the first step has ended
+        self._hurries = False  # that run has ended while it measured: now costs are measured at once
         config, kinds = buffers.config, {slot.tensor_class.kind for slot in buffers.layout.slots}
         quantises = bool(config.quantisers) and Kind.QUANTISED in kinds
         self._choice = QuantiserChoice(buffers) if quantises else SparseChoice(buffers, self._values)
@@ -98,9 +99,10 @@ class Replanner:
 
     def trial(self) -> str:
         """Return the trial that is under way, as text; "" if none is."""
-        if self._trial is None:
-            return self._resumed
-        return KeptTrial(place_of(self.buffers), [*self._tried], self._trial.saved()).dumps()
+        if self._trial is not None:
+            return KeptTrial(place_of(self.buffers), [*self._tried], self._trial.saved()).dumps()
+        is_first = self._hurries or (self._state is State.PROBING and self._latest is None)
+        return KeptTrial(place_of(self.buffers), [], {}).dumps() if is_first else self._resumed
 
     def measure(self, step: int) -> Measurements:
         """Collective. Measure now, for reports, and return the measurements; the plan stays."""
@@ -219,7 +221,7 @@ class Replanner:
         Before the first plan the cutoff of dense="partial" is chosen, if it still is to be.
         """
         self._state, is_first, latest = State.PROBING, self._latest is None, None
-        for latest in self._measurer.measure(self._step, look):
+        for latest in self._measurer.measure(self._step, look, at_once=self._hurries):
             if latest is None:
                 yield None
         assert latest is not None
@@ -239,7 +241,8 @@ class Replanner:
         """
         self._state = State.PROBING
         buffers, usual = self.buffers, self._measurer.whole.typical()
-        names, share = [slot.name for slot in buffers.layout.slots], share_of(usual)
+        names, share = [slot.name for slot in buffers.layout.slots], math.inf if self._hurries else share_of(usual)
+        self._hurries = False
         search = self._choice.search(self._planner, latest, self._step, usual, stays=self._measured is not None)
         if self._choice.has_measured and share < math.inf:  # that took time, too
             yield None
@@ -288,6 +291,9 @@ class Replanner:
         """Collective. Go on with the trial of an earlier run, where it was made for these workers. Rank 0 decides."""
         kept, self._resumed = KeptTrial.loads(self._resumed), ""
         if kept is None or not number_of_rank_0(self.buffers, kept.fits(self.buffers)):
+            return
+        if not kept.tried:
+            self._hurries = True
             return
         self._tried = kept.tried
         self._latest, self._state = self._tried[0].measured, State.TRYING

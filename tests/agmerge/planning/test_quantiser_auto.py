@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from pathlib import Path
@@ -11,8 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from support import agreed, on_ranks, through_a_file, train
-from support.quantiser_world import LOOK, MODEL, TRIAL, World, chosen, name_of, trained, wrapped
+from support import agreed, on_ranks, train
+from support.quantiser_world import (
+    LOOK,
+    MODEL,
+    TRIAL,
+    World,
+    chosen,
+    name_of,
+    resumed,
+    saved,
+    trained,
+    wrapped,
+)
 from torch import nn
 
 import merging
@@ -206,31 +216,6 @@ def test_a_script_that_measures_by_itself_leaves_the_choice_to_be_made(world: Wo
 # -- what is kept -----------------------------------------------------------------------------------------------------
 
 
-def resumed(size: int, state: Any, steps: int = 1, **options: Any) -> tuple[list[str], list[str]]:
-    """In what gradients travel, and the states of planning, after each step from a checkpoint."""
-
-    def body(rank: int, model: nn.Module) -> tuple[list[str], list[str]]:
-        optimizer, names, states = wrapped(model, **options), [], []
-        optimizer.load_state_dict(copy.deepcopy(state))
-        for step in range(steps):
-            names += trained(rank, model, optimizer, [step])[0]
-            states.append(optimizer.stats()["planning"])
-        return names, states
-
-    return agreed(on_ranks(size, MODEL, body))
-
-
-def saved(size: int, steps: int = FIRST + 1) -> Any:
-    """Rank 0's checkpoint."""
-
-    def body(rank: int, model: nn.Module) -> Any:
-        optimizer = wrapped(model)
-        train(model, optimizer, rank, range(steps))
-        return through_a_file(optimizer.state_dict())
-
-    return on_ranks(size, MODEL, body)[0]
-
-
 def test_a_checkpoint_keeps_the_choice_for_as_many_workers_however_old_it_is(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,58 +236,6 @@ def test_with_other_workers_it_begins_there_and_chooses_anew(world: World) -> No
     names, states = resumed(3, state, END)
     assert names[: FIRST - 1] == ["eden-2"] * (FIRST - 1) and names[-1] == "none"
     assert world.tried == [["eden-4", "eden-2", "none"]] and states[-1] == "settled"
-
-
-@pytest.mark.parametrize("after", [3, 7])
-def test_a_run_that_ends_in_a_trial_is_gone_on_with_there(after: int, world: World) -> None:
-    """Nothing is measured again, and candidates that have had their turn have no other one."""
-    world.start, world.seconds = NEAR, {"none": 9.0, "eden-4": 9.0}
-    state = saved(2, FIRST + after)  # after 7 of these "none" has its turn
-    names, states = resumed(2, state, TRIAL)
-    tried = ["eden-4", "eden-2", "none"]
-    assert world.tried == [tried, tried]  # the second time it goes on
-    left = tried[after // 3 :]
-    assert list(dict.fromkeys(names)) == [*left, "eden-2"][: len(left) + ("eden-2" not in left)]
-    assert names[3 * len(left) :] == ["eden-2"] * (TRIAL - 3 * len(left))
-    assert states[0] == "trying" and states[3 * len(left) :] == ["settled"] * (TRIAL - 3 * len(left))
-
-
-def test_a_trial_is_kept_from_run_to_run_before_the_first_step_too(world: World) -> None:
-    world.start = NEAR
-
-    def body(rank: int, model: nn.Module) -> Any:
-        optimizer = wrapped(model)
-        optimizer.load_state_dict(copy.deepcopy(state))
-        return through_a_file(optimizer.state_dict())
-
-    state = saved(2, FIRST + 7)
-    assert state["agmerge"]["trial"]
-    again = on_ranks(2, MODEL, body)[0]
-    assert again["agmerge"]["trial"] == state["agmerge"]["trial"]
-    assert saved(2, END)["agmerge"]["trial"] == ""
-
-
-def another_size(state: Any) -> int:
-    return 3
-
-
-def damaged(state: Any) -> int:
-    state["agmerge"]["trial"] = state["agmerge"]["trial"].replace("turns", "turn5")
-    return 2
-
-
-def none_kept(state: Any) -> int:
-    del state["agmerge"]["trial"]  # of a version that kept none
-    return 2
-
-
-@pytest.mark.parametrize("change", [another_size, damaged, none_kept])
-def test_a_trial_of_other_workers_or_a_damaged_one_goes_by_nothing_that_was_tried(change: Any, world: World) -> None:
-    world.start = NEAR
-    state = saved(2, FIRST + 7)
-    names, states = resumed(change(state), state, END)
-    assert names[: FIRST - 1] == ["eden-4"] * (FIRST - 1) and states[: FIRST - 1] == ["timing"] * (FIRST - 1)
-    assert names[-1] == "none" and states[-1] == "settled"
 
 
 @pytest.mark.parametrize("compression", ["eden-4", "eden", "int8"])
