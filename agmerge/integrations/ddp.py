@@ -102,7 +102,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         self._attached = ExitStack()  # what hangs on the model and the optimizer
         self._note_whole: Callable[[], None] = lambda: None  # to be called when what this rank keeps is saved or loaded
         # To be called with what looks at a checkpoint some steps later.
-        self.look_later: Callable[[Callable[[], str]], None] = lambda look: None
+        self.look_later: Callable[[unsaved.Look], None] = lambda look: None
         self._reducer = self._reducer_for(model, config)
         try:
             if self._steps_alone:

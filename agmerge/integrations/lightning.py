@@ -132,7 +132,7 @@ class CompressedDDPStrategy(DDPStrategy):
                 files.remove(folder)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         if compressed is not None and folder is not None:
-            files.save(compressed, folder, makes_folder=True, flushes=True)
+            files.save(compressed, folder, makes_folder=True, flushes=True, is_common=True)
 
     def remove_checkpoint(self, filepath: Where) -> None:
         """Remove the checkpoint, and the files of all ranks."""

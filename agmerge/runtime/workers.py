@@ -290,6 +290,12 @@ def size() -> int:
     return world().size
 
 
+def launched() -> int:
+    """Return how many workers the launcher says that it has started: 1 without a launcher."""
+    variable = registry.size_variable(os.environ, ALONE)
+    return int(os.environ[variable]) if variable else 1
+
+
 def local_rank() -> int:
     """Return this worker's number among those on the same machine, from 0."""
     return world().local_rank
