@@ -114,6 +114,11 @@ class Reducer:
 
     # -- step -----------------------------------------------------------------------------------------------------
 
+    def _join_group(self) -> None:
+        """Collective. Connect, if need be, and prepare what the next agreement takes over."""
+        self.participation.connected(self.connect)
+        take_over(self.exchange, self.members, self.members.optimizer)
+
     @torch.no_grad()
     def synchronize(self) -> None:
         """Collective. Send the remaining messages, receive, and make every ``p.grad`` the combined update.
@@ -121,8 +126,7 @@ class Reducer:
         Connects first, if need be. Raises on every rank for gradients that are not finite, according to ``nonfinite=``,
         and on this rank where the script has changed gradients after they were handed over.
         """
-        self.participation.connected(self.connect)
-        take_over(self.exchange, self.members, self.members.optimizer)
+        self._join_group()
         with self.passes.lock:
             self.exchange.fault.check()
             if self.exchange.group.outside or self.passes.combined:
@@ -270,8 +274,11 @@ class Reducer:
         elif self.exchange.fault:
             raise_broken(self.exchange)
         elif missing := self.passes.missing():
-            if self.exchange.under_way:  # else nothing has left, and this rank begins the step again
-                self.exchange.give_up(GAVE_UP.format(missing=and_more(missing), cause=_surviving()))
+            why = GAVE_UP.format(missing=and_more(missing), cause=_surviving())
+            if not self.exchange.under_way:  # before the first agreement: the others wait for this rank in it
+                self._join_group()
+            if not self.exchange.group.outside:
+                self.exchange.give_up(why)
             self.discard()
         elif self.passes.handed_over.overrun:
             try:
