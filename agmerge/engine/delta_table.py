@@ -27,7 +27,7 @@ class DeltaTable:
 
     def parameters(self) -> list[ParameterInfo]:
         """Return the parameters that take part."""
-        return self._members.active(self._tracked)
+        return [replace(one, dtype=one.parameter.dtype) for one in self._members.active(self._tracked)]
 
     @property
     def is_narrow(self) -> bool:

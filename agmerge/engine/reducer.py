@@ -40,7 +40,7 @@ from agmerge.step.combined import Combined
 from agmerge.step.config import Config
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
-from agmerge.tensors.parameters import ParameterTable, optimizers_of
+from agmerge.tensors.parameters import ParameterTable, gradient_dtype, optimizers_of
 
 GAVE_UP = "has called zero_grad() in the middle of a step, when gradients of {missing} had not come{cause}"
 AFTER_BROKEN = (
@@ -318,10 +318,11 @@ def check_attachable(combined: Combined, exchange: GradientExchange, *, is_activ
     """
     buffers = combined.buffers
     for slot, parameter in zip(buffers.layout.slots, buffers.flat.parameters, strict=True):
-        if parameter.dtype != slot.tensor_class.dtype or parameter.device != slot.tensor_class.device:
+        dtype = gradient_dtype(parameter)
+        if dtype != slot.tensor_class.dtype or parameter.device != slot.tensor_class.device:
             raise AGMergeError(
                 f"parameter {slot.name!r} changed from {slot.tensor_class.dtype} on {slot.tensor_class.device} to "
-                f"{parameter.dtype} on {parameter.device} between backward() and step(); change it between steps"
+                f"{dtype} on {parameter.device} between backward() and step(); change it between steps"
             )
     if not any(combined.used) and is_active and combined.is_whole:
         warnings.warn(NO_GRADIENT, stacklevel=7)

@@ -107,7 +107,7 @@ IN_TRAINING: tuple[Row, ...] = (
         "AGM016",
         ("this process was forked from", "This process was forked from one that had called it"),
         "A forked process cannot use its parent's connections, and has no place among the workers.",
-        "Start workers before `init()`, or with `start_method='spawn'`. Where the parent was alone, call `init()` in each.",
+        "Start them before `init()`, or by `start_method='spawn'`. If the parent was alone call `init()` in each.",
         "launching.md",
     ),
     # -- steps and gradients ----------------------------------------------------------------------------------------
