@@ -45,7 +45,7 @@ class ParameterInfo:
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which autograd accumulates the gradient: the parameter's, or its ``grad_dtype`` (torch 2.10)."""
+    """Return the dtype in which a gradient is accumulated: the parameter's, or its ``grad_dtype`` (torch 2.10)."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
