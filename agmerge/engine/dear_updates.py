@@ -15,6 +15,7 @@ from agmerge.engine import seen_steps
 from agmerge.errors import AGMergeError
 from agmerge.exchanges import InFlight
 from agmerge.step.combined import Combined
+from agmerge.tensors.parameters import gradient_dtype
 
 _PLAIN = (bool, int, float, str, tuple, type(None))  # values of a group that compare with ==
 
@@ -112,7 +113,7 @@ class Updates:
     def _check_same(self, parameter: torch.Tensor) -> None:
         """Raise ``AGMergeError`` if a parameter has another dtype, device or shape than in ``step()``."""
         slot = self._slot_of[parameter]
-        now, then = (parameter.dtype, parameter.device), (slot.tensor_class.dtype, slot.tensor_class.device)
+        now, then = (gradient_dtype(parameter), parameter.device), (slot.tensor_class.dtype, slot.tensor_class.device)
         if now != then or tuple(parameter.shape) != slot.shape:
             raise AGMergeError(
                 f"parameter {slot.name!r} was {then[0]}{list(slot.shape)} on {then[1]} in step() and is "

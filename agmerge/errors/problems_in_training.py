@@ -103,6 +103,13 @@ IN_TRAINING: tuple[Row, ...] = (
         "Install what the text names, then run `python -m agmerge build-horovod` again.",
         "backends.md",
     ),
+    (
+        "AGM016",
+        ("this process was forked from", "This process was forked from one that had called it"),
+        "A forked process cannot use its parent's connections, and has no place among the workers.",
+        "Start them before `init()`, or by `start_method='spawn'`. If the parent was alone call `init()` in each.",
+        "launching.md",
+    ),
     # -- steps and gradients ----------------------------------------------------------------------------------------
     (
         "AGM102",

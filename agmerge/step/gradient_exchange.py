@@ -233,11 +233,12 @@ class GradientExchange:
         """Collective. End the round under way with nothing, on all ranks: theirs raise :class:`agmerge.AGMergeError`.
 
         Messages that have left are received; a later message carries the news, so at least one must not have left.
-        ``why``: the reason, for the errors of the others. Nothing is raised here, unless the exchange breaks.
+        Before the first agreement ranks agree first. ``why``: the reason, for the errors of the others. Nothing is
+        raised here, unless the exchange breaks.
         """
-        assert self._round is not None
         self._why_given_up = why
-        self._round.guard.give_up(why)
+        if self._round is not None:
+            self._round.guard.give_up(why)
         try:
             self.finish()
         except AGMergeError:
