@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from agmerge.errors import NO_SCRIPTS
 from agmerge.tensors.dtensors import is_dtensor, local_of
 
-FIRST, THEN = 8, 100  # the first steps are followed by a look, and later each whose number this divides
+FIRST, THEN = 8, 100  # a look follows each of the first steps, and later every hundredth one
 MOST = 10_000  # operations that one look lasts at most
 # Averages and copies are made by these, also of lists (torch._foreach_lerp_) and in place.
 OPERATIONS = frozenset(("add", "sub", "rsub", "mul", "div", "lerp", "addcmul", "copy", "clone", "_to_copy"))

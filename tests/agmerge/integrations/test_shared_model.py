@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With ``sync="updates"`` a model shows what the script asks for: its own weights, the shared ones, or others put in."""
+"""With ``sync="updates"`` a model shows what the script asks for: its own weights, shared ones, or others."""
 
 from __future__ import annotations
 
