@@ -15,7 +15,9 @@ from torch import Tensor
 
 from sparsifiers.gpu.block_table import FIELDS, TILE, BlockTable
 from sparsifiers.gpu.kernels.launching import launch
-from sparsifiers.gpu.kernels.rotation import flipped, folded, largest, mixed, rotated, signs, spread
+from sparsifiers.gpu.kernels.rotation import (
+    any_of, exchanged, flipped, folded, is_later, largest, mixed, rotated, signs, spread,
+)  # fmt: skip
 from sparsifiers.quantising import levels
 from sparsifiers.quantising.draws import WORDS
 from sparsifiers.quantising.scales import NAN, SCALE
@@ -25,8 +27,13 @@ DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 _WORDS, _NAN, _SCALE, _FIELDS = (tl.constexpr(one) for one in (WORDS, NAN, SCALE, len(FIELDS)))
 _LEAST, _MOST = tl.constexpr(levels.LEAST), tl.constexpr(levels.MOST)
 # By bits: levels, and the ends of all but the last; as constants, of which unused ones are 0.
-_LEVELS = {bits: (*some, *[0] * (8 - len(some))) for bits, some in levels.LEVELS.items()}
-_ENDS = {bits: (*levels.thresholds(bits), *[0.0] * (8 - len(some))) for bits, some in levels.LEVELS.items()}
+_OWN_LEVELS = {bits: (*some, *[0] * (8 - len(some))) for bits, some in levels.LEVELS.items()}
+_OWN_ENDS = {bits: (*levels.thresholds(bits), *[0.0] * (9 - len(some))) for bits, some in levels.LEVELS.items()}
+# Behind each eight those of one bit less, for mixed records.
+_LEVELS, _ENDS = (
+    {bits: own[bits] + own[max(bits - 1, 1)] for bits in levels.LEVELS} for own in (_OWN_LEVELS, _OWN_ENDS)
+)
+_SPIKE = {bits: (levels.SPIKE[bits], levels.SPIKE[max(bits - 1, 1)]) for bits in levels.LEVELS}
 
 
 @triton.jit
@@ -42,6 +49,19 @@ def bfloat16_bits(values: tl.tensor) -> tl.tensor:
     bits = values.to(tl.int32, bitcast=True)
     nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _NAN, nearest)
+
+
+@triton.jit
+def even_bits(values: tl.tensor) -> tl.tensor:
+    """Return the bits of float32 values, none below 0, as bfloat16 of which the last bit is 0, to nearest."""
+    bits = values.to(tl.int32, bitcast=True)
+    return ((bits + 0xFFFF + ((bits >> 17) & 1)) >> 17) << 1
+
+
+@triton.jit
+def half_of(DOUBLINGS: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
+    """Return in which half of its block each coordinate of a tile lies: int32[TILE], 0 or 1."""
+    return (tl.arange(0, TILE) >> (5 + DOUBLINGS)) & 1
 
 
 @triton.jit
@@ -79,43 +99,87 @@ def key_of(keys: tl.tensor, row: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def write_blocks(
-    values: tl.tensor, key: tl.tensor, out: tl.tensor, block: tl.tensor, inside: tl.tensor, word: tl.tensor,
-    live: tl.tensor,
-    BITS: tl.constexpr, LEVELS: tl.constexpr, ENDS: tl.constexpr, SPIKE: tl.constexpr, DOUBLINGS: tl.constexpr,
-    TILE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Write the records of a tile, of those groups that are `live`; return the sum of its squares, float64."""
-    GROUPS: tl.constexpr = TILE // 64
+def coded(
+    values: tl.tensor, key: tl.tensor, word: tl.tensor,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, ENDS: tl.constexpr, SPIKE: tl.constexpr, AT: tl.constexpr,
+    DOUBLINGS: tl.constexpr, TILE: tl.constexpr, HALVES: tl.constexpr = 0,
+) -> tuple[tl.tensor, ...]:  # fmt: skip
+    """Return heads, signs (1: minus), numbers of levels, energies and exponents of the blocks of a tile.
+
+    AT: where the levels of `BITS` begin. HALVES: 1: of the half that is not 0, which is read twice as large.
+    """
     exponents = largest(values, DOUBLINGS, TILE).to(tl.int32, bitcast=True) >> 23
     values = values * spread(power_of_two(254 - exponents), TILE)
     squares = values * values
     energy = folded(squares, DOUBLINGS, TILE)
     highest = largest(squares, DOUBLINGS, TILE)
-    again = (highest > energy * SPIKE) & (highest < energy)
-    turned = rotated(flipped(values, signs(key, word, False, TILE)), DOUBLINGS, TILE)
+    again = (highest > energy * SPIKE[AT // 8]) & (highest < energy)
+    turned = rotated(flipped(values, signs(key, word, False, TILE)), DOUBLINGS, TILE, HALVES)
     if tl.max(again.to(tl.int32), axis=0) > 0:
-        twice = rotated(flipped(turned, signs(key, word, True, TILE)), DOUBLINGS, TILE)
+        twice = rotated(flipped(turned, signs(key, word, True, TILE)), DOUBLINGS, TILE, HALVES)
         turned = tl.where(spread(again, TILE), twice, turned)
-    root = spread(tl.sqrt_rn(tl.where(again, energy * (64 << DOUBLINGS), energy)), TILE)
+    root = spread(tl.sqrt_rn(tl.where(again, energy * ((64 << DOUBLINGS) >> HALVES), energy)), TILE)
     sizes = tl.abs(turned)
     number = tl.zeros([TILE], tl.int32)
-    level = tl.full([TILE], LEVELS[0], tl.float32)
+    level = tl.full([TILE], LEVELS[AT], tl.float32)
     for step in tl.static_range((1 << (BITS - 1)) - 1):
-        above = sizes > root * ENDS[step]
+        above = sizes > root * ENDS[AT + step]
         number += above.to(tl.int32)
-        level = tl.where(above, tl.full([TILE], LEVELS[step + 1], tl.float32), level)
-    scale = tl.div_rn(energy, folded(sizes * level, DOUBLINGS, TILE)) * power_of_two(exponents)
+        level = tl.where(above, tl.full([TILE], LEVELS[AT + step + 1], tl.float32), level)
+    scale = tl.div_rn(energy, folded(sizes * level, DOUBLINGS, TILE)) * power_of_two(exponents) * (1 + HALVES)
     scale = tl.where(scale >= _LEAST, tl.minimum(scale, _MOST), 0.0)
-    scale = tl.where(exponents == 255, float("nan"), scale)
-    head = bfloat16_bits(scale) | (again.to(tl.int32) << 15)
+    head = tl.where(exponents == 255, _NAN, even_bits(scale)) | (again.to(tl.int32) << 15)
+    return head, (turned < 0).to(tl.int32), number, energy, exponents
+
+
+@triton.jit
+def write_blocks(
+    values: tl.tensor, gaps: tl.tensor, key: tl.tensor, out: tl.tensor, block: tl.tensor, inside: tl.tensor,
+    word: tl.tensor, live: tl.tensor,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, ENDS: tl.constexpr, SPIKE: tl.constexpr, DOUBLINGS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Write the records of a tile, of those groups that are `live`; return the sum of its squares, float64.
+
+    gaps: 1 where a value is 0 and has to be read so, int32[TILE].
+    """
+    GROUPS: tl.constexpr = TILE // 64
+    head, minus, number, energy, exponents = coded(
+        values, key, word, BITS, LEVELS, ENDS, SPIKE, 0, DOUBLINGS, TILE
+    )  # fmt: skip
+    is_mixed = (any_of(gaps, DOUBLINGS, TILE) > 0) & (largest(values, DOUBLINGS, TILE) > 0.0) & (exponents != 255)
+    some = tl.max(is_mixed.to(tl.int32), axis=0) > 0
+    kept, other_minus, other_number = 1 - gaps, minus, number
+    if some:
+        if BITS > 1:
+            other, other_minus, other_number, _, _ = coded(
+                values, key, word, BITS - 1, LEVELS, ENDS, SPIKE, 8, DOUBLINGS, TILE
+            )  # fmt: skip
+        else:
+            later = spread(is_later(key, word - inside), TILE) > 0
+            in_later = half_of(DOUBLINGS, TILE) > 0
+            other, other_minus, _, _, _ = coded(
+                tl.where(later == in_later, values, 0.0), key, word, 1, LEVELS, ENDS, SPIKE, 8, DOUBLINGS, TILE, 1
+            )  # fmt: skip
+            first = tl.where(later, exchanged(kept, DOUBLINGS, TILE), kept)
+            second = tl.where(later, other_minus, exchanged(other_minus, DOUBLINGS, TILE))
+            kept = tl.where(in_later, second, first)
+        head = tl.where(is_mixed, other | 1, head)
     record = out + block * (_SCALE + BITS * (8 << DOUBLINGS))
     is_first = live & (inside == 0)
     tl.store(record, (head & 255).to(tl.uint8), mask=is_first)
     tl.store(record + 1, ((head >> 8) & 255).to(tl.uint8), mask=is_first)
     column = inside[:, None] * 8 + tl.arange(0, 8)[None, :]
     for plane in tl.static_range(BITS):
-        bits = (turned < 0).to(tl.int32) if plane == 0 else (number >> (plane - 1)) & 1
+        bits = minus if plane == 0 else (number >> (plane - 1)) & 1
+        if some:
+            if plane == 0:
+                others = kept
+            elif plane == 1:
+                others = other_minus
+            else:
+                others = (other_number >> (plane - 2)) & 1
+            bits = tl.where(spread(is_mixed, TILE), others, bits)
         packed = tl.sum(tl.reshape(bits, [GROUPS, 8, 8]) << tl.arange(0, 8)[None, None, :], axis=2)
         place = record[:, None] + (_SCALE + plane * (8 << DOUBLINGS)) + column
         tl.store(place, packed.to(tl.uint8), mask=live[:, None])
@@ -125,11 +189,35 @@ def write_blocks(
 
 
 @triton.jit
+def values_of(
+    minus: tl.tensor, number: tl.tensor, gaps: tl.tensor, head: tl.tensor, key: tl.tensor, word: tl.tensor,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, AT: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
+    HALVES: tl.constexpr = 0,
+) -> tl.tensor:  # fmt: skip
+    """Return what is read of signs (1: minus) and numbers of levels: float32[TILE]. gaps: 1 where a level is 0."""
+    level = tl.full([TILE], LEVELS[AT], tl.float32)
+    for step in tl.static_range((1 << (BITS - 1)) - 1):
+        level = tl.where(number > step, tl.full([TILE], LEVELS[AT + step + 1], tl.float32), level)
+    level = tl.where(gaps > 0, 0.0, level)
+    read = rotated(flipped(level, minus << 31), DOUBLINGS, TILE, HALVES)
+    again = (head >> 15) & 1
+    if tl.max(again, axis=0) > 0:
+        twice = rotated(flipped(read, signs(key, word, True, TILE)), DOUBLINGS, TILE, HALVES)
+        read = tl.where(spread(again, TILE) > 0, twice, read)
+    read = flipped(read, signs(key, word, False, TILE))
+    scale = ((head & 0x7FFE) << 16).to(tl.float32, bitcast=True)
+    return read * spread(scale, TILE)
+
+
+@triton.jit
 def read_blocks(
     data: tl.tensor, key: tl.tensor, block: tl.tensor, inside: tl.tensor, word: tl.tensor, live: tl.tensor,
     BITS: tl.constexpr, LEVELS: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return the values of a tile of one sender, whose records of the run begin at `data`: float32[TILE]."""
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the values of a tile of one sender, whose records of the run begin at `data`: float32[TILE].
+
+    And where they are held, int32[TILE]: elsewhere 0 is no value, see `Eden._zeros`.
+    """
     record = data + block * (_SCALE + BITS * (8 << DOUBLINGS))
     head = tl.load(record, mask=live, other=0).to(tl.int32) | (
         tl.load(record + 1, mask=live, other=0).to(tl.int32) << 8
@@ -142,20 +230,31 @@ def read_blocks(
         packed = tl.load(place, mask=live[:, None], other=0).to(tl.int32)
         bits = tl.reshape((packed[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1, [TILE])
         if plane == 0:
-            minus = bits << 31
+            minus = bits
         else:
             number += bits << (plane - 1)
-    level = tl.full([TILE], LEVELS[0], tl.float32)
-    for step in tl.static_range((1 << (BITS - 1)) - 1):
-        level = tl.where(number > step, tl.full([TILE], LEVELS[step + 1], tl.float32), level)
-    read = rotated(flipped(level, minus), DOUBLINGS, TILE)
-    again = (head >> 15) & 1
-    if tl.max(again, axis=0) > 0:
-        twice = rotated(flipped(read, signs(key, word, True, TILE)), DOUBLINGS, TILE)
-        read = tl.where(spread(again, TILE) > 0, twice, read)
-    read = flipped(read, signs(key, word, False, TILE))
-    scale = ((head & 0x7FFF) << 16).to(tl.float32, bitcast=True)
-    return read * spread(scale, TILE)
+    none = tl.zeros([TILE], tl.int32)
+    read = values_of(minus, number, none, head, key, word, BITS, LEVELS, 0, DOUBLINGS, TILE)
+    held = spread(((head & 0x7FFE) != 0).to(tl.int32), TILE)
+    if tl.max(head & 1, axis=0) > 0:
+        kept = minus
+        if BITS > 1:
+            other = values_of(
+                number & 1, number >> 1, none, head, key, word, BITS - 1, LEVELS, 8, DOUBLINGS, TILE
+            )  # fmt: skip
+        else:
+            later = spread(is_later(key, word - inside), TILE) > 0
+            outside = (later != (half_of(DOUBLINGS, TILE) > 0)).to(tl.int32)
+            turned = exchanged(minus, DOUBLINGS, TILE)
+            kept = tl.where(later, turned, minus) * (1 - outside)
+            other = values_of(
+                tl.where(later, minus, turned) * (1 - outside), none, outside, head, key, word, 1, LEVELS, 8,
+                DOUBLINGS, TILE, 1,
+            )  # fmt: skip
+        is_mixed = spread(head & 1, TILE) > 0
+        read = tl.where(is_mixed, tl.where(kept > 0, other, 0.0), read)
+        held = tl.where(is_mixed, held * kept, held)
+    return read, held
 
 
 @triton.jit
@@ -171,8 +270,9 @@ def encode_tile(
     place = task * TILE + tl.arange(0, TILE)
     length = tl.where(address != 0, tl.load(row + 5), 0)
     values = tl.load(address.to(tl.pointer_type(FROM)) + place, mask=place < length, other=0.0).to(tl.float32)
+    gaps = ((values == 0.0) & (place < length)).to(tl.int32)
     found = write_blocks(
-        values, key_of(table + _FIELDS * runs, row), out + tl.load(row + 7), block, inside, word, live,
+        values, gaps, key_of(table + _FIELDS * runs, row), out + tl.load(row + 7), block, inside, word, live,
         BITS, LEVELS, ENDS, SPIKE, DOUBLINGS, TILE,
     )  # fmt: skip
     if SQUARES:
@@ -184,15 +284,22 @@ def sum_of(
     table: tl.tensor, runs: tl.tensor, row: tl.tensor, rows: tl.tensor, stride: tl.tensor, senders: tl.tensor,
     scale: tl.tensor, block: tl.tensor, inside: tl.tensor, word: tl.tensor, live: tl.tensor,
     BITS: tl.constexpr, LEVELS: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return `scale` times the sum of the values of a tile of all senders, in their order: float32[TILE]."""
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Return `scale` times the sum of the values of a tile of all senders, in their order: float32[TILE].
+
+    And where one of them is held, int32[TILE], see `read_blocks`.
+    """
     data = rows + tl.load(row + 6)
     keys = table + _FIELDS * runs
-    total = read_blocks(data, key_of(keys, row), block, inside, word, live, BITS, LEVELS, DOUBLINGS, TILE)
+    total, held = read_blocks(data, key_of(keys, row), block, inside, word, live, BITS, LEVELS, DOUBLINGS, TILE)
     for sender in range(1, senders):
         data += stride
-        total += read_blocks(data, key_of(keys + sender, row), block, inside, word, live, BITS, LEVELS, DOUBLINGS, TILE)
-    return total * scale
+        read, some = read_blocks(
+            data, key_of(keys + sender, row), block, inside, word, live, BITS, LEVELS, DOUBLINGS, TILE
+        )  # fmt: skip
+        total += read
+        held |= some
+    return total * scale, held
 
 
 @triton.jit
@@ -203,7 +310,7 @@ def decode_tile(
 ) -> None:  # fmt: skip
     """Write the sum of one tile of all senders to its tensor. `TO`: its dtype, but for bfloat16 int16."""
     task, block, inside, word, live = groups_of(row, DOUBLINGS, TILE)
-    total = sum_of(
+    total, _ = sum_of(
         table, runs, row, rows, stride, senders, scale, block, inside, word, live, BITS, LEVELS, DOUBLINGS, TILE
     )  # fmt: skip
     place = task * TILE + tl.arange(0, TILE)
@@ -225,12 +332,13 @@ def encode_sum_tile(
 ) -> None:  # fmt: skip
     """Write the records of the sum of one tile of all senders. The last key is that of what is written."""
     _, block, inside, word, live = groups_of(row, DOUBLINGS, TILE)
-    total = sum_of(
+    total, held = sum_of(
         table, runs, row, rows, stride, senders, scale, block, inside, word, live, FROM, FROM_LEVELS, DOUBLINGS, TILE
     )  # fmt: skip
     key = key_of(table + _FIELDS * runs + senders, row)
     write_blocks(
-        total, key, out + tl.load(row + 7), block, inside, word, live, BITS, LEVELS, ENDS, SPIKE, DOUBLINGS, TILE
+        total, 1 - held, key, out + tl.load(row + 7), block, inside, word, live, BITS, LEVELS, ENDS, SPIKE, DOUBLINGS,
+        TILE,
     )  # fmt: skip
 
 
@@ -330,7 +438,7 @@ def encode_sum(
 
 def _levels(bits: int) -> dict[str, object]:
     """Return the constants of a quantiser that writes."""
-    return {"BITS": bits, "LEVELS": _LEVELS[bits], "ENDS": _ENDS[bits], "SPIKE": levels.SPIKE[bits]}
+    return {"BITS": bits, "LEVELS": _LEVELS[bits], "ENDS": _ENDS[bits], "SPIKE": _SPIKE[bits]}
 
 
 def _runs(table: BlockTable) -> tuple[int, int]:
