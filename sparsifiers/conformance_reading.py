@@ -81,7 +81,7 @@ def _mixed(made: Quantiser, size: int) -> None:
             vector[5 * size :: 2 + sender] = 0.0
         messages = [encoded(made, one, size, draw).view(-1) for one, draw in zip(vectors, draws, strict=True)]
         none = (vectors[0] == 0) & (vectors[1] == 0)
-        read = torch.full_like(vectors[0], math.nan)
+        read = torch.full((8 * size,), math.nan)[: len(vectors[0])]
         again = torch.empty_like(messages[0])
         made.encode_sum(messages, draws, size, 0.5, made, DRAWS, again)
         for what, sent, by in (("", messages, draws), (" of a sum that is sent again", [again], [DRAWS])):

@@ -59,6 +59,15 @@ def even_bits(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def outside_of(key: tl.tensor, first: tl.tensor, DOUBLINGS: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
+    """Return where mixed records of one bit have no value, since they have the other half: int32[TILE], 0 or 1.
+
+    first: the number of the first word of each group's block in the tensor.
+    """
+    return spread(is_later(key, first), TILE) ^ half_of(DOUBLINGS, TILE)
+
+
+@triton.jit
 def half_of(DOUBLINGS: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
     """Return in which half of its block each coordinate of a tile lies: int32[TILE], 0 or 1."""
     return (tl.arange(0, TILE) >> (5 + DOUBLINGS)) & 1
@@ -99,37 +108,42 @@ def key_of(keys: tl.tensor, row: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def coded(
-    values: tl.tensor, key: tl.tensor, word: tl.tensor,
-    BITS: tl.constexpr, LEVELS: tl.constexpr, ENDS: tl.constexpr, SPIKE: tl.constexpr, AT: tl.constexpr,
-    DOUBLINGS: tl.constexpr, TILE: tl.constexpr, HALVES: tl.constexpr = 0,
-) -> tuple[tl.tensor, ...]:  # fmt: skip
-    """Return heads, signs (1: minus), numbers of levels, energies and exponents of the blocks of a tile.
+def turned_twice(
+    values: tl.tensor, again: tl.tensor, halves: tl.tensor, key: tl.tensor, word: tl.tensor,
+    HALVES: tl.constexpr, BEFORE: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return blocks rotated, some of them twice: `again`, 0 or 1 of each group. BEFORE: signs stand before a rotation.
 
-    AT: where the levels of `BITS` begin. HALVES: 1: of the half that is not 0, which is read twice as large.
+    HALVES: of some blocks, `halves` of each coordinate, each half is rotated by itself.
     """
-    exponents = largest(values, DOUBLINGS, TILE).to(tl.int32, bitcast=True) >> 23
-    values = values * spread(power_of_two(254 - exponents), TILE)
-    squares = values * values
-    energy = folded(squares, DOUBLINGS, TILE)
-    highest = largest(squares, DOUBLINGS, TILE)
-    again = (highest > energy * SPIKE[AT // 8]) & (highest < energy)
-    turned = rotated(flipped(values, signs(key, word, False, TILE)), DOUBLINGS, TILE, HALVES)
-    if tl.max(again.to(tl.int32), axis=0) > 0:
-        twice = rotated(flipped(turned, signs(key, word, True, TILE)), DOUBLINGS, TILE, HALVES)
-        turned = tl.where(spread(again, TILE), twice, turned)
-    root = spread(tl.sqrt_rn(tl.where(again, energy * ((64 << DOUBLINGS) >> HALVES), energy)), TILE)
-    sizes = tl.abs(turned)
-    number = tl.zeros([TILE], tl.int32)
+    values = flipped(values, signs(key, word, False, TILE)) if BEFORE else values
+    values = rotated(values, halves, HALVES, DOUBLINGS, TILE)
+    if tl.max(again, axis=0) > 0:
+        twice = rotated(flipped(values, signs(key, word, True, TILE)), halves, HALVES, DOUBLINGS, TILE)
+        values = tl.where(spread(again, TILE) > 0, twice, values)
+    return values if BEFORE else flipped(values, signs(key, word, False, TILE))
+
+
+@triton.jit
+def level_of(
+    number: tl.tensor, BITS: tl.constexpr, LEVELS: tl.constexpr, AT: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """Return levels by their numbers: float32[TILE]. AT: where those of `BITS` begin."""
     level = tl.full([TILE], LEVELS[AT], tl.float32)
     for step in tl.static_range((1 << (BITS - 1)) - 1):
-        above = sizes > root * ENDS[AT + step]
-        number += above.to(tl.int32)
-        level = tl.where(above, tl.full([TILE], LEVELS[AT + step + 1], tl.float32), level)
-    scale = tl.div_rn(energy, folded(sizes * level, DOUBLINGS, TILE)) * power_of_two(exponents) * (1 + HALVES)
-    scale = tl.where(scale >= _LEAST, tl.minimum(scale, _MOST), 0.0)
-    head = tl.where(exponents == 255, _NAN, even_bits(scale)) | (again.to(tl.int32) << 15)
-    return head, (turned < 0).to(tl.int32), number, energy, exponents
+        level = tl.where(number > step, tl.full([TILE], LEVELS[AT + step + 1], tl.float32), level)
+    return level
+
+
+@triton.jit
+def number_of(
+    sizes: tl.tensor, root: tl.tensor, BITS: tl.constexpr, ENDS: tl.constexpr, AT: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """Return the numbers of the levels of magnitudes: int32[TILE]."""
+    number = tl.zeros([TILE], tl.int32)
+    for step in tl.static_range((1 << (BITS - 1)) - 1):
+        number += (sizes > root * ENDS[AT + step]).to(tl.int32)
+    return number
 
 
 @triton.jit
@@ -144,80 +158,69 @@ def write_blocks(
     gaps: 1 where a value is 0 and has to be read so, int32[TILE].
     """
     GROUPS: tl.constexpr = TILE // 64
-    head, minus, number, energy, exponents = coded(
-        values, key, word, BITS, LEVELS, ENDS, SPIKE, 0, DOUBLINGS, TILE
-    )  # fmt: skip
-    is_mixed = (any_of(gaps, DOUBLINGS, TILE) > 0) & (largest(values, DOUBLINGS, TILE) > 0.0) & (exponents != 255)
-    some = tl.max(is_mixed.to(tl.int32), axis=0) > 0
-    kept, other_minus, other_number = 1 - gaps, minus, number
-    if some:
-        if BITS > 1:
-            other, other_minus, other_number, _, _ = coded(
-                values, key, word, BITS - 1, LEVELS, ENDS, SPIKE, 8, DOUBLINGS, TILE
-            )  # fmt: skip
-        else:
-            later = spread(is_later(key, word - inside), TILE) > 0
-            in_later = half_of(DOUBLINGS, TILE) > 0
-            other, other_minus, _, _, _ = coded(
-                tl.where(later == in_later, values, 0.0), key, word, 1, LEVELS, ENDS, SPIKE, 8, DOUBLINGS, TILE, 1
-            )  # fmt: skip
-            first = tl.where(later, exchanged(kept, DOUBLINGS, TILE), kept)
-            second = tl.where(later, other_minus, exchanged(other_minus, DOUBLINGS, TILE))
-            kept = tl.where(in_later, second, first)
-        head = tl.where(is_mixed, other | 1, head)
-    record = out + block * (_SCALE + BITS * (8 << DOUBLINGS))
+    HALVES: tl.constexpr = BITS == 1
+    keys = largest(values, DOUBLINGS, TILE).to(tl.int32, bitcast=True)
+    exponents = keys >> 23
+    is_mixed = (any_of(gaps, DOUBLINGS, TILE) > 0) & (keys > 0) & (exponents != 255)
+    mixes = spread(is_mixed, TILE)
     is_first = live & (inside == 0)
+    scaled = values * spread(power_of_two(254 - exponents), TILE)
+    energy = folded(scaled * scaled, DOUBLINGS, TILE)
+    back = 1023 + 127 - tl.minimum(tl.maximum(254 - exponents, 1), 254)  # squares are of values as they were
+    unit = (back.to(tl.int64) << 52).to(tl.float64, bitcast=True)
+    total = tl.sum(tl.where(is_first, energy.to(tl.float64) * unit * unit, 0.0), axis=0)
+    if HALVES:
+        scaled = tl.where(mixes & (outside_of(key, word - inside, DOUBLINGS, TILE) > 0), 0.0, values)
+        exponents = largest(scaled, DOUBLINGS, TILE).to(tl.int32, bitcast=True) >> 23
+        scaled = scaled * spread(power_of_two(254 - exponents), TILE)
+        energy = folded(scaled * scaled, DOUBLINGS, TILE)
+    highest = largest(scaled * scaled, DOUBLINGS, TILE)
+    again = (highest > energy * tl.where(is_mixed, SPIKE[1], SPIKE[0])) & (highest < energy)
+    turned = turned_twice(scaled, again.to(tl.int32), mixes, key, word, HALVES, True, DOUBLINGS, TILE)
+    size = tl.where(is_mixed, (64 << DOUBLINGS) >> HALVES, 64 << DOUBLINGS).to(tl.float32)
+    root = spread(tl.sqrt_rn(tl.where(again, energy * size, energy)), TILE)
+    sizes = tl.abs(turned)
+    number = number_of(sizes, root, BITS, ENDS, 0, TILE)
+    level = level_of(number, BITS, LEVELS, 0, TILE)
+    minus = (turned < 0).to(tl.int32)
+    kept = 1 - gaps
+    if HALVES:
+        later = spread(is_later(key, word - inside), TILE) > 0
+        first = tl.where(later, exchanged(kept, DOUBLINGS, TILE), kept)
+        second = tl.where(later, minus, exchanged(minus, DOUBLINGS, TILE))
+        minus = tl.where(mixes, tl.where(half_of(DOUBLINGS, TILE) > 0, second, first), minus)
+    else:
+        other = number_of(sizes, root, BITS - 1, ENDS, 8, TILE)
+        level = tl.where(mixes, level_of(other, BITS - 1, LEVELS, 8, TILE), level)
+        number = tl.where(mixes, minus | (other << 1), number)
+        minus = tl.where(mixes, kept, minus)
+    scale = tl.div_rn(energy, folded(sizes * level, DOUBLINGS, TILE)) * power_of_two(exponents)
+    if HALVES:
+        scale = tl.where(is_mixed, scale * 2, scale)
+    scale = tl.where(scale >= _LEAST, tl.minimum(scale, _MOST), 0.0)
+    head = tl.where(exponents == 255, _NAN, even_bits(scale) | is_mixed.to(tl.int32)) | (again.to(tl.int32) << 15)
+    record = out + block * (_SCALE + BITS * (8 << DOUBLINGS))
     tl.store(record, (head & 255).to(tl.uint8), mask=is_first)
     tl.store(record + 1, ((head >> 8) & 255).to(tl.uint8), mask=is_first)
     column = inside[:, None] * 8 + tl.arange(0, 8)[None, :]
     for plane in tl.static_range(BITS):
         bits = minus if plane == 0 else (number >> (plane - 1)) & 1
-        if some:
-            if plane == 0:
-                others = kept
-            elif plane == 1:
-                others = other_minus
-            else:
-                others = (other_number >> (plane - 2)) & 1
-            bits = tl.where(spread(is_mixed, TILE), others, bits)
         packed = tl.sum(tl.reshape(bits, [GROUPS, 8, 8]) << tl.arange(0, 8)[None, None, :], axis=2)
         place = record[:, None] + (_SCALE + plane * (8 << DOUBLINGS)) + column
         tl.store(place, packed.to(tl.uint8), mask=live[:, None])
-    back = 1023 + 127 - tl.minimum(tl.maximum(254 - exponents, 1), 254)  # squares are of values as they were
-    unit = (back.to(tl.int64) << 52).to(tl.float64, bitcast=True)
-    return tl.sum(tl.where(is_first, energy.to(tl.float64) * unit * unit, 0.0), axis=0)
-
-
-@triton.jit
-def values_of(
-    minus: tl.tensor, number: tl.tensor, gaps: tl.tensor, head: tl.tensor, key: tl.tensor, word: tl.tensor,
-    BITS: tl.constexpr, LEVELS: tl.constexpr, AT: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
-    HALVES: tl.constexpr = 0,
-) -> tl.tensor:  # fmt: skip
-    """Return what is read of signs (1: minus) and numbers of levels: float32[TILE]. gaps: 1 where a level is 0."""
-    level = tl.full([TILE], LEVELS[AT], tl.float32)
-    for step in tl.static_range((1 << (BITS - 1)) - 1):
-        level = tl.where(number > step, tl.full([TILE], LEVELS[AT + step + 1], tl.float32), level)
-    level = tl.where(gaps > 0, 0.0, level)
-    read = rotated(flipped(level, minus << 31), DOUBLINGS, TILE, HALVES)
-    again = (head >> 15) & 1
-    if tl.max(again, axis=0) > 0:
-        twice = rotated(flipped(read, signs(key, word, True, TILE)), DOUBLINGS, TILE, HALVES)
-        read = tl.where(spread(again, TILE) > 0, twice, read)
-    read = flipped(read, signs(key, word, False, TILE))
-    scale = ((head & 0x7FFE) << 16).to(tl.float32, bitcast=True)
-    return read * spread(scale, TILE)
+    return total
 
 
 @triton.jit
 def read_blocks(
     data: tl.tensor, key: tl.tensor, block: tl.tensor, inside: tl.tensor, word: tl.tensor, live: tl.tensor,
     BITS: tl.constexpr, LEVELS: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Return the values of a tile of one sender, whose records of the run begin at `data`: float32[TILE].
 
     And where they are held, int32[TILE]: elsewhere 0 is no value, see `Eden._zeros`.
     """
+    HALVES: tl.constexpr = BITS == 1
     record = data + block * (_SCALE + BITS * (8 << DOUBLINGS))
     head = tl.load(record, mask=live, other=0).to(tl.int32) | (
         tl.load(record + 1, mask=live, other=0).to(tl.int32) << 8
@@ -233,28 +236,24 @@ def read_blocks(
             minus = bits
         else:
             number += bits << (plane - 1)
-    none = tl.zeros([TILE], tl.int32)
-    read = values_of(minus, number, none, head, key, word, BITS, LEVELS, 0, DOUBLINGS, TILE)
-    held = spread(((head & 0x7FFE) != 0).to(tl.int32), TILE)
-    if tl.max(head & 1, axis=0) > 0:
-        kept = minus
-        if BITS > 1:
-            other = values_of(
-                number & 1, number >> 1, none, head, key, word, BITS - 1, LEVELS, 8, DOUBLINGS, TILE
-            )  # fmt: skip
-        else:
-            later = spread(is_later(key, word - inside), TILE) > 0
-            outside = (later != (half_of(DOUBLINGS, TILE) > 0)).to(tl.int32)
-            turned = exchanged(minus, DOUBLINGS, TILE)
-            kept = tl.where(later, turned, minus) * (1 - outside)
-            other = values_of(
-                tl.where(later, minus, turned) * (1 - outside), none, outside, head, key, word, 1, LEVELS, 8,
-                DOUBLINGS, TILE, 1,
-            )  # fmt: skip
-        is_mixed = spread(head & 1, TILE) > 0
-        read = tl.where(is_mixed, tl.where(kept > 0, other, 0.0), read)
-        held = tl.where(is_mixed, held * kept, held)
-    return read, held
+    mixes = spread(head & 1, TILE) > 0
+    level = level_of(number, BITS, LEVELS, 0, TILE)
+    if HALVES:
+        later = spread(is_later(key, word - inside), TILE) > 0
+        outside = outside_of(key, word - inside, DOUBLINGS, TILE)
+        turned = exchanged(minus, DOUBLINGS, TILE)
+        kept = tl.where(mixes, tl.where(later, turned, minus) * (1 - outside), 1)
+        level = tl.where(mixes & (outside > 0), 0.0, level)
+        minus = tl.where(mixes, tl.where(later, minus, turned), minus)
+    else:
+        kept = tl.where(mixes, minus, 1)
+        level = tl.where(mixes, level_of(number >> 1, BITS - 1, LEVELS, 8, TILE), level)
+        minus = tl.where(mixes, number & 1, minus)
+    read = flipped(level, minus << 31)
+    read = turned_twice(read, (head >> 15) & 1, mixes, key, word, HALVES, False, DOUBLINGS, TILE)
+    scale = ((head & 0x7FFE) << 16).to(tl.float32, bitcast=True)
+    read = tl.where(kept > 0, read * spread(scale, TILE), 0.0)
+    return read, kept * spread(((head & 0x7FFE) != 0).to(tl.int32), TILE)
 
 
 @triton.jit

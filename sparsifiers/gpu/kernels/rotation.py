@@ -63,14 +63,17 @@ def butterfly(values: tl.tensor, DISTANCE: tl.constexpr, TILE: tl.constexpr) -> 
 
 
 @triton.jit
-def rotated(values: tl.tensor, DOUBLINGS: tl.constexpr, TILE: tl.constexpr, HALVES: tl.constexpr = 0) -> tl.tensor:
+def rotated(
+    values: tl.tensor, halves: tl.tensor, HALVES: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:  # fmt: skip
     """Return the products of the blocks of a tile with the Hadamard matrix: `hadamard` of float32[TILE].
 
-    HALVES: 1: each half of a block by itself.
+    HALVES: of some blocks, `halves` of each coordinate, each half is rotated by itself.
     """
-    for level in tl.static_range(6 + DOUBLINGS - HALVES):
+    for level in tl.static_range(5 + DOUBLINGS):
         values = butterfly(values, 1 << level, TILE)
-    return values
+    whole = butterfly(values, 32 << DOUBLINGS, TILE)
+    return tl.where(halves, values, whole) if HALVES else whole
 
 
 @triton.jit
