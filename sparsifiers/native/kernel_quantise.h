@@ -163,10 +163,11 @@ INLINE void draw(uint64_t counter, int size, uint64_t *words)
     {MIDDLE(0.1284, 0.3881), MIDDLE(0.3881, 0.6568), MIDDLE(0.6568, 0.9424), MIDDLE(0.9424, 1.2562),                 \
      MIDDLE(1.2562, 1.6181), MIDDLE(1.6181, 2.0690), MIDDLE(2.0690, 2.7326)}
 
-/* Whether a block with the largest square `highest` is to be rotated twice. */
-INLINE int is_spiked(int bits, float highest, float energy)
+/* Whether a block with the largest square `highest` is to be rotated twice: one coordinate stands out, or none does. */
+INLINE int is_uneven(int bits, int size, float highest, float energy)
 {
-    return highest > (bits == 1 ? 1.0f / 16 : 1.0f / 8) * energy && highest < energy;
+    return (highest > (bits == 1 ? 1.0f / 16 : 1.0f / 8) * energy && highest < energy) ||
+           highest * (float)size < 4 * energy;
 }
 
 /* The scale of a block in 16 bits, of which the last one is 0. inner: the sum of products of coordinates and levels; exponent: of its largest. */

@@ -209,7 +209,7 @@ LOOP int encode_block(const struct blocks *of, int bits, int size, const float *
     const float energy = _mm_cvtss_f32(folded(sums)), most = float_of((uint32_t)largest) * power;
     if (squares)
         *squares += unscaled(energy, power);
-    const int again = is_spiked(bits, most * most, energy);
+    const int again = is_uneven(bits, size, most * most, energy);
     rotate_near(values, size, powers, words, rows);
     if (__builtin_expect(again, 0)) {
         rotate_columns(rows, size);

@@ -176,7 +176,7 @@ LOOP __m512i encode_block(const struct blocks *of, int bits, int size, const flo
     const __m512i later = largest_of(next, n, zero);
     flip(v, n, words);
     rotate(v, n);
-    const int again = is_spiked(bits, most * most, energy);
+    const int again = is_uneven(bits, size, most * most, energy);
     if (__builtin_expect(again, 0)) {
         float rows[LARGEST];
         EACH(int r = 0; r < n; r++)

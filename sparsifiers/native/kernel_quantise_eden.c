@@ -94,7 +94,7 @@ INLINE int encode_block(const struct blocks *of, int bits, int size, int from, f
     const float energy = folded(products, size), most = float_of((uint32_t)largest) * power;
     if (squares)
         *squares += unscaled(energy, power);
-    const int again = is_spiked(bits, most * most, energy);
+    const int again = is_uneven(bits, size, most * most, energy);
     for (int times = 0; times <= again; times++) {
         flip(rows, size, from, first_counter(of, block, times));
         rotate(rows, size);

@@ -25,7 +25,7 @@ from sparsifiers.quantising.scales import NAN, SCALE
 REGISTERS = 128  # of a thread, at most: so two programs have room in a processor
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _WORDS, _NAN, _SCALE, _FIELDS = (tl.constexpr(one) for one in (WORDS, NAN, SCALE, len(FIELDS)))
-_LEAST, _MOST = tl.constexpr(levels.LEAST), tl.constexpr(levels.MOST)
+_LEAST, _MOST, _FLAT = (tl.constexpr(one) for one in (levels.LEAST, levels.MOST, levels.FLAT))
 # By bits: levels, and the ends of all but the last; as constants, of which unused ones are 0.
 _OWN_LEVELS = {bits: (*some, *[0] * (8 - len(some))) for bits, some in levels.LEVELS.items()}
 _OWN_ENDS = {bits: (*levels.thresholds(bits), *[0.0] * (9 - len(some))) for bits, some in levels.LEVELS.items()}
@@ -175,9 +175,10 @@ def write_blocks(
         scaled = scaled * spread(power_of_two(254 - exponents), TILE)
         energy = folded(scaled * scaled, DOUBLINGS, TILE)
     highest = largest(scaled * scaled, DOUBLINGS, TILE)
-    again = (highest > energy * tl.where(is_mixed, SPIKE[1], SPIKE[0])) & (highest < energy)
-    turned = turned_twice(scaled, again.to(tl.int32), mixes, key, word, HALVES, True, DOUBLINGS, TILE)
     size = tl.where(is_mixed, (64 << DOUBLINGS) >> HALVES, 64 << DOUBLINGS).to(tl.float32)
+    again = (highest > energy * tl.where(is_mixed, SPIKE[1], SPIKE[0])) & (highest < energy)
+    again = again | (highest * size < energy * _FLAT)
+    turned = turned_twice(scaled, again.to(tl.int32), mixes, key, word, HALVES, True, DOUBLINGS, TILE)
     root = spread(tl.sqrt_rn(tl.where(again, energy * size, energy)), TILE)
     sizes = tl.abs(turned)
     number = number_of(sizes, root, BITS, ENDS, 0, TILE)
@@ -212,6 +213,12 @@ def write_blocks(
 
 
 @triton.jit
+def unpacked(packed: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """Return the bits of the bytes of a plane: int32[TILE]."""
+    return tl.reshape((packed.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1, [TILE])
+
+
+@triton.jit
 def read_blocks(
     data: tl.tensor, key: tl.tensor, block: tl.tensor, inside: tl.tensor, word: tl.tensor, live: tl.tensor,
     BITS: tl.constexpr, LEVELS: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
@@ -227,31 +234,29 @@ def read_blocks(
     )
     column = inside[:, None] * 8 + tl.arange(0, 8)[None, :]
     number = tl.zeros([TILE], tl.int32)
-    minus = tl.zeros([TILE], tl.int32)
-    for plane in tl.static_range(BITS):
+    front = tl.load(record[:, None] + _SCALE + column, mask=live[:, None], other=0)  # eight coordinates a byte
+    minus = unpacked(front, TILE)
+    for plane in tl.static_range(1, BITS):
         place = record[:, None] + (_SCALE + plane * (8 << DOUBLINGS)) + column
-        packed = tl.load(place, mask=live[:, None], other=0).to(tl.int32)
-        bits = tl.reshape((packed[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1, [TILE])
-        if plane == 0:
-            minus = bits
-        else:
-            number += bits << (plane - 1)
+        number += unpacked(tl.load(place, mask=live[:, None], other=0), TILE) << (plane - 1)
     mixes = spread(head & 1, TILE) > 0
     level = level_of(number, BITS, LEVELS, 0, TILE)
     if HALVES:
         later = spread(is_later(key, word - inside), TILE) > 0
         outside = outside_of(key, word - inside, DOUBLINGS, TILE)
-        turned = exchanged(minus, DOUBLINGS, TILE)
-        kept = tl.where(mixes, tl.where(later, turned, minus) * (1 - outside), 1)
         level = tl.where(mixes & (outside > 0), 0.0, level)
-        minus = tl.where(mixes, tl.where(later, minus, turned), minus)
+        minus = tl.where(mixes & ~later, exchanged(minus, DOUBLINGS, TILE), minus)
     else:
-        kept = tl.where(mixes, minus, 1)
         level = tl.where(mixes, level_of(number >> 1, BITS - 1, LEVELS, 8, TILE), level)
         minus = tl.where(mixes, number & 1, minus)
     read = flipped(level, minus << 31)
     read = turned_twice(read, (head >> 15) & 1, mixes, key, word, HALVES, False, DOUBLINGS, TILE)
     scale = ((head & 0x7FFE) << 16).to(tl.float32, bitcast=True)
+    kept = unpacked(front, TILE)  # again, and not kept: registers are few
+    if HALVES:
+        kept = tl.where(spread(is_later(key, word - inside), TILE) > 0, exchanged(kept, DOUBLINGS, TILE), kept)
+        kept *= 1 - outside_of(key, word - inside, DOUBLINGS, TILE)
+    kept = tl.where(spread(head & 1, TILE) > 0, kept, 1)
     read = tl.where(kept > 0, read * spread(scale, TILE), 0.0)
     return read, kept * spread(((head & 0x7FFE) != 0).to(tl.int32), TILE)
 
