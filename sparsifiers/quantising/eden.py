@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsifiers.quantising.base import Quantiser
 from sparsifiers.quantising.draws import Draws
-from sparsifiers.quantising.levels import LEAST, LEVELS, MOST, SPIKE, thresholds
+from sparsifiers.quantising.levels import FLAT, LEAST, LEVELS, MOST, SPIKE, thresholds
 from sparsifiers.quantising.rotation import folded, hadamard
 from sparsifiers.quantising.scales import NAN, SCALE
 
@@ -88,7 +88,7 @@ class Eden(Quantiser):
         blocks = blocks * _power_of_two(254 - exponents).unsqueeze(1)
         squares = blocks.square()
         energy, highest = folded(squares), squares.amax(dim=1)
-        again = (highest > SPIKE[bits] * energy) & (highest < energy)
+        again = (highest > SPIKE[bits] * energy) & (highest < energy) | (highest * size < FLAT * energy)
         rotated = hadamard(blocks * once)
         rotated = torch.where(again.unsqueeze(1), hadamard(rotated * twice), rotated)
         root = torch.where(again, energy * size, energy).sqrt_().unsqueeze(1)
