@@ -93,7 +93,7 @@ def test_a_gain_that_not_every_turn_shows_is_none(now: tuple[float, ...], best: 
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("framework", LINES)
 def test_there_are_lines_for_every_framework(framework: str, scaled: bool) -> None:
-    """With the script's names, or with words and a sentence that says what they stand for."""
+    """With the script's names, or with gaps and a sentence that says what they stand for."""
     measured = replace(facts(1.0, framework, none=1.0, eden_2=0.5), scaled=scaled)
     wanted = advice.words(framework, scaled=scaled)
     assert ("scaler" in wanted) is (scaled and framework in (DDP, OURS, advice.PLAIN))
@@ -102,9 +102,11 @@ def test_there_are_lines_for_every_framework(framework: str, scaled: bool) -> No
         chosen = advice.choose(one)
         told = advice.text(one, chosen)
         assert "agmerge" in "".join(chosen.lines) and "{" not in chosen.where + "".join(chosen.lines)
-        assert all(f"    {line}" in told for line in chosen.lines) and f"Put this {chosen.where}:" in told
+        runs = one is own or not wanted  # as it is printed: what does not has gaps, and no four blanks before it
+        assert all((f"    {line}" in told) is runs for line in chosen.lines)
+        assert (f"Put this {chosen.where}:" in told) is runs and f"ut this {chosen.where}:" in told
         for word in wanted:
-            assert (f"{word} is {advice.WORDS[word]}" in told) is (one is measured)
+            assert (f"<{word}> is {advice.WORDS[word]}" in told) is (one is measured)
             assert (f"my_{word}" in told) is (one is own)
         assert ("GradScaler(...)" in chosen.where) is (scaled and framework in (DDP, advice.PLAIN))
 
