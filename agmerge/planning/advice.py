@@ -56,7 +56,7 @@ LINES = {
 # Where the script has a GradScaler.
 SCALING = ", scaler={scaler}"
 ALSO = " and GradScaler(...)"
-# What the words stand for where the script's own names are not known, which are these words then.
+# What the words stand for where the script's own names are not known: lines have gaps there then.
 WORDS = {
     "model": "the model, in its DistributedDataParallel where it is in one",
     "optimizer": "the optimizer that the script steps",
@@ -159,9 +159,9 @@ def _least(facts: Facts, one: Candidate) -> float:
 
 
 def filled(framework: str, names: Mapping[str, str], *, scaled: bool) -> tuple[str, tuple[str, ...]]:
-    """Return where to paste what for a framework, with the script's names. ``scaled``: it has a GradScaler."""
+    """Return where to paste what for a framework, with the script's names, or gaps. ``scaled``: it has a GradScaler."""
     where, lines = LINES[framework]
-    known = {**{word: word for word in WORDS}, **names}
+    known = {**{word: f"<{word}>" for word in WORDS}, **names}
     scaling = SCALING.format(**known) if scaled else ""
     return where.format(also=ALSO if scaled else ""), tuple(line.format(**known, scaling=scaling) for line in lines)
 
@@ -182,9 +182,8 @@ def pasted(framework: str, names: Mapping[str, str], *, scaled: bool) -> list[st
 
 def template(framework: str, *, scaled: bool) -> list[str]:
     """Return what is printed where a script's names are not known: lines with gaps, which do not run as they are."""
-    gaps = {word: f"<{word}>" for word in words(framework, scaled=scaled)}
-    where, lines = filled(framework, gaps, scaled=scaled)
-    stand = [f"<{word}> is {WORDS[word]}" for word in gaps]
+    where, lines = filled(framework, {}, scaled=scaled)
+    stand = [f"<{word}> is {WORDS[word]}" for word in words(framework, scaled=scaled)]
     return [f"With your own names, put this {where}:", "", *(f"  {line}" for line in lines), "", f"{'; '.join(stand)}."]
 
 
