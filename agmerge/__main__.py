@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the commands: ``python -m agmerge doctor``, ``build-horovod``, ``plan``, ``advise``, ``lighthouse`` and ``explain``."""
+"""Run ``python -m agmerge`` with a command: doctor, build-horovod, plan, advise, lighthouse or explain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("measurements", help="what optimizer.measurements.save() wrote")
     plan.add_argument("--picture", metavar="FILE.svg", help="draw all timelines")
     plan.add_argument("--save", metavar="PLAN.json", help="keep a plan, for merging='PLAN.json'")
-    plan.add_argument("--planner", default="agmerge", help="whose plan --save keeps (default: agmerge)")
+    plan.add_argument("--planner", default="agmerge", help="that makes the plan of --save (default: agmerge)")
     advise = commands.add_parser(
         "advise",
         help="try compressors in the first steps of an unchanged script, and say whether to use agmerge, and how",

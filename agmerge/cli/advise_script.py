@@ -190,7 +190,7 @@ def _name(variables: Mapping[str, Any], known: Callable[[Any], bool]) -> str:
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    """Return an object's own attributes; none of a module of torch's, whose parts are not in a script's hands."""
+    """Return an object's own attributes; none of a module of torch's: its parts are not in a script's hands."""
     try:
         found = {} if _is_module(value) else object.__getattribute__(value, "__dict__")
     except AttributeError:

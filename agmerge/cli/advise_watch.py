@@ -187,7 +187,8 @@ def _written(place: Place, function: str) -> str:
         tree = ast.parse(linecache.getline(place.file, place.line).strip())
     except SyntaxError:
         return ""
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+    calls: list[Any] = [node for node in ast.walk(tree) if hasattr(node, "func")]
+    for call in calls:
         if ast.unparse(call.func).split(".")[-1] == function:
             limits = [each.value for each in call.keywords if each.arg == "max_norm"] or call.args[1:2]
             return ast.unparse(limits[0]) if limits else ""

@@ -129,7 +129,7 @@ def read_blocks(
     data: tl.tensor, key: tl.tensor, block: tl.tensor, inside: tl.tensor, word: tl.tensor, live: tl.tensor,
     BITS: tl.constexpr, LEVELS: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the values of a tile of one sender, whose records of the run begin at `data`: float32[TILE]."""
+    """Return the values of a tile of one sender: float32[TILE]. `data`: where its records of the run begin."""
     record = data + block * (_SCALE + BITS * (8 << DOUBLINGS))
     head = tl.load(record, mask=live, other=0).to(tl.int32) | (
         tl.load(record + 1, mask=live, other=0).to(tl.int32) << 8
