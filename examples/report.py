@@ -29,7 +29,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("logs", type=Path, nargs="+", metavar="LOG", help="log.jsonl of a run, or its folder")
     add("--target", type=float, metavar="METRIC", help="of the job's metric; without it what each run was told")
     add("--dense", metavar="NAME", help="the run to compare with; without it that without compression")
-    add("--picture", type=Path, metavar="FILE", help="draw the curves there (.svg, .png or .pdf; needs matplotlib)")
+    add("--picture", type=Path, metavar="FILE", help="draw the curves there (.svg, .png, .pdf; pip install '.[pictures]')")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     form.add_argument("--json", action="store_true", help="print the rows as JSON")
