@@ -41,8 +41,8 @@ def parser() -> argparse.ArgumentParser:
         "advise",
         help="try compressors in the first steps of an unchanged script, and say whether to use agmerge, and how",
         epilog="It starts two workers here; over several machines put the script's own launcher before it, as in "
-        "torchrun --nnodes=2 ... -m agmerge advise train.py --lr 0.1. Exit codes: 0 with lines to paste, 3 where "
-        "agmerge is of no use, 4 where nothing can be said.",
+        "torchrun --nnodes=2 ... -m agmerge advise train.py --lr 0.1. Ctrl-C prints the table so far. Exit codes: "
+        "0 with lines to paste, 3 where agmerge is of no use, 4 where nothing can be said.",
     )
     advise.add_argument("--json", action="store_true", help="print what was measured, and the advice, as JSON")
     advise.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="for its steps (default: 600)")

@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -321,6 +322,27 @@ def test_a_script_that_catches_everything_ends_all_the_same(tmp_path: Path) -> N
     code, out, error = asked(tmp_path, "stubborn", "--json")
     assert code in (0, advisor.NOT_USED), error
     assert out.count('"framework"') == 1 and out.count("caught") == 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_one_that_is_told_to_end_prints_a_line_a_turn_and_the_table_so_far(tmp_path: Path) -> None:
+    """By a signal that comes to the command alone, as ``kill`` sends it; workers and launcher end without a traceback."""
+    slow = SCRIPTS["ddp"].replace("optimizer.step()", "optimizer.step(); time.sleep(0.3)")  # half a minute for all turns
+    (tmp_path / "train.py").write_text(f"import time\n{slow}")
+    started = {key: value for key, value in os.environ.items() if key not in {*registry._sizes(), "AGMERGE_LINK"}}
+    with subprocess.Popen(
+        [sys.executable, "-m", "agmerge", "advise", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**started, "PYTHONPATH": str(ROOT)},
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        turn = next(line for line in process.stderr if "a step as it is" in line)
+        assert re.search(r"train.py: step \d+ of at most \d+: [\d.e+]+ ms a step as it is", turn)
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=100)
+    assert process.returncode == advisor.NO_ANSWER, error
+    assert "it was told to end after" in error and "Traceback" not in error
+    assert "as it is" in out and "costs of the loss" in out and "agmerge." not in out
 
 
 @pytest.mark.long
