@@ -69,7 +69,7 @@ NO_GRADIENT = (
     "(load_state_dict(assign=True) replaces the model's)."
 )
 
-NO_SCRIPTS = ("agmerge", "torch")  # packages at whose lines no warning points
+NO_SCRIPTS = ("agmerge", "torch")  # packages: no warning points at a line of theirs
 
 NAMED = 5  # most parameters that an error names
 # Of ECMA-48: a control sequence, a string with its end (a window's title, say), a single escape.

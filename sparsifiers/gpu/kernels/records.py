@@ -223,9 +223,9 @@ def read_blocks(
     data: tl.tensor, key: tl.tensor, block: tl.tensor, inside: tl.tensor, word: tl.tensor, live: tl.tensor,
     BITS: tl.constexpr, LEVELS: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Return the values of a tile of one sender, whose records of the run begin at `data`: float32[TILE].
+    """Return the values of a tile of one sender, and which of them its record holds: float32[TILE], int32[TILE].
 
-    And where they are held, int32[TILE]: elsewhere 0 is no value, see `Eden._zeros`.
+    data: where the sender's records of the run begin. A coordinate that is not held is 0, see `Eden._zeros`.
     """
     HALVES: tl.constexpr = BITS == 1
     record = data + block * (_SCALE + BITS * (8 << DOUBLINGS))
