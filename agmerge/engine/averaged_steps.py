@@ -62,7 +62,8 @@ class AveragedSteps:
         self._exchange, self._model = exchange, model
         self._members = {id(parameter) for parameter in members}
         self._known = self._members | {id(parameter) for parameter in model.ignored}
-        self._apart: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameters that are averaged elsewhere
+        # Parameters of no bucket that were asked about: whether another model averages them.
+        self._apart: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._passes = 0  # that have filled the buckets
         # By optimizer, after its last step: how many passes there were, and which gradient it stepped with.
         self._after: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, tuple[int, int]]] = (
@@ -103,6 +104,16 @@ class AveragedSteps:
         if own is not None:
             self._after[optimizer] = self._passes, _seen(own)
 
+    def also_equal(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Return the parameters of ``optimizer`` that are in no bucket, and the same on all ranks nevertheless.
+
+        Those of the model, and those that another one averages. Others may be each rank's own.
+        """
+        inside = {id(parameter) for _, parameter in self._model.named()}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        others = [parameter for parameter in parameters if id(parameter) not in self._known]
+        return [one for one in others if id(one) in inside or self._apart.get(one, False)]
+
     def _first(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
         """Return the first parameter of ``optimizer`` that this model averages and that has a gradient."""
         for group in optimizer.param_groups:
@@ -119,7 +130,7 @@ class AveragedSteps:
         if unfrozen:
             raise AGMergeError(UNFROZEN.format(optimizer=type(optimizer).__name__, names=and_more(unfrozen)))
         for parameter in strange:
-            self._apart[parameter] = None
+            self._apart[parameter] = not any(parameter is one for one in apart)
         if apart:
             what = f"a parameter of shape {list(apart[0].shape)}"
             warn(APART.format(optimizer=type(optimizer).__name__, what=what), self._rank())

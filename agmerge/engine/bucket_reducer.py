@@ -101,12 +101,10 @@ class BucketReducer:
             )
 
     def _compared(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that must be equal on all ranks, by name; with ``check_every`` all of the optimizer's."""
+        """Return the tensors that must be equal on all ranks, by name. ``check_every``: the optimizer's, too."""
         tensors = self.replica.compared()
         if self._optimizer is not None and self.exchange.agreed.config.guards.check_every:
-            own = {id(parameter) for parameter in self.members.name_all()}
-            stepped = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-            others = [parameter for parameter in stepped if id(parameter) not in own]
+            others = self._checks.also_equal(self._optimizer)
             tensors[OTHERS] = fingerprints(others) if others else torch.zeros(1)
         return tensors
 

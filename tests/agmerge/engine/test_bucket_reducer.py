@@ -14,6 +14,7 @@ from torch import nn
 import agmerge
 import merging
 from agmerge import testing
+from agmerge.engine.averaged_steps import AveragedModel
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.grad_scaler import LossScale
 from agmerge.options.arguments import Options
@@ -34,11 +35,15 @@ class Groups:
 
 
 def connected(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None, **options: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    around: AveragedModel | None = None,
+    **options: Any,
 ) -> BucketReducer:
     """A reducer of all parameters."""
     config = with_momentum_of(resolve(Options(scaler=scaler, **{**COMMON, **options})), optimizer)
-    reducer = BucketReducer(ParameterTable(Groups(model), model.named_parameters()), config, optimizer)
+    reducer = BucketReducer(ParameterTable(Groups(model), model.named_parameters()), config, optimizer, around)
     if scaler is not None:
         reducer.attach_scaler(LossScale(scaler))
     reducer.connect()

@@ -16,6 +16,7 @@ from torch import nn
 
 import agmerge
 from agmerge.engine import last_pass
+from agmerge.engine.averaged_steps import AveragedModel
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.followed_optimizer import followed
 from agmerge.engine.withheld_momentum import withhold
@@ -237,16 +238,26 @@ def test_writes_to_parameters_count_as_steps_where_nothing_else_is_known() -> No
     assert sum("no optimizer has stepped" in str(one.message) for one in caught) == 1
 
 
-def test_check_every_compares_all_parameters_of_the_optimizer() -> None:
+def test_check_every_compares_frozen_parameters_of_the_model_and_not_those_of_each_rank() -> None:
     def body(rank: int, model: nn.Module) -> str:
-        apart = nn.Parameter(torch.full((3,), float(rank)))  # frozen when buckets were made, say
-        inner = torch.optim.SGD([*model.parameters(), apart], lr=0.1)
-        reducer = connected(model, inner, check_every=2, compression="none", density=None)
-        with pytest.raises(agmerge.DivergenceError, match="does not average") as raised:
-            for step in range(4):
-                inner.zero_grad()
-                run(reducer, model, rank, step)
-                inner.step()
+        for frozen in (False, True):
+            net, apart = copy.deepcopy(model), nn.Parameter(torch.full((3,), float(rank)))
+            inner = torch.optim.SGD([*net.parameters(), apart], lr=0.1)
+            around = AveragedModel(lambda apart=apart, frozen=frozen: [("frozen", apart)] if frozen else [])
+            reducer = connected(net, inner, around=around, check_every=2, compression="none", density=None)
+
+            def steps(inner: Any = inner, reducer: BucketReducer = reducer, net: nn.Module = net) -> None:
+                for step in range(4):
+                    inner.zero_grad()
+                    run(reducer, net, rank, step)
+                    inner.step()
+
+            if not frozen:
+                steps()
+                reducer.close()
+                continue
+            with pytest.raises(agmerge.DivergenceError, match="does not average") as raised:
+                steps()
         return str(raised.value)
 
     agreed(on_ranks(2, MODEL, body))
