@@ -48,7 +48,7 @@ FRAMEWORKS = {  # by what a file of integrations/ begins with, which frameworks 
     "accelerate": {"accelerate"},
     "lightning": {"lightning", "pytorch_lightning"},
 }
-LONGEST = 400  # lines of a file
+LONGEST = 600  # lines of a file
 
 
 @dataclass(frozen=True)
