@@ -78,8 +78,7 @@ def others(name: str) -> list[str]:
 
 
 class UnderOurName(MetaPathFinder, Loader):
-    """Finder of ``agmerge.merging.registry`` and the like: the module itself, since a copy would have other registries."""
-
+    """Finder of ``agmerge.merging.registry`` and the like: the module itself, as a copy would have other registries."""
     def __init__(self) -> None:
         self._specs: dict[str, ModuleSpec | None] = {}  # of modules while they are imported under our name, their own
 
