@@ -79,6 +79,7 @@ def others(name: str) -> list[str]:
 
 class UnderOurName(MetaPathFinder, Loader):
     """Finder of ``agmerge.merging.registry`` and the like: the module itself, as a copy would have other registries."""
+
     def __init__(self) -> None:
         self._specs: dict[str, ModuleSpec | None] = {}  # of modules while they are imported under our name, their own
 
