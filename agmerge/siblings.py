@@ -7,8 +7,8 @@ have installed a package of that name over ours. Either is reported here, before
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
+import pkgutil
 import sys
 from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
@@ -92,7 +92,7 @@ class UnderOurName(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module under its own name."""
-        module = importlib.import_module(spec.name.partition(".")[2])
+        module: ModuleType = pkgutil.resolve_name(spec.name.partition(".")[2])  # one of OWN, see find_spec()
         self._specs[spec.name] = module.__spec__
         return module
 
