@@ -7,8 +7,8 @@ have installed a package of that name over ours. Either is reported here, before
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
+import pkgutil
 import sys
 from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
@@ -78,7 +78,7 @@ def others(name: str) -> list[str]:
 
 
 class UnderOurName(MetaPathFinder, Loader):
-    """Finder of ``agmerge.merging.registry`` and the like: the module itself, since a copy would have other registries."""
+    """Finder of ``agmerge.merging.registry`` and the like: the module itself, as a copy would have other registries."""
 
     def __init__(self) -> None:
         self._specs: dict[str, ModuleSpec | None] = {}  # of modules while they are imported under our name, their own
@@ -92,7 +92,7 @@ class UnderOurName(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module under its own name."""
-        module = importlib.import_module(spec.name.partition(".")[2])
+        module: ModuleType = pkgutil.resolve_name(spec.name.partition(".")[2])  # one of OWN, see find_spec()
         self._specs[spec.name] = module.__spec__
         return module
 

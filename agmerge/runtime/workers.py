@@ -36,7 +36,7 @@ FORKED = (
     "in it, where a launcher's variables or init_process_group() say who the others are, and make optimizers there"
 )
 FORKED_RANK = (
-    "this process was forked from {who}, whose connections it cannot use. Start workers before the parent calls "
+    "this process was forked from {who}, and cannot use its connections. Start workers before the parent calls "
     "agmerge.init() or init_process_group(), or with start_method='spawn'. Workers of a DataLoader need no init(): "
     "agmerge.rank() and agmerge.size() are their parent's"
 )
