@@ -16,7 +16,16 @@ from torch import Tensor
 from sparsifiers.gpu.block_table import FIELDS, TILE, BlockTable
 from sparsifiers.gpu.kernels.launching import launch
 from sparsifiers.gpu.kernels.rotation import (
-    any_of, exchanged, flipped, folded, is_later, largest, mixed, rotated, signs, spread,
+    any_of,
+    exchanged,
+    flipped,
+    folded,
+    is_later,
+    largest,
+    mixed,
+    rotated,
+    signs,
+    spread,
 )  # fmt: skip
 from sparsifiers.quantising import levels
 from sparsifiers.quantising.draws import WORDS
