@@ -54,14 +54,11 @@ class Eden(Quantiser):
         self._encode_known(blocks, blocks == 0, draws, out)
 
     def _encode_known(self, blocks: Tensor, zeros: Tensor, draws: Draws, out: Tensor) -> None:
-        size = blocks.shape[1]
         largest = blocks.abs().amax(dim=1)
         mixed = zeros.any(dim=1) & (largest > 0) & largest.isfinite()
-        some = blocks.device.type != "cpu" or bool(mixed.any())  # a device would be waited for
         record = self._written(self.bits, blocks, _signs(draws, blocks, 0), _signs(draws, blocks, 1))
-        if some:
-            other = self._mixed(blocks, zeros, draws)
-            record = torch.where(mixed.unsqueeze(1), other, record)
+        if blocks.device.type != "cpu" or bool(mixed.any()):  # a device would be waited for
+            record = torch.where(mixed.unsqueeze(1), self._mixed(blocks, zeros, draws), record)
         out.copy_(record)
 
     def _mixed(self, blocks: Tensor, zeros: Tensor, draws: Draws) -> Tensor:
