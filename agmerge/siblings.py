@@ -100,7 +100,7 @@ class UnderOurName(MetaPathFinder, Loader):
         """Give the module its own spec back, which its import under our name has replaced."""
         spec = module.__spec__
         assert spec is not None
-        module.__spec__ = self._specs.pop(spec.name)
+        vars(module)["__spec__"] = self._specs.pop(spec.name)
 
 
 def _merging() -> ModuleType:
