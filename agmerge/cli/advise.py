@@ -51,6 +51,7 @@ def start(script: str, arguments: Sequence[str], flags: Sequence[str], workers: 
 
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
                 signal.signal(number, stop)
+        signal.alarm(0)  # the launcher has ended
         if file.exists():
             return int(file.read_text())
     sys.stderr.write(f"agmerge advise: no answer for {script}: what is above says why\n")

@@ -178,7 +178,8 @@ class Advisor:
 
     def conclude(self, turns: Turns, optimizer: torch.optim.Optimizer, script: Script) -> None:
         """Collective. Print the advice on rank 0, and end the script on every rank."""
-        found = self._facts(turns, optimizer, script, agmerge.allgather_object(turns.seconds))
+        seconds = agmerge.allgather_object(turns.seconds)
+        found = self._facts(turns, optimizer, script, agmerge.size(), seconds)
         chosen = advice.choose(found)
         self.code = 0 if chosen.use else NOT_USED
         if agmerge.rank() == 0:
@@ -193,14 +194,15 @@ class Advisor:
         turns: Turns,
         optimizer: torch.optim.Optimizer,
         script: Script,
+        workers: int,
         of_workers: Sequence[Mapping[str, list[float]]],
     ) -> advice.Facts:
-        """Return what was found. ``of_workers``: the seconds of steps by compressor, of each worker."""
+        """Return what was found. ``of_workers``: the seconds of steps by compressor, of those workers that tell."""
         candidates = []
         for name in of_workers[0]:
             told = told_cost(name, OTHERS.get(name), optimizer)
             if name == UPDATES:
-                told = told_cost_of_updates(agmerge.size(), optimizer)
+                told = told_cost_of_updates(workers, optimizer)
             everyones = [own[name] for own in of_workers]
             count = max(1, min(map(len, everyones)) // TURN)  # of turns
             by_turn = [[each[turn * TURN :][:TURN] for each in everyones] for turn in range(count)]
@@ -211,7 +213,7 @@ class Advisor:
         return advice.Facts(
             script.framework,
             type(optimizer).__name__,
-            agmerge.size(),
+            workers,
             sum(one.numel() for group in optimizer.param_groups for one in group["params"]),
             base.seconds,
             tuple(one for one in candidates if one.name),
@@ -227,9 +229,10 @@ class Advisor:
         self.say(f": {why} after {self.steps} of at most {STEPS} steps: no advice, but the table so far")
         turns, main, script = self._turns, self._main, self._found
         if os.environ.get("RANK", "0") == "0" and turns is not None and main is not None and script is not None:
+            workers = int(os.environ.get("WORLD_SIZE", "1"))  # the first turns are before agmerge.init()
             timed = {name: [*own] for name, own in turns.seconds.items() if own}
             if "" in timed or NONE in timed:
-                sys.stdout.write("\n".join(advice.table(self._facts(turns, main, script, [timed]))) + "\n")
+                sys.stdout.write("\n".join(advice.table(self._facts(turns, main, script, workers, [timed]))) + "\n")
         self.code = NO_ANSWER
         code = self.exit_code()
         sys.stdout.flush()

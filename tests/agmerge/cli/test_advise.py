@@ -327,8 +327,8 @@ def test_a_script_that_catches_everything_ends_all_the_same(tmp_path: Path) -> N
 @pytest.mark.long
 @pytest.mark.timeout(200)
 def test_one_that_is_told_to_end_prints_a_line_a_turn_and_the_table_so_far(tmp_path: Path) -> None:
-    """By a signal that comes to the command alone, as ``kill`` sends it; workers and launcher end without a traceback."""
-    slow = SCRIPTS["ddp"].replace("optimizer.step()", "optimizer.step(); time.sleep(0.3)")  # half a minute for all turns
+    """By a signal that comes to the command alone, as ``kill`` sends it; there is no traceback of the launcher."""
+    slow = SCRIPTS["ddp"].replace("optimizer.step()", "optimizer.step(); time.sleep(0.3)")  # half a minute for all
     (tmp_path / "train.py").write_text(f"import time\n{slow}")
     started = {key: value for key, value in os.environ.items() if key not in {*registry._sizes(), "AGMERGE_LINK"}}
     with subprocess.Popen(
