@@ -112,7 +112,7 @@ class AveragedSteps:
         inside = {id(parameter) for _, parameter in self._model.named()}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         others = [parameter for parameter in parameters if id(parameter) not in self._known]
-        return [one for one in others if id(one) in inside or self._apart.get(one, False)]
+        return [one for one in others if id(one) in inside or one in self._apart and self._apart[one]]
 
     def _first(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
         """Return the first parameter of ``optimizer`` that this model averages and that has a gradient."""

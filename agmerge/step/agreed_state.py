@@ -247,7 +247,7 @@ class AgreedState:
         if buffers is None or self._stale:
             return carried
         budgets = buffers.budgets.by_name() if carried.budgets is None else carried.budgets
-        return CarriedState({**carried.tensors, **buffers.flat.state()}, buffers.plan, budgets, carried.origin)
+        return CarriedState({**carried.tensors, **buffers.flat.state()}, buffers.plan, budgets, origin=carried.origin)
 
     def trial(self) -> str:
         """Return the trial of plans that is under way, or waits for the next agreement; "" if there is none."""
