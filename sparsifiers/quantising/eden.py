@@ -69,8 +69,8 @@ class Eden(Quantiser):
         else:
             later = _is_later(draws, blocks)
             kept = _half(kept, later)
-            halves = [_half(each, later) for each in (blocks, once, twice)]
-            record = self._written(1, halves[0], halves[1], halves[2], 2.0)
+            blocks, once, twice = (_half(each, later) for each in (blocks, once, twice))
+            record = self._written(1, blocks, once, twice, factor=2.0)
         return torch.cat([record[:, :1] | MIXED, record[:, 1:SCALE], _packed(kept), record[:, SCALE:]], dim=1)
 
     def _written(self, bits: int, blocks: Tensor, once: Tensor, twice: Tensor, factor: float = 1.0) -> Tensor:
@@ -156,7 +156,8 @@ class Eden(Quantiser):
 
 def _signs(draws: Draws, blocks: Tensor, stream: int) -> Tensor:
     """Return random signs for all of ``blocks``, alike."""
-    return draws.signs(len(blocks), blocks.shape[1], stream, blocks.device)
+    count, size = blocks.shape
+    return draws.signs(count, size, stream, blocks.device)
 
 
 def _is_later(draws: Draws, blocks: Tensor) -> Tensor:
