@@ -11,7 +11,7 @@ import torch
 
 from agmerge.backends import Backend
 from agmerge.backends.handshake import gather_bytes, ranks_of
-from agmerge.errors import DivergenceError
+from agmerge.errors import DivergenceError, warn
 from agmerge.runtime import workers
 from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters, plain_state
 from agmerge.step.gradient_exchange import GradientExchange
@@ -20,12 +20,20 @@ from agmerge.tensors.fingerprint import fingerprints
 from agmerge.tensors.parameters import ParameterTable
 
 DIGEST_BYTES = 16
+WRITTEN = (
+    "replicas differed in a backward pass, first in parameter {name!r}, and the script had written parameters since "
+    "the last step. If each rank moves its own for this pass and puts them back (SAM), that is right. Else change "
+    "parameters in the same way on every rank"
+)
 
 
-def compare_replicas(comm: Backend, parameters: Mapping[str, torch.Tensor], steps: int, timeout: float) -> None:
-    """Collective. Raise :class:`agmerge.DivergenceError` on every rank unless all parameters are equal to the bit.
+def compare_replicas(
+    comm: Backend, parameters: Mapping[str, torch.Tensor], steps: int, timeout: float, *, written: bool = False
+) -> None:
+    """Collective. Raise :class:`agmerge.DivergenceError` on every rank unless all parameters are bitwise equal.
 
-    Reads every parameter twice, and costs one all-gather of 16 bytes for each of them.
+    Reads every parameter twice, and costs one all-gather of 16 bytes for each of them. Where replicas differ and the
+    script of a rank has written parameters since the last step, that is a warning: it may put them back.
 
     Args:
 
@@ -33,12 +41,16 @@ def compare_replicas(comm: Backend, parameters: Mapping[str, torch.Tensor], step
         parameters: by the names for the error, in an order that is the same on every rank.
         steps: how many were committed, for the error.
         timeout: seconds.
+        written: the script of this rank has written parameters since the last step.
     """
-    own = fingerprints(parameters.values()).numpy().tobytes()
+    own = fingerprints(parameters.values()).numpy().tobytes() + bytes([written])
     rows = gather_bytes(comm, own, "check_every", timeout)
     for i, name in enumerate(parameters):
         digests = [row[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)].hex() for row in rows]
         if len(set(digests)) > 1:
+            if any(row[-1] for row in rows):
+                warn(WRITTEN.format(name=name), comm.rank)
+                return
             sets = "; ".join(f"{value[:8]} on {ranks_of(digests, value)}" for value in dict.fromkeys(digests))
             raise DivergenceError(
                 f"step {steps}: replicas differ, first in parameter {name!r}: digest "

@@ -119,6 +119,13 @@ IN_TRAINING: tuple[Row, ...] = (
         "guarantees.md",
     ),
     (
+        "AGM152",
+        ("replicas differed in a backward pass, first in parameter",),
+        "Replicas were compared in a backward pass for which the script had moved parameters on some ranks.",
+        "Nothing, if the script puts them back before the step. Else change parameters in the same way on every rank.",
+        "guarantees.md",
+    ),
+    (
         "AGM103",
         ("was changed between backward() and step()",),
         "Gradients leave during `backward()`, and a later change, such as clipping, would have no effect.",

@@ -246,7 +246,7 @@ def trained(road: str, name: str, way: str, folder: Path) -> dict[str, Any]:
         seen["teacher"] = digest(script.kept["teacher"].parameters()) if "teacher" in script.kept else ""
         del shared
     seen["facts"] = script.facts
-    seen["said"] = sorted({str(one.message)[:300] for one in heard if "agmerge" in f"{one.filename}{one.message}"})
+    seen["said"] = sorted({str(one.message)[:400] for one in heard if one.category is UserWarning})
     seen["seconds"] = time.perf_counter() - begin
     closing = compressed if compressed is not None else script.optimizer
     if hasattr(closing, "close"):

@@ -41,6 +41,8 @@ HOROVOD = {
 REFUSED = {("wrapper", act, way): text for act, text in HOROVOD.items() for way in ("none", "default", "topk")}
 # Cells in which plain DistributedDataParallel ends in an error of torch's; the same error is right then.
 ENDS = {"replace same shape", "replace ten times", "replace longer"}
+# With updates a layer goes on for a while when it is frozen: some of its updates have not been sent yet.
+GOES_ON = {("freeze", "updates"), ("toggle requires grad", "updates")}
 # Roads on which a group cannot be added while a scheduler of the framework's counts them.
 NO_GROUPS = {("trainer", "add a group"), ("trainer", "unfreeze")}
 
@@ -87,7 +89,7 @@ def test_a_script_may(folders: dict[str, Path], road: str, name: str, way: str) 
         assert (act.drifts and ours) or theirs, errors
         return
     assert cells[0]["bits"] == cells[1]["bits"], "replicas differ"
-    assert all(all(cell["facts"].values()) for cell in cells), cells[0]["facts"]
+    assert (name, way) in GOES_ON or all(all(cell["facts"].values()) for cell in cells), cells[0]["facts"]
     assert all(all(one["facts"].values()) for one in plain), "plain training itself"
     if way != "updates":
         assert cells[0]["teacher"] == cells[1]["teacher"]
