@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run mutants: change one line of the library, and see that a named test fails.
+
+    python tests/mutants/run.py [WORD ...]       mutants whose name or file has one of the words; without any, all
+
+Each mutant (`table.py`) is found by its text, so moving code breaks nothing; a row whose text is gone is an error that
+names it. A parent imports torch once and forks a process a mutant, which imports the library with the changed line and
+runs the named tests under a hard time-out. Changed C is built first. The status is 0 if at most one mutant in twenty survives.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(HERE)]
+
+from mutant import Mutant  # noqa: E402
+from table import MUTANTS  # noqa: E402
+
+LIMIT = 60.0  # seconds a mutant; one that hangs is dead
+AT_ONCE = 2
+SURVIVE = 0.05  # the share that may
+DEAD, ALIVE, LOST = "dead", "ALIVE", "LOST"  # LOST: the row is wrong
+TESTS_FAILED, TESTS_PASSED, NO_BUILD = 1, 0, 70
+
+
+def run(mutant: Mutant) -> None:
+    """Become the process of a mutant: run its tests against the changed library, and exit with pytest's status."""
+    file = ROOT / mutant.file
+    if file.suffix == ".py":
+        _replace(file, mutant.applied(file.read_text(encoding="utf-8")))
+    else:
+        _load(_built(mutant))
+    import pytest
+
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no", "-m", "not long"]
+    os._exit(int(pytest.main([*options, f"--rootdir={ROOT}", *(str(ROOT / test) for test in mutant.tests)])))
+
+
+def _replace(file: Path, text: str) -> None:
+    """Make imports of ``file`` compile ``text``, whatever bytecode is there."""
+    theirs = importlib.machinery.SourceFileLoader.get_code
+
+    def get_code(self: importlib.machinery.SourceFileLoader, fullname: str) -> object:
+        if Path(self.path).resolve() == file:
+            return compile(text, self.path, "exec", dont_inherit=True)
+        return theirs(self, fullname)
+
+    importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[assignment, method-assign]
+
+
+def _built(mutant: Mutant) -> Path:
+    """Return a folder with the library of loops that has the mutant's line. Exits if it does not compile."""
+    folder = Path(tempfile.mkdtemp(prefix="mutant-", dir=os.environ["MUTANTS_FOLDER"]))
+    native = folder / "native"
+    shutil.copytree(ROOT / "sparsifiers" / "native", native)
+    changed = native / Path(mutant.file).name
+    changed.write_text(mutant.applied(changed.read_text(encoding="utf-8")), encoding="utf-8")
+    sources = [str(path) for path in sorted(native.glob("*.c")) if path.name != "kernel_module.c"]
+    target = folder / f"_kernel{min(importlib.machinery.EXTENSION_SUFFIXES, key=len)}"
+    command = ["cc", "-shared", "-fPIC", *shlex.split(_flags()), *sources, "-o", str(target)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        os._exit(NO_BUILD)
+    return folder
+
+
+def _flags() -> str:
+    """Return the compiler's flags of setup.py, less optimization, which takes a minute."""
+    line = next(line for line in (ROOT / "setup.py").read_text().splitlines() if line.startswith("FLAGS = "))
+    return line.split("=", 1)[1].strip().strip('"').replace("-O3", "-O1")
+
+
+def _load(folder: Path) -> None:
+    """Make the library of loops in ``folder`` the one that is in use."""
+    from sparsifiers import kernel
+
+    kernel.library = kernel.load(folder)
+    if kernel.library is None:
+        os._exit(NO_BUILD)
+
+
+def start(mutant: Mutant) -> int:
+    """Fork the process of a mutant; return its number."""
+    child = os.fork()
+    if child:
+        return child
+    os.setsid()  # with what it starts it is one group, which can be killed
+    silent = os.open(os.devnull if not os.environ.get("MUTANTS_VERBOSE") else "/dev/stderr", os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    try:
+        run(mutant)
+    finally:
+        os._exit(NO_BUILD)
+
+
+def outcome(mutant: Mutant, code: int | None) -> tuple[str, str]:
+    """Return what became of a mutant, and why; ``code``: pytest's status, None for a time-out."""
+    if code is None:
+        return DEAD, "time-out"
+    if code == TESTS_FAILED or code < 0:
+        return DEAD, "a test failed" if code == TESTS_FAILED else f"signal {-code}"
+    if code == TESTS_PASSED:
+        return ALIVE, f"survives {', '.join(mutant.tests)}"
+    return LOST, "does not compile" if code == NO_BUILD else f"pytest's status is {code}: are the tests still there?"
+
+
+def check(mutants: Sequence[Mutant]) -> list[str]:
+    """Return what is wrong with rows of the table: text that is gone, or is there more than once, tests without file."""
+    found = [f"{name}: two mutants have this name" for name, n in Counter(one.name for one in mutants).items() if n > 1]
+    for mutant in mutants:
+        path = ROOT / mutant.file
+        count = path.read_text(encoding="utf-8").count(mutant.before) if path.exists() else 0
+        if count != 1:
+            found.append(f"{mutant.name}: its text before is {count} times in {mutant.file}; give text that is there once")
+        files = [test for test in mutant.tests if not (ROOT / test.partition("::")[0]).exists()]
+        found += [f"{mutant.name}: there is no {test}" for test in files]
+        if not mutant.tests:
+            found.append(f"{mutant.name}: names no test that must fail")
+    return found
+
+
+def judged(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
+    """Run mutants, some at a time; return what became of each, by name."""
+    import torch  # noqa: F401 (once, for all forks)
+
+    waiting, running, found = list(mutants), {}, {}
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            mutant = waiting.pop(0)
+            running[start(mutant)] = (mutant, time.monotonic())
+        for child, (mutant, begin) in list(running.items()):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            late = time.monotonic() - begin > LIMIT
+            if not ended and late:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            if ended or late:
+                del running[child]
+                found[mutant.name] = outcome(mutant, os.waitstatus_to_exitcode(status) if ended else None)
+                seconds = time.monotonic() - begin
+                print(f"{found[mutant.name][0]:6s}{seconds:5.1f} s  {mutant.name}: {found[mutant.name][1]}", flush=True)
+        time.sleep(0.02)
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the mutants that the words name; return the status."""
+    chosen = [one for one in MUTANTS if not words or any(word in f"{one.name} {one.file}" for word in words)]
+    wrong = check(chosen)
+    if wrong or not chosen:
+        print("\n".join(wrong) or "no mutant has these words", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MUTANTS_FOLDER"] = folder
+        counts = Counter(kind for kind, _ in judged(chosen).values())
+    print(f"{counts[DEAD]} of {len(chosen)} mutants die")
+    return int(counts[LOST] > 0 or counts[ALIVE] > SURVIVE * len(chosen))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
