@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the commands: ``python -m agmerge doctor``, ``build-horovod``, ``plan``, ``advise`` and ``lighthouse``."""
+"""Run the commands: ``python -m agmerge doctor``, ``build-horovod``, ``plan``, ``advise``, ``lighthouse`` and ``explain``."""
 
 from __future__ import annotations
 
@@ -56,6 +56,12 @@ def parser() -> argparse.ArgumentParser:
         epilog="On a machine that stays up; set AGMERGE_LIGHTHOUSE on every worker to what it prints.",
     )
     lighthouse.add_argument("--port", type=int, default=29510, help="TCP port at which it serves (default: 29510)")
+    explain = commands.add_parser(
+        "explain",
+        help="show what an error means and what to do, by the code that it prints",
+        epilog="No network is needed. Without a code, and for one that is unknown, it lists all codes.",
+    )
+    explain.add_argument("code", nargs="*", help="such as AGM102; or words of an error, for those that print no code")
     return whole
 
 
@@ -95,6 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from agmerge.cli import lighthouse
 
         return lighthouse.main(chosen.port)
+    if chosen.command == "explain":
+        from agmerge.cli import explain
+
+        return explain.main(chosen.code)
     from agmerge.cli import build_horovod
 
     return build_horovod.main(force=chosen.force, nccl_wanted=chosen.nccl)

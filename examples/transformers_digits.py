@@ -3,7 +3,7 @@
 
     python -m torch.distributed.run --standalone --nproc_per_node=2 examples/transformers_digits.py
 
-One line differs from a script without agmerge: the call of ``compress``.
+One line differs from a script without agmerge: ``agmerge.integrations.transformers.compress(trainer)``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from training.progress import add_log_dir, shows_bars
 from transformers import EvalPrediction, Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, set_seed
 from transformers.utils import logging
 
-from agmerge.integrations.transformers import compress
+import agmerge
 
 ROWS = list[dict[str, torch.Tensor]]
 
@@ -32,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Digits, trained with transformers.Trainer")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--out", default="runs/transformers_digits", help="for checkpoints")
+    parser.add_argument("--updates", action="store_true", help="exchange updates of AdamW: few bytes on a slow network")
     parser.add_argument("--resume", action="store_true", help="from the last checkpoint")
     add_log_dir(parser)
     args = parser.parse_args()
@@ -76,8 +77,11 @@ def main() -> None:
         compute_metrics=accuracy,
     )
 
-    # The one line: what AdamW does is sent, by default 5 % of it, as signs.
-    compression = compress(trainer, sync="updates", exchange="sparse")
+    # The one line. With --updates what AdamW does is sent instead, by default 5 % of it, as signs.
+    if args.updates:
+        compression = agmerge.integrations.transformers.compress(trainer, sync="updates", exchange="sparse")
+    else:
+        compression = agmerge.integrations.transformers.compress(trainer)
     trainer.train(resume_from_checkpoint=args.resume)
     found = trainer.evaluate()
 

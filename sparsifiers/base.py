@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparsifiers.arguments import Request, check_density, check_request, check_vector
 from sparsifiers.candidates import Candidates
@@ -49,6 +50,12 @@ class Selection:
         """Return how many entries there are."""
         return self.indices.numel()
 
+    def padded(self, capacity: int) -> Selection:
+        """Return this selection with so many entries, or with its own if these are more. Its count stays."""
+        missing = max(capacity - self.capacity, 0)
+        values = None if self.values is None else pad(self.values, (0, missing))
+        return Selection(pad(self.indices, (0, missing)), self.count, values) if missing else self
+
     def trimmed(self) -> Tensor:
         """Return the selected indices without padding, int64[count]. Waits for the device if `count` is on one."""
         return self.indices[: int(self.count)].long()
@@ -58,7 +65,7 @@ class Sparsifier(Compressor):
     """Compressor that selects coordinates of a vector.
 
     A subclass sets `name` and writes `_select`; everything else has a default that is right for a sparsifier
-    that has no options, sends exactly k indices and remembers nothing. One with messages of fewer than k writes
+    that has no options, sends at most k indices and remembers nothing. One with messages that are always smaller writes
     `_capacity`; for options and state see `Compressor`. Arguments are checked here, once, and arrive as a `Request`:
     k carries warm-up, per-tensor densities and budgets, and step is the only clock.
     """
@@ -101,7 +108,11 @@ class Sparsifier(Compressor):
         if request.k == 0:
             return Selection(torch.empty(0, dtype=torch.int32, device=vector.device), 0)
         vector = vector.detach().resolve_neg()
-        return self._select(vector, request) if vector.device.type == "cpu" else self._select_on_device(vector, request)
+        on_host = vector.device.type == "cpu"
+        selection = self._select(vector, request) if on_host else self._select_on_device(vector, request)
+        if isinstance(selection, Selection) and selection.capacity < request.k:
+            return selection.padded(self._capacity(vector.numel(), request))
+        return selection
 
     def capacity(
         self,
@@ -120,10 +131,13 @@ class Sparsifier(Compressor):
 
     @abstractmethod
     def _select(self, vector: Tensor, request: Request) -> Selection:
-        """Select from a detached, non-empty vector in CPU memory, with exactly the entries that `_capacity` returns."""
+        """Select from a detached, non-empty vector in CPU memory: at most the entries that `_capacity` returns.
+
+        A selection of fewer entries is padded to that many. At least 0.8 k are to be in use if k values are not 0.
+        """
 
     def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
-        """Select from a vector that is not in CPU memory, with the same entries, without waiting for its device.
+        """Select as many entries from a vector that is not in CPU memory, without waiting for its device.
 
         The default is `_select`: right where that only calls torch, uses no shape that depends on values, and reads
         none on the host.

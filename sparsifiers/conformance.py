@@ -35,6 +35,7 @@ from sparsifiers.magnitude import bit_view
 from sparsifiers.quantising.base import Quantiser
 
 SECONDS = 60.0  # on one input; a selection that takes longer counts as endless
+STEPS = 600  # in which all of a residual has to be sent that grows alike everywhere, a tenth of it a step
 Maker = Callable[..., Sparsifier]  # called as make(density, **options)
 
 
@@ -71,6 +72,8 @@ def check(sparsifier: str | Callable[..., Any], *, at_least: float = 0.8, **opti
     _state(make, at_least)
     _selections(make, at_least)
     _dtypes_and_strides(make, at_least)
+    if at_least:
+        _everything_leaves(make, at_least)
 
 
 def _makes_low_rank(factory: object) -> bool:
@@ -175,6 +178,24 @@ def _selections(make: Maker, at_least: float) -> None:
         _in_time(lambda case=case: all_of(case), case)  # type: ignore[misc]
     empty = Case("nothing", torch.empty(0))
     require(len(selected(make(0.01), empty, at_least)) == 0, "something was selected", str(empty))
+
+
+def _everything_leaves(make: Maker, at_least: float) -> None:
+    """Check that no coordinate stays in the residual for ever, where it grows, while others are sent."""
+    sparsifier, n = make(0.1), 1000
+    gradient = gaussian(n).sign() * (1.0 + 0.5 * gaussian(n, 1).erf())
+    residual, waits = torch.zeros(n), torch.ones(n, dtype=torch.bool)
+    for step in range(STEPS):
+        residual = residual + gradient
+        case = Case("a residual that grows", residual, ((40, 25),))
+        chosen = selected(sparsifier, case, at_least, key="a", step=step)
+        residual[chosen] = 0.0
+        waits[chosen] = False
+        if not waits.any():
+            return
+    first = int(waits.int().argmax())
+    what = f"{int(waits.sum())} of {n} coordinates were never sent in {STEPS} steps, the first is {first}"
+    require(False, f"{what}: what is large, or old, has to be sent some day", repr(sparsifier))
 
 
 def _dtypes_and_strides(make: Maker, at_least: float) -> None:

@@ -13,7 +13,8 @@ import pytest
 from support.raised import UNKNOWN, raised, sources
 
 import agmerge
-from agmerge.errors.catalogue import SITE, catalogue, find, page
+from agmerge.__main__ import main
+from agmerge.errors.catalogue import address, catalogue, find, page
 
 ROOT = Path(__file__).resolve().parents[1]
 # Known only when it runs: the text of another place, of another rank or of a library. It may have a code then.
@@ -84,8 +85,35 @@ def test_an_error_says_its_code_below_its_text() -> None:
     assert error.code == "AGM101" and str(error).endswith("rank 1")
     assert agmerge.AGMergeError("something else").code == ""
     if sys.version_info >= (3, 11):
-        address = f"[AGM101: {SITE}/errors.html#agm101]"
+        address = "[AGM101: python -m agmerge explain AGM101]"
         assert error.__notes__ == pickle.loads(pickle.dumps(error)).__notes__ == [address]
+
+
+def test_the_command_that_an_error_prints_explains_it_without_a_network(capsys: pytest.CaptureFixture[str]) -> None:
+    for problem in catalogue():
+        command = address(problem).strip("[]").partition(": python -m agmerge ")[2].split()
+        assert command[1] == problem.code and main(command) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        parts = (problem.code, *problem.symptoms, problem.cause, problem.remedy, problem.page.partition("#")[0])
+        assert [part for part in parts if " ".join(part.split()) not in told] == []
+
+
+@pytest.mark.parametrize("asked", ["agm102", "102", "AGM102:", "[AGM102", "replicas differ, first in parameter"])
+def test_a_code_may_be_copied_as_it_stands_and_words_of_an_error_do_too(
+    asked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *asked.split()]) == 0
+    assert capsys.readouterr().out.startswith("AGM102, steps and gradients.")
+
+
+@pytest.mark.parametrize(("asked", "code"), [((), 0), (("AGM999",), 1)])
+def test_without_a_code_that_is_known_all_are_listed(
+    asked: tuple[str, ...], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *asked]) == code
+    captured = capsys.readouterr()
+    assert [problem.code for problem in catalogue() if f"  {problem.code}  " not in captured.out] == []
+    assert ("'AGM999' is no code" in captured.err) is bool(asked)
 
 
 @pytest.mark.parametrize(

@@ -19,22 +19,23 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from agmerge.backends import addresses, left_behind, staging, torch_store
+from agmerge.backends import addresses, forked, left_behind, lighthouse, staging, status, torch_store
 from agmerge.backends.bare_gloo import BareGloo, Broken, unless
 from agmerge.backends.base import Backend
-from agmerge.backends.membership import ENDS, GOES, Generation, Membership, Worker
-from agmerge.errors import AGMergeError, NoAnswer
+from agmerge.backends.job_store import Worker
+from agmerge.backends.lighthouse import ATTEMPT, BEAT, READY, SETTLES, BoundedStore, Lighthouse
+from agmerge.backends.membership import ENDS, GOES, RESTART, Generation, Membership
+from agmerge.errors import AGMergeError, NoAnswer, warn
 
-BEAT = 0.2  # seconds between two signs of life
-ATTEMPT = 1.0  # seconds for which a lighthouse that is gone is looked for at a time
-READY = "ready"  # key in the store, since:
-SETTLES = 3.0  # seconds after its start in which a lighthouse lets no newcomers in: a job may be looking for it
+LONGEST_ATTEMPT = 30.0  # seconds: attempts become longer, for one without an answer leaves a thread behind
 NEWCOMERS = "newcomers are let in"
 TELLS = 5.0  # seconds after which a worker that waits says so
 NO_ADDRESS = "its name has no address"
 TO_BE_LET_IN = "init() waits to be let in to the job of the lighthouse at {host}:{port}"
 FOR_AN_ANSWER = "init() looks for a lighthouse at {host}:{port}, where none answers, for {patience:g} s"
 FOR_A_GROUP = "waits for the next group of workers, of at least {least} (min_workers), for {patience:g} s"
+PUZZLED = "what the lighthouse at {host}:{port} says cannot be used ({error}); training goes on, and it is asked again"
+NO_RECORD = "init(): the record of worker {number}, which serves this group, cannot be read"
 GONE = "the lighthouse is gone, and looked for; training goes on. Start it again at its address, for deaths or arrivals"
 
 
@@ -44,13 +45,15 @@ class Elastic:
 
     ``lighthouse``: host:port of ``python -m agmerge lighthouse``; empty: as ``AGMERGE_LIGHTHOUSE`` says.
     ``min_workers``: with fewer of them none trains. ``suspect``: seconds without a sign of life after which a worker
-    counts as lost. ``patience``: seconds to wait for the lighthouse, and for ``min_workers``.
+    counts as lost. ``patience``: seconds to wait for the lighthouse, and for ``min_workers``. ``restart``: when the
+    last worker that has the job's state is lost, others begin again, with a warning; False: they raise an error.
     """
 
     lighthouse: str = ""
     min_workers: int = 1
     suspect: float = 5.0
     patience: float = 600.0
+    restart: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,18 +75,18 @@ class Generations:
     def __init__(self, options: Elastic, timeout: float) -> None:
         self._dist = _torch_distributed()
         self._options, self._timeout = options, timeout
-        host, _, port = options.lighthouse.rpartition(":")
-        self._lighthouse = host, int(port)
+        self._lighthouse = Lighthouse(self._dist, options.lighthouse, options.patience)
         try:
-            own = _own_address(host)
-        except socket.gaierror as error:
-            raise self._no_lighthouse(NO_ADDRESS) from error
+            own = _own_address(self._lighthouse.host)
+        except (socket.gaierror, UnicodeError) as error:
+            raise self._lighthouse.missing(within=NO_ADDRESS) from error
         name = addresses.interface(own)
         if name and not os.environ.get(torch_store.INTERFACE):
             os.environ[torch_store.INTERFACE] = name  # else Gloo listens where this machine's name leads
         torch_store.check_interface()
         # Serves the group of each generation in which this worker is the oldest.
         self._server = self._dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        forked.close_in_children(self._server.port, self)
         self._address = own
         self._membership = self._asking()
         self._line = staging.Line(BareGloo.name, staging.Copies())  # one thread for all generations
@@ -98,41 +101,50 @@ class Generations:
         ]
         self._threads[0].start()
         self._group = self._joined()
+        self._say_lost(self._group.generation)
         self._threads[1].start()
         # A thread that comes back from torch's C++ once the interpreter has ended would end the process by SIGABRT.
         atexit.register(self.close)
 
     def _asking(self) -> Membership:
         """Return a place among those that ask to be let in, once a lighthouse that was started just now is ready."""
-        store = self._connect(self._options.patience)
-        with suppress(RuntimeError):  # a lighthouse that is not ready for so long: let it be
-            store.wait([READY], timedelta(seconds=10 * SETTLES))
-        port, least = self._server.port, self._options.min_workers
-        own = socket.gethostname(), self._address, port
-        return Membership(store, *own, least, _answers, self._options.suspect)
+        options, port, end = self._options, self._server.port, time.monotonic() + self._options.patience
+        while True:
+            store = self._connect(max(end - time.monotonic(), ATTEMPT))
+            try:
+                with suppress(RuntimeError):  # a lighthouse that is not ready for so long: let it be
+                    store.wait([READY], timedelta(seconds=10 * SETTLES))
+                own = socket.gethostname(), self._address, port
+                rest = {"suspect": options.suspect, "restart": options.restart, "tell": _write}
+                return Membership(store, *own, options.min_workers, _answers, **rest)
+            except RuntimeError as error:
+                if time.monotonic() > end:
+                    raise self._lighthouse.missing(str(error)) from error
 
     def _joined(self) -> Group:
         """Collective. Return this worker's first generation, also where the lighthouse is started again meanwhile."""
+        end = time.monotonic() + 2 * self._options.patience  # each generation is waited for that long by itself
         with self._telling(TO_BE_LET_IN):
             while True:
                 try:
                     return self._formed(None, lets_in=False)
                 except AGMergeError:
                     raise
-                except RuntimeError:  # the lighthouse is gone, and with it this worker's place
+                except RuntimeError as error:  # the lighthouse is gone, and with it this worker's place
+                    if time.monotonic() > end:
+                        raise self._lighthouse.missing(str(error)) from error
                     self._membership = self._asking()
 
     @contextmanager
     def _telling(self, words: str) -> Iterator[None]:
         """Write ``words``, with their fields, to standard error if the body takes more than ``TELLS`` seconds."""
-        host, port = self._lighthouse
-        options = self._options
-        told = words.format(host=host, port=port, patience=options.patience, least=options.min_workers)
+        place, options = self._lighthouse, self._options
+        told = words.format(host=place.host, port=place.port, patience=options.patience, least=options.min_workers)
         is_over = threading.Event()
 
         def tell() -> None:
             if not is_over.wait(TELLS):
-                sys.stderr.write(f"agmerge: {told}\n")
+                _write(told)
 
         threading.Thread(target=tell, name="agmerge tells", daemon=True).start()
         try:
@@ -181,10 +193,21 @@ class Generations:
                     self._options.patience + 10 * ATTEMPT,
                 )
             if self._error is None and self._group.backend is present:
-                self._error = self._no_lighthouse()
+                self._error = self._lighthouse.missing()
             if self._error is not None:
                 raise self._error
-            return self._group
+            group = self._group
+        self._say_lost(group.generation)
+        return group
+
+    def _say_lost(self, generation: Generation) -> None:
+        """Warn if no worker is left that has the job's state, so that training begins again."""
+        if generation.lost_steps is not None:
+            warn(RESTART.format(steps=generation.lost_steps), generation.own)
+
+    def forget(self) -> None:
+        """Take no part any more, in a forked child: its parent does."""
+        self._closing = True
 
     def close(self) -> None:
         """Leave the job: the others go on."""
@@ -202,56 +225,41 @@ class Generations:
             self._membership.leave(GOES if self.leaves else ENDS)
             self._membership.give_up(self._group.generation.number, "a worker has left")
 
-    def _connect(self, patience: float) -> Any:
+    def _connect(self, patience: float) -> BoundedStore:
         """Return a connection to the job's store. Raises :class:`agmerge.AGMergeError` where there is none."""
         try:
             with self._telling(FOR_AN_ANSWER):
-                return self._connected(patience)
+                return self._lighthouse.connected(patience)
         except RuntimeError as error:
-            raise self._no_lighthouse() from error
-
-    def _connected(self, seconds: float) -> Any:
-        """Return a connection to the job's store. Raises ``RuntimeError`` if it cannot be had within ``seconds``."""
-        host, port = self._lighthouse
-        end = time.monotonic() + seconds
-        while not addresses.answers(host, port, ATTEMPT):  # torch's own attempts write stacks of C++ into the log
-            if time.monotonic() > end:
-                raise RuntimeError(f"nobody answers at {host}, port {port}")
-            time.sleep(BEAT)
-        return self._dist.TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds)
-        )
-
-    def _no_lighthouse(self, why: str = "") -> AGMergeError:
-        host, port = self._lighthouse
-        return AGMergeError(
-            f"no lighthouse answers at {host}, port {port}, {why or f'within {self._options.patience:g} s'}: start one "
-            f"there, by `python -m agmerge lighthouse --port {port}`, or set AGMERGE_LIGHTHOUSE to where it is"
-        )
+            raise self._lighthouse.missing(str(error)) from error
 
     # -- threads ------------------------------------------------------------------------------------------------------
 
     def _live(self) -> None:
         """Give signs of life until the end."""
-        store = self._connect(self._options.patience)
+        store, attempt = None, ATTEMPT
         while not self._closing:
             try:
-                store.add(f"beat/{self._membership.own.number}", 1)
-            except RuntimeError:  # the lighthouse is gone, perhaps for a moment
-                with suppress(RuntimeError):
-                    store = self._connected(ATTEMPT)
+                store = store or self._lighthouse.connected(attempt)
+                self._membership.beat(status.current().step or 0, store)
+                attempt = ATTEMPT
+            except Exception:  # the lighthouse is gone, perhaps for a moment
+                store, attempt = None, min(2 * attempt, LONGEST_ATTEMPT)
             time.sleep(BEAT)
 
     def _watch(self) -> None:
-        """Look for workers that are lost, and form the next generation whenever this one has broken."""
-        away = False  # the lighthouse is gone: training goes on without it, and no generation is formed
+        """Look for workers that are lost, and form the next generation whenever this one has broken.
+
+        Whatever is in the store, this goes on: without it no group would be formed any more.
+        """
+        away, attempt = False, ATTEMPT  # away: the lighthouse is gone; training goes on, and no generation is formed
         while not self._closing:
             self._wake.wait(BEAT)
             left_behind.release()
             try:
                 if away:
-                    self._membership.reconnect(self._connected(ATTEMPT), self._group.generation)
-                    away = False
+                    self._membership.reconnect(self._lighthouse.connected(attempt), self._group.generation)
+                    away, attempt = False, ATTEMPT
                 why = self._why_broken()
                 if not why or self._closing:
                     continue
@@ -262,12 +270,13 @@ class Generations:
             except AGMergeError as error:
                 self._end_with(error)
                 return
-            except RuntimeError:
+            except Exception as error:
                 if not away:
-                    self._tell(GONE)
-                away = True
+                    fields = {"host": self._lighthouse.host, "port": self._lighthouse.port, "error": error}
+                    self._tell(GONE if isinstance(error, RuntimeError) else PUZZLED.format(**fields))
+                away, attempt = True, min(2 * attempt, LONGEST_ATTEMPT)
                 if self._group.broken.seconds > self._options.patience:
-                    self._end_with(self._no_lighthouse())
+                    self._end_with(self._lighthouse.missing(str(error)))
                     return
                 continue
             with self._changed:
@@ -278,7 +287,7 @@ class Generations:
     def _tell(self, what: str) -> None:
         """Write a line, on the oldest worker alone."""
         if self._group.generation.own == 0:
-            sys.stderr.write(f"agmerge: {what}\n")
+            _write(what)
 
     def _end_with(self, error: BaseException) -> None:
         """End the job of this worker: its next collective raises, and then ``error`` is raised."""
@@ -296,6 +305,7 @@ class Generations:
         said = membership.why_given_up(generation.number)
         if said is not None:
             return said
+        membership.restore(generation)
         self._newcomers_wait = membership.newcomers_wait()
         return self._lost(generation, lambda number: membership.silence(number) > self._options.suspect)
 
@@ -320,6 +330,8 @@ class Generations:
     def _opened(self, generation: Generation, broken: Broken) -> Backend:
         """Collective. Connect the members of a generation."""
         oldest, dist = generation.members[0], self._dist
+        if not oldest.port:
+            raise NoAnswer(NO_RECORD.format(number=oldest.number))
         hosts = [one.host for one in generation.members]
         place = hosts[: generation.own].count(hosts[generation.own]), hosts.count(hosts[generation.own])
 
@@ -339,6 +351,11 @@ class Generations:
         return self._membership.why_given_up(generation.number) or self._lost(generation, self._membership.is_lost)
 
 
+def _write(what: str) -> None:
+    """Write a line for people."""
+    sys.stderr.write(f"agmerge: {what}\n")
+
+
 def _answers(worker: Worker) -> bool:
     return addresses.answers(worker.address, worker.port, ATTEMPT)
 
@@ -353,18 +370,8 @@ def _own_address(lighthouse: str) -> str:
 
 
 def serve(port: int) -> Any:
-    """Return a store for the workers of a job, which this process serves as long as it is referred to.
-
-    Newcomers come in after ``SETTLES`` seconds: first come the workers of a job whose lighthouse was started again.
-    """
-    store = _torch_distributed().TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-
-    def let_in() -> None:
-        time.sleep(SETTLES)
-        store.set(READY, "")
-
-    threading.Thread(target=let_in, name="agmerge lets in", daemon=True).start()
-    return store
+    """Return a store for the workers of a job, see :func:`agmerge.backends.lighthouse.serve`."""
+    return lighthouse.serve(_torch_distributed(), port)
 
 
 def _torch_distributed() -> Any:

@@ -9,54 +9,46 @@ two trainings.
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
+from agmerge.backends.job_store import ENDS as ENDS
+from agmerge.backends.job_store import GENERATION, JobStore, Store, Worker, unknown
+from agmerge.backends.job_store import GOES as GOES
 from agmerge.errors import AGMergeError, TooFewWorkers
 
 POLL = 0.02  # seconds between two looks at the store
 SILENT = 10.0  # seconds without a beat after which a job may count as dead, for newcomers, if nobody answers them
 HURRY = 1.0  # seconds without a beat after which a worker that cannot be reached counts as lost, where others wait
 
-ENDS, GOES = "ends", "goes"  # why a worker leaves: its script has ended; it was told to go
+NEWEST = 1024  # workers that are looked at for newcomers, at most: the last ones that have come
 OVER = (
     "the job at this lighthouse has ended: its workers have come to their ends. A lighthouse serves one job: start "
     "another one for the next, or the same anew"
 )
 
 
-class Store(Protocol):
-    """Store of torch's, as far as it is used: ``TCPStore``, and in memory ``HashStore``."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return a value; wait for one."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, and return it."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys are there."""
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Write ``desired`` where the value is ``expected``, or there is none; return the value of then."""
-
-
-@dataclass(frozen=True)
-class Worker:
-    """Worker as others see it."""
-
-    number: int  # in the order of arrival, from 1
-    host: str  # its machine's name
-    address: str  # at which others reach the store that it serves
-    port: int
-    token: str  # its own: tells it from one that came to a lighthouse that was started again
+HELD = (
+    "worker {number} on {host} has given no sign of life for {seconds:g} s, but {address}, port {port}, at which it "
+    "served its group, accepts connections. Either it trains and cannot reach the lighthouse, or it is stopped, or a "
+    "process that it has started holds its socket: `ss -ltnp 'sport = :{port}'` on that host names it. End that process"
+)
+STRANGE = "worker {number} is not let in: {why}"
+REFUSED = (
+    "the workers of this elastic job do not let this one in, number {number}: {why}. Install the same version of "
+    "agmerge on all machines, and start it again"
+)
+LOST = "the last worker that had the state of this elastic job is gone, after about {steps} steps"
+NO_RESTART = (
+    LOST + ", and restart=False: training does not begin again. To go on from a file, start another lighthouse, or the "
+    "same anew; or leave restart= out"
+)
+RESTART = (
+    LOST + ": training begins again, and those steps are lost but for what the script has loaded from a file. To have "
+    "an error instead, give init() elastic=agmerge.Elastic(restart=False)"
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +59,7 @@ class Generation:
     members: tuple[Worker, ...]  # in the order of their ranks: the oldest first
     own: int  # this worker's rank
     newcomers: tuple[int, ...]  # ranks of those that were not in the generation before
+    lost_steps: int | None = None  # exchanges of the job, of which no member has the state; None: nothing is lost
 
 
 class Membership:
@@ -74,7 +67,8 @@ class Membership:
 
     ``store``: of the whole job. ``own``: this worker; its number is given here. ``least``: workers without which none
     trains. ``answers``: whether a worker can be reached. ``suspect``: seconds without a beat after which one that can
-    be reached counts as lost, too: its machine is busy, or it was stopped. ``now``: a clock, in seconds.
+    be reached counts as lost, too: its machine is busy, or it was stopped. ``now``: a clock, in seconds. ``restart``:
+    training may begin again where no worker is left that has the job's state. ``tell``: writes a line for people.
     """
 
     def __init__(
@@ -87,11 +81,18 @@ class Membership:
         answers: Callable[[Worker], bool],
         suspect: float = HURRY,
         now: Callable[[], float] = time.monotonic,
+        restart: bool = True,
+        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._store, self._least, self._answers, self._now = store, least, answers, now
-        self._suspect = suspect
+        self._store, self._least, self._answers, self._now = JobStore(store), least, answers, now
+        self._suspect, self._restart, self._tell = suspect, restart, tell
         self._leaves = self._has_begun = False
+        self._beats = self._steps = 0
+        self._restored = -HURRY  # when records were last looked at that others may have damaged
         self.own = Worker(0, host, address, port, secrets.token_hex(8))
+        self._is_oldest = False  # of its generation
+        self._refused: set[int] = set()  # numbers of workers that this one has refused
+        self._held = ""  # why a job without signs of life does not count as dead; empty: it does, or lives
         self._arrive()
         # By number: a worker's last beat, since when nothing newer has been seen, and when it was last looked for.
         self._seen: dict[int, tuple[bytes, float, float]] = {}
@@ -100,40 +101,55 @@ class Membership:
 
     def _arrive(self) -> None:
         """Take a number, the last one so far."""
-        self.own = replace(self.own, number=self._store.add("workers", 1))
-        self._store.set(f"worker/{self.own.number}", self._words)
-        self.beat()
-
-    @property
-    def _words(self) -> str:
-        return json.dumps(asdict(self.own))
+        is_there = False
+        while not is_there:  # until the number is one for which nothing was written by others
+            self.own = replace(self.own, number=self._store.next_number())
+            is_there = self._store.claim(self.own)
+        self.beat(self._steps)
 
     def reconnect(self, store: Store, present: Generation) -> None:
         """Use another connection to the store, which may have been started again, empty.
 
-        Says there who this worker is, and ``present``, its generation, so that newcomers find it. Raises
-        :class:`agmerge.AGMergeError` where another job has begun there meanwhile.
+        Records there who this worker is, and ``present``, its generation, so that newcomers find it. All workers of a
+        generation may do so at once. Raises :class:`agmerge.AGMergeError` where another job has begun there meanwhile.
         """
-        self._store, number = store, self.own.number
-        while store.add("workers", 0) < max(number, self._arrived):
-            store.add("workers", 1)
-        first = store.compare_set(f"worker/{number}", "", self._words).decode()
-        present_numbers = json.dumps([one.number for one in present.members])
-        decided = store.compare_set(f"members/{present.number}", "", present_numbers).decode()
-        if (first, decided) != (self._words, present_numbers):
+        self._store = JobStore(store)
+        self._store.raise_count(max(self.own.number, self._arrived))
+        numbers = [one.number for one in present.members]
+        is_own = self._store.claim(self.own)
+        self._store.decide(present.number, numbers)
+        if not is_own or self._store.decided(present.number) != numbers:
             raise AGMergeError(
                 "the lighthouse was started again, and other workers have begun to train there, without this one. End "
                 "one of the two jobs: the workers of this one can be started again, as newcomers of the other"
             )
-        store.set("generation", str(present.number))
+        self._store.set(GENERATION, str(present.number))
         if self._has_begun:
+            self.begin()
+
+    def restore(self, present: Generation) -> None:
+        """Write again what others have damaged of this worker's records, and of those of ``present``, its generation.
+
+        Newcomers that could not read them would take the job for dead. Nothing happens soon after the last time.
+        """
+        store, now = self._store, self._now()
+        if now - self._restored < HURRY / 2:
+            return
+        self._restored = now
+        store.raise_count(max(self.own.number, self._arrived))
+        store.claim(self.own)
+        store.decide(present.number, [one.number for one in present.members])
+        if store.latest() < present.number:
+            store.set(GENERATION, str(present.number))
+        if self._has_begun and not store.has_begun(self.own.number):
             self.begin()
 
     # -- signs of life ------------------------------------------------------------------------------------------------
 
-    def beat(self) -> None:
-        """Say that this worker lives."""
-        self._store.add(f"beat/{self.own.number}", 1)
+    def beat(self, steps: int = 0, store: Store | None = None) -> None:
+        """Record that this worker lives, and has made so many ``steps``. ``store``: another connection to the same."""
+        self._beats, self._steps = self._beats + 1, steps
+        (store or self._store).set(f"beat/{self.own.number}", f"{self.own.token} {self._beats} {steps}")
 
     def silence(self, number: int) -> float:
         """Return for how many seconds no new beat of a worker has been seen here; 0 at the first look.
@@ -141,8 +157,7 @@ class Membership:
         Of a time in which this worker has not looked ``HURRY`` seconds count: it has had no processor, or the store has
         not answered, and others are not lost for that.
         """
-        key = f"beat/{number}"
-        beat = self._store.get(key) if self._store.check([key]) else b""
+        beat = self._store.read(f"beat/{number}") or b""
         now = self._now()
         before, since, looked = self._seen.get(number, (None, now, now))
         since = now if beat != before else since + max(now - looked - HURRY, 0.0)
@@ -157,22 +172,21 @@ class Membership:
     def begin(self) -> None:
         """Record in the store that this worker has the job's state: it trains."""
         self._has_begun = True
-        self._store.set(f"begun/{self.own.number}", "")
+        self._store.begin(self.own)
 
     def has_left(self, number: int) -> bool:
-        """Return whether a worker has said that it leaves."""
-        return self._store.check([f"left/{number}"])
+        """Return whether a worker has announced that it leaves."""
+        return bool(self._store.why_left(number))
 
     # -- the present generation ---------------------------------------------------------------------------------------
 
     def give_up(self, generation: int, why: str) -> None:
-        """Say that a generation has broken: all of its members are to form the next one."""
+        """Record that a generation has broken: all of its members are to form the next one."""
         self._store.set(f"broken/{generation}", why)
 
     def why_given_up(self, generation: int) -> str | None:
         """Return why a member has given a generation up; None: no member has."""
-        key = f"broken/{generation}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return self._store.why_broken(generation)
 
     def newcomers_wait(self) -> bool:
         """Return whether workers have come since the present generation began, and live."""
@@ -195,9 +209,10 @@ class Membership:
             return self._join(end)
         number = before.number + 1
         self._store.set(f"asks/{number}/{self.own.number}", "")
-        while (decided := self._decided(number)) is None:
-            living = [one.number for one in before.members if self._lives(one.number, number)]
-            asking = [one for one in living if self._store.check([f"asks/{number}/{one}"])]
+        while (decided := self._store.decided(number)) is None:
+            self.restore(before)
+            living = [one.number for one in before.members if self._lives(one.number)]
+            asking = [one for one in living if self._store.read(f"asks/{number}/{one}") is not None]
             if asking == living and asking and asking[0] == self.own.number:
                 known = [one.number for one in before.members]
                 if not self._keeps_state(known, asking):
@@ -205,24 +220,25 @@ class Membership:
                     continue
                 new = self._waiting(known) if lets_in else []
                 if not lets_in or len(asking) + len(new) >= self._least:
-                    self._decide(number, [*asking, *new])
+                    self._store.decide(number, [*asking, *new])
             self._pause(end, len(living))
         return self._generation(number, decided, [one.number for one in before.members])
 
     def _join(self, end: float) -> Generation:
         """Return the first generation that this worker is in."""
-        number, came, since = self._latest(), 0, self._now()
+        number, came, since = self._store.latest(), 0, self._now()
         looked, over = since - HURRY, False  # at the workers of the job, and whether it is over
         while True:
-            while (decided := self._decided(number)) is not None:
-                if self.own.number in decided:
-                    earlier = self._decided(number - 1) or []
-                    return self._generation(number, decided, earlier)
-                if self.own.number < max(decided):  # it was silent just then, and is looked for no more
+            if why := self._store.why_refused(self.own.number):
+                raise AGMergeError(REFUSED.format(number=self.own.number, why=why))
+            while (decided := self._store.decided(number)) is not None or self._store.decided(number + 1):
+                if decided is not None and self.own.number in decided:
+                    return self._generation(number, decided, self._store.decided(number - 1) or [])
+                if decided is not None and self.own.number < max(decided):  # it was silent then: none looks for it now
                     self._arrive()
                 number, over = number + 1, False
-            number = max(number, self._latest())
-            before = self._decided(number - 1) or []
+            number = max(number, self._store.latest())
+            before = self._store.decided(number - 1) or []
             if over or self._now() - looked >= HURRY / 2:
                 looked, over = self._now(), self._is_over(before)
             if over:  # none trains: the first of those that are there decides, once no other comes
@@ -230,50 +246,61 @@ class Membership:
                 if len(there) != came:
                     came, since = len(there), self._now()
                 if there[0] == self.own.number and len(there) >= self._least and self._now() - since >= HURRY:
-                    self._decide(number, there)
+                    self._lost_steps(there)
+                    self._store.decide(number, there)
             self._pause(end, came or len(before))
 
     def _is_over(self, members: Sequence[int]) -> bool:
         """Return whether none of ``members`` trains any more: they were told to go, or are dead.
 
-        Raises :class:`agmerge.AGMergeError` where their scripts have ended: newcomers would begin it all again.
+        The same is asked of all that have had the job's state: what is said of members may be damaged. Raises
+        :class:`agmerge.AGMergeError` where their scripts have ended: newcomers would begin it all again.
         """
-        left = {one: self._store.get(f"left/{one}").decode() for one in members if self.has_left(one)}
-        if not self._are_dead([one for one in members if one not in left]):
+        left = {one: self._store.why_left(one) for one in {*members, *self._trained()}}
+        if not self._are_dead([one for one in left if not left[one]]):
             return False
-        if ENDS in left.values():
+        if ENDS in [left[one] for one in members]:
             raise AGMergeError(OVER)
         return True
+
+    def _trained(self) -> list[int]:
+        """Return the numbers of workers that have, or had, the job's state."""
+        return [one for one in self._newest(1) if one != self.own.number and self._store.has_begun(one)]
+
+    def _lost_steps(self, members: Sequence[int]) -> int | None:
+        """Return how many exchanges are lost where a generation has these members; None: one has the job's state.
+
+        Raises :class:`agmerge.AGMergeError` where this worker is not to begin again.
+        """
+        if any(map(self._store.has_begun, members)):
+            return None
+        steps = max(map(self._store.steps, self._trained()), default=None)
+        if steps is not None and not self._restart:
+            raise AGMergeError(NO_RESTART.format(steps=steps))
+        return steps
 
     def _are_dead(self, members: Sequence[int]) -> bool:
         """Return whether none of ``members`` has given a sign of life for long, nor answers."""
         silences = [self.silence(one) for one in members]  # of all: each is counted from the first look on
-        return min(silences, default=SILENT + 1) > SILENT and not any(
-            self._answers(self._worker(one)) for one in members
-        )
+        if min(silences, default=SILENT + 1) <= SILENT:
+            return False
+        there = next((one for one in map(self._store.worker, members) if one and self._answers(one)), None)
+        if there is not None and not self._held:
+            fields = {name: getattr(there, name) for name in ("number", "host", "address", "port")}
+            self._held = HELD.format(seconds=SILENT, **fields)
+            self._tell(self._held)
+        return there is None
 
     def _keeps_state(self, members: Sequence[int], asking: Sequence[int]) -> bool:
         """Return whether one of ``asking`` has the state of the job, or all of ``members`` that have it are gone.
 
         Newcomers that are only just let in do not wait for them as shortly as others do: they would begin anew.
         """
-        begun = [one for one in members if self._store.check([f"begun/{one}"]) and not self.has_left(one)]
+        begun = [one for one in members if self._store.has_begun(one) and not self.has_left(one)]
         return not begun or any(one in asking for one in begun) or self._are_dead(begun)
 
-    def _latest(self) -> int:
-        """Return a generation not later than the present one: not the first where the store was started again."""
-        return int(self._store.get("generation")) if self._store.check(["generation"]) else 1
-
-    def _decide(self, number: int, members: Sequence[int]) -> None:
-        self._store.compare_set(f"members/{number}", "", json.dumps(list(members)))
-
-    def _decided(self, number: int) -> list[int] | None:
-        key = f"members/{number}"
-        members: list[int] | None = json.loads(self._store.get(key)) if self._store.check([key]) else None
-        return members
-
-    def _lives(self, number: int, generation: int) -> bool:
-        """Return whether a member is to be waited for: it asks for the generation, or has beaten a moment ago."""
+    def _lives(self, number: int) -> bool:
+        """Return whether a member is to be waited for: it is this worker, or has beaten a moment ago."""
         if self.has_left(number):
             return False
         return number == self.own.number or not self.is_lost(number)
@@ -290,15 +317,33 @@ class Membership:
         asked, answers = self._reached.get(number, (-HURRY, True))
         if silence < self._suspect and self._now() - asked >= HURRY / 2:
             # After the lighthouse was started again only those are known there that live.
-            is_known = self._store.check([f"worker/{number}"])
-            asked, answers = self._reached[number] = self._now(), is_known and self._answers(self._worker(number))
+            worker = self._store.worker(number)
+            asked, answers = self._reached[number] = self._now(), worker is not None and self._answers(worker)
         return silence >= self._suspect or not answers
 
+    def _newest(self, first: int) -> Iterable[int]:
+        """Return numbers that were given to workers, from ``first`` on; of very many the last ones."""
+        count = self._store.count() or 0
+        return range(max(first, count - NEWEST + 1), count + 1)
+
     def _waiting(self, known: Collection[int]) -> list[int]:
-        """Return the numbers of workers that live and are in no generation; ``known``: those of this one."""
+        """Return the numbers of workers that live and are in no generation; ``known``: those of this one.
+
+        Those without a record, or with another version's, are none; the latter are refused by the oldest.
+        """
         first = max(self._arrived, max(known, default=0)) + 1
-        come = range(first, self._store.add("workers", 0) + 1)
-        return [one for one in come if one == self.own.number or (not self.has_left(one) and self.silence(one) < HURRY)]
+        others = [one for one in self._newest(first) if one != self.own.number and not self.has_left(one)]
+        there = [one for one in others if self.silence(one) < HURRY and self._fits(one)]
+        return sorted([*there, self.own.number] if self.own.number >= first else there)
+
+    def _fits(self, number: int) -> bool:
+        """Return whether a newcomer has a record of this version; else refuse it."""
+        why = self._store.why_strange(number)
+        if why and self._is_oldest and number not in self._refused:
+            self._refused.add(number)
+            self._store.refuse(number, why)
+            self._tell(STRANGE.format(number=number, why=why))
+        return not why and self._store.worker(number) is not None
 
     def _generation(self, number: int, decided: Sequence[int], before: Sequence[int]) -> Generation:
         self._arrived = max(self._arrived, *decided)
@@ -307,12 +352,12 @@ class Membership:
                 f"the other workers go on without this one, number {self.own.number}: it gave no sign of life when "
                 "they formed a group. Start it again: it comes back as a newcomer. If it was only busy, raise suspect="
             )
-        members = tuple(map(self._worker, decided))
+        lost = self._lost_steps(decided)
+        members = tuple(self._store.worker(one) or unknown(one) for one in decided)
         new = tuple(rank for rank, one in enumerate(decided) if one not in before)
-        return Generation(number, members, list(decided).index(self.own.number), new)
-
-    def _worker(self, number: int) -> Worker:
-        return Worker(**json.loads(self._store.get(f"worker/{number}")))
+        own = list(decided).index(self.own.number)
+        self._is_oldest = own == 0
+        return Generation(number, members, own, new, lost)
 
     def _pause(self, end: float, there: int) -> None:
         if self._leaves:
@@ -321,5 +366,6 @@ class Membership:
             raise TooFewWorkers(
                 f"an elastic job of at least {self._least} workers has had {there} for longer than it waits "
                 "(patience=). What is in memory can be saved; start more workers, or lower min_workers"
+                + (f". {self._held}" if self._held else "")
             )
         time.sleep(POLL)

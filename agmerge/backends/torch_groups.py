@@ -12,6 +12,7 @@ to avoid a hang".
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
@@ -27,6 +28,7 @@ ABORTED_WITHIN = 5.0  # seconds: an abort waits for kernels that it ends, and th
 # Groups of backends that are no longer referred to: finalizers put them here, at any moment; the next start destroys
 # them.
 dropped: deque[Any] = deque()
+own: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that were made here; all others are the script's
 
 
 def kinds(dist: Any) -> str:
@@ -45,7 +47,10 @@ def new_group(dist: Any, timeout: float, ranks: list[int] | None = None, label: 
     # NCCL's watchdog ends the process when the group's time-out has passed: not before our error has been raised.
     longest = 2 * timeout + 60 if has_nccl(dist) else timeout
     with translated(label):
-        return dist.new_group(ranks, backend=kinds(dist), timeout=timedelta(seconds=longest), group_desc=label)
+        group = dist.new_group(ranks, backend=kinds(dist), timeout=timedelta(seconds=longest), group_desc=label)
+    if isinstance(group, dist.ProcessGroup):  # else this rank is not in it
+        own.add(group)
+    return group
 
 
 def give_back(dist: Any) -> None:

@@ -20,6 +20,7 @@ from agmerge.exchanges.node_shards import shard_shape
 from agmerge.runtime import workers
 from agmerge.step import dense_cutoff
 from agmerge.step.carried_state import CarriedState
+from agmerge.step.config import Config
 from agmerge.step.flat_buffers import State
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.tensors import nonfinite
@@ -103,6 +104,23 @@ def save(reducer: AnyReducer) -> dict[str, Any]:
     }
 
 
+def has_own(section: Mapping[str, Any]) -> bool:
+    """Return whether a section has what is its rank's alone: with the default it is the same on all ranks."""
+    kept = any(section[key] for key in (*KINDS.values(), "window", "shares"))
+    remembers = section["compressor"] is not None and not _is_empty(section["compressor"][1])
+    return kept or remembers or section["updates"] is not None
+
+
+def _is_empty(state: Mapping[str, Any]) -> bool:
+    """Return whether a compressor's state is empty; that of several compressors by name: whether each one's is."""
+    return all(isinstance(value, Mapping) and _is_empty(value) for value in state.values())
+
+
+def keeps_back(config: Config) -> bool:
+    """Return whether ranks keep what they have not sent, or parameters of their own."""
+    return config.compression.memory.has_residual or config.sync.updates is not None
+
+
 def whole_state(reducer: AnyReducer, inner: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a wrapper: ``inner``, the plain optimizer's, and this rank's section.
 
@@ -166,8 +184,7 @@ def load(reducer: AnyReducer, section: Mapping[str, Any] | None, *, own: bool = 
     if section is not None and RANKS in section:
         section = _own_part(exchange, section)
     if section is None:
-        config = exchange.agreed.config
-        if config.compression.memory.has_residual or config.sync.updates is not None:  # the default keeps nothing back
+        if keeps_back(exchange.agreed.config):
             warnings.warn(NO_RESIDUALS, stacklevel=3)
         restored = Restored(shard=exchange.group.shard)
     else:

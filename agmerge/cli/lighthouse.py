@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
 import threading
 
-from agmerge.backends import generations
+from agmerge.backends import addresses, generations
 
 
 def main(port: int) -> int:
@@ -21,7 +22,19 @@ def main(port: int) -> int:
     except RuntimeError as error:
         sys.stderr.write(f"lighthouse: cannot serve at port {port}; give another one by --port ({error})\n")
         return 1
-    sys.stdout.write(f"AGMERGE_LIGHTHOUSE={socket.gethostname()}:{store.port}\n")
+    sys.stdout.write(f"AGMERGE_LIGHTHOUSE={address()}:{store.port}\n")
     sys.stdout.flush()
     over.wait()
     return 0
+
+
+def address() -> str:
+    """Return an address of this machine for workers on others: a name need not lead anywhere there.
+
+    The loopback where this machine has no other one; its name where that leads to an address of IPv6 alone.
+    """
+    try:
+        return addresses.reachable([], os.environ)
+    except OSError:
+        name = socket.gethostname()
+        return "127.0.0.1" if addresses.only_here(addresses.of_name(name)) else name

@@ -50,6 +50,10 @@ class DenseTable:
         left_out = set(gathered_of(self._members))
         return [member for member in self._members.active() if member.parameter not in left_out]
 
+    def names(self) -> set[str]:
+        """Return the names of all parameters of the optimizer."""
+        return self._members.names()
+
     def snapshot(self) -> object:
         """Return the table's snapshot: where it changes, ranks have to agree again."""
         return self._members.snapshot()

@@ -222,4 +222,3 @@ def _hook(
             tell(parameter)
 
     return hook
-

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,7 @@ from agmerge.engine import strayed
 from agmerge.engine.delta_table import DeltaTable
 from agmerge.engine.own_step import OwnSteps
 from agmerge.engine.participation import check_not_averaged
+from agmerge.engine.script_access import ScriptAccess
 from agmerge.engine.shared_parameters import SharedParameters, UnsentInParameters, UnsentInResidual
 from agmerge.errors import AGMergeError
 from agmerge.step.config import Config
@@ -36,6 +37,7 @@ class LocalReplica:
         self.own_steps = OwnSteps()  # exchanged or not
         self._snapshot: object = None  # of the table, as of the last check
         self.strayed = strayed.watch(self)
+        self._access = ScriptAccess(self)  # the script's, to the parameters, between steps
         self.shared = self._fitting()
 
     @property
@@ -68,26 +70,32 @@ class LocalReplica:
         before, self.shared = self.shared, self._fitting()
         self.shared.adopt(before)
 
-    def admit(self, flush: Callable[[], None]) -> None:
-        """Collective. Use the parameters that take part now. They stay as long as there is this optimizer.
+    def admit(self, flush: Callable[[], None]) -> bool:
+        """Collective. Use the parameters that take part now. They stay as long as the optimizer has them.
 
-        ``flush``: receives what is under way, which is of those that took part before. Raises ``ValueError``, at first,
-        where a framework has wrapped the model after the optimizer, and averages gradients.
+        ``flush``: receives what is under way, which is of those that took part before. Returns whether there are new
+        ones since the first step: their values have to be equal on all ranks. Raises ``ValueError``, at first, where a
+        framework has wrapped the model after the optimizer, and averages gradients.
         """
         snapshot = self._table.snapshot()
         if snapshot == self._snapshot:
-            return
-        self._admit_present()  # ranks may have to agree first, on the parameters that there are now
-        if self._snapshot is None:
+            return False
+        is_first, has_new = (
+            self._snapshot is None,
+            self._admit_present(),
+        )  # ranks may have to agree first, on the parameters that there are now
+        if is_first:
             check_not_averaged(self._members)
         else:
             flush()
             self.refit()
         self._snapshot = snapshot
+        return has_new and not is_first
 
-    def _admit_present(self) -> None:
-        self.shared.admit({member.name: member.local for member in self._table.parameters()})
+    def _admit_present(self) -> bool:
+        has_new = self.shared.admit({member.name: member.local for member in self._table.parameters()})
         self._table.track(self.shared.own)
+        return has_new
 
     def absorb_residuals(self) -> None:
         """Subtract residuals kept beside the parameters from these: a lone worker sends nothing any more."""
@@ -107,24 +115,49 @@ class LocalReplica:
         """Return the sum of this worker's deltas that were not sent, by name of the parameter."""
         return {name: self.shared.unsent(name) for name in self.shared.base}
 
-    def showing(self) -> AbstractContextManager[None]:
-        """Make the parameters, inside, the shared ones. Changes inside are lost.
+    def showing(self, but: Container[str] = ()) -> AbstractContextManager[None]:
+        """Make the parameters, inside, the shared ones, all ``but`` some. Changes inside are lost.
 
         States that are saved inside have this worker's own all the same.
         """
         self.strayed.seen()
-        return self.shared.shown()
+        if not but and not self.shared.is_shown:
+            self._access.check(self.shared)  # it does not show what the script has written
+        return self.shared.shown(but)
 
     def check_not_shown(self, what: str) -> None:
         """Raise :class:`agmerge.AGMergeError` inside of :meth:`showing`, where changes would be undone."""
         if self.shared.is_shown:
             raise AGMergeError(f"{what} inside shared(): changes of parameters inside are lost. Call it outside")
 
-    def shared_values(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the shared parameters, by parameter; nothing before the first step."""
+    def shared_values(self, but: Container[str] = ()) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the shared parameters, by parameter, all ``but`` some; nothing before the first step."""
         self.strayed.seen()
         base, members = self.shared.base, self._members
-        return {p: base[members.name_of(p)] for p in members.name_all() if members.name_of(p) in base}
+        names = {p: members.name_of(p) for p in members.name_all()}
+        return {p: base[name] for p, name in names.items() if name in base and name not in but}
+
+    # -- what the script does between steps -----------------------------------------------------------------------
+
+    def begin_between(self) -> None:
+        """Begin the time between two steps: the parameters are as this step, and its exchange, have left them."""
+        self._access.begin(self.shared, self.steps)
+
+    def end_between(self) -> None:
+        """End the time between two steps; warn, once, of a script that has written parameters."""
+        self._access.end(self.shared)
+
+    def left(self) -> None:
+        """Record that this library has moved the parameters."""
+        self._access.left(self.shared)
+
+    def written(self) -> list[str]:
+        """Return the names of the parameters that the script has written since the last step; warn, once, of them."""
+        return self._access.written(self.shared)
+
+    def saved_own(self) -> None:
+        """Warn, once, of a script that saves this worker's own parameters, if they are not the shared ones."""
+        self._access.saved(self.shared)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -160,3 +193,4 @@ class LocalReplica:
             self.shared.restore(saved["base"], saved["own"], saved["displacements"])
             self.shared.load_outer_state(saved["outer"])
             self._snapshot = self._table.snapshot()
+            self.left()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ SECTIONS = "optimizers"  # in a state: a list of each optimizer's own state_dict
 # A key of a state with more sections than a plain optimizer loads, which keeps unknown keys. Keys are numbers of
 # parameters, which scripts may sort.
 MARK = -1
+ATTRIBUTE = "_agmerge"  # of groups, the mark of a state that is empty
 
 
 class StateOfAll(MutableMapping[Any, Any]):
@@ -92,19 +94,34 @@ def sections_of(optimizer: torch.optim.Optimizer, saved: Any) -> list[Any]:
 
 
 def marked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with a mark in its state by parameter, where a plain optimizer keeps it when it loads.
+    """Return a state with a mark where a plain optimizer keeps it when it loads: in its state by parameter.
 
-    A group's options would be no place for it: Horovod's ``broadcast_optimizer_state`` expects them to be the same on
-    all ranks. A state with nothing by parameter gets none: that function recognises it by its length.
+    A state with nothing by parameter, as of SGD without momentum, gets none there: Horovod's
+    ``broadcast_optimizer_state`` recognises it by its length. Nor is an option of a group a place for it, for that
+    function expects them to be the same on all ranks. The mark is then an attribute of each group.
     """
     if SECTIONS in state and "param_groups" not in state:
         return {**state, SECTIONS: [marked(section) for section in state[SECTIONS]]}
-    return {**state, "state": {**state["state"], MARK: {}}} if state["state"] else dict(state)
+    if state["state"]:
+        return {**state, "state": {**state["state"], MARK: {}}}
+    return {**state, "param_groups": [_marked_group(group) for group in state["param_groups"]]}
+
+
+def _marked_group(group: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return a copy of a group with the mark as an attribute, which files and ``load_state_dict`` keep."""
+    copy = OrderedDict(group)
+    vars(copy)[ATTRIBUTE] = True
+    return copy
 
 
 def unmark(optimizer: torch.optim.Optimizer) -> bool:
     """Remove the marks from states that optimizers have loaded; return whether there were any."""
-    return any([each.state.pop(MARK, None) is not None for each in optimizers_of(optimizer)])
+    found = False
+    for each in optimizers_of(optimizer):
+        found |= each.state.pop(MARK, None) is not None
+        for group in each.param_groups:
+            found |= isinstance(group, OrderedDict) and vars(group).pop(ATTRIBUTE, None) is not None
+    return found
 
 
 def check_state(optimizer: torch.optim.Optimizer, saved: Any) -> None:

@@ -338,6 +338,10 @@ class Participation:
         finally:
             self.flag = Flag.ACTIVE
 
+    def compare_soon(self) -> None:
+        """Compare replicas after the next exchange, as after the first one: there are new parameters."""
+        self._has_compared = False
+
     def end_exchange(self, *, compares: bool = True) -> None:
         """Collective. Compare replicas and plan again, where that is due: an exchange has been committed.
 

@@ -13,6 +13,7 @@ import torch
 
 from agmerge.backends import status
 from agmerge.engine import elastic_refusals
+from agmerge.engine.averaged_twice import AveragedTwice
 from agmerge.engine.backward_passes import BackwardPasses
 from agmerge.engine.clipping_watch import ClippingWatch
 from agmerge.engine.gathered import DenseTable, GatheredGradients, gathered_of, takes_sparse_alone
@@ -74,6 +75,7 @@ class Reducer:
         self._gathered = GatheredGradients(members) if gathered else None
         self._combines = True  # in step(); False in skip_synchronize(), where they are combined already
         self._clipping = ClippingWatch(self.exchange)
+        self._averaged_twice = AveragedTwice(members, self.exchange)
         self._hooks = GradientHooks(listener or self.passes)
         alone = workers.is_initialized() and workers.size() == 1 and not workers.launched_elastic()
         self._hooks.attach((member.parameter for member in self.exchange.agreed.members()), members, alone=alone)
@@ -93,6 +95,7 @@ class Reducer:
         if not self.exchange.group.settled:
             check_not_averaged(self.members)
             self.participation.connect()
+            self._averaged_twice.begin()
             if self.exchange.group.outside:
                 self._hooks.remove()
 
@@ -209,7 +212,9 @@ class Reducer:
             raise AGMergeError(NOT_COMBINED)
         optimizer = self.members.optimizer
         with withheld(self.exchange, optimizer), self._clipping.looking(optimizer):
+            self._averaged_twice.stepping()
             inner = None if self.skipped else optimizer.step()
+        self._averaged_twice.judge()
         self.end_step()
         return loss if closure is not None else inner
 

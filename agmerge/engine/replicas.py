@@ -44,7 +44,8 @@ def compare_replicas(comm: Backend, parameters: Mapping[str, torch.Tensor], step
                 f"step {steps}: replicas differ, first in parameter {name!r}: digest "
                 f"{sets}. Something changed parameters on some ranks only: start them with "
                 "broadcast_parameters, and change them only through the optimizer, or in the same way on every "
-                "rank. Where the script does, a sum may have been damaged on its way: go on from a checkpoint"
+                "rank. Where the script does, a sum may have been damaged on its way: go on from a checkpoint. With "
+                "sync='updates' read the values for a new parameter inside optimizer.shared(): others differ by rank"
             )
 
 

@@ -22,6 +22,7 @@ from agmerge.step.config import AUTO, Config
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.plan_status import PlanStatus, unplanned
+from agmerge.tensors.layout import Slot
 from sparsifiers import Kind
 
 TREATED = {  # what is done with elements, in words
@@ -65,6 +66,7 @@ class ReportingMixin:
         collective's algorithm, so that exchanges compare for any number of workers: 2 (W-1)/W of the bytes of an
         all-reduce (a ring), W - 1 copies of gathered ones, of shards those of other ranks; within nodes and
         between them. ``link_bytes_dense``: likewise, of ``bytes_dense``. For a lone worker both are 0.
+        ``traffic_reduction``: ``link_bytes_dense / link_bytes``, how many times less traffic than with DDP.
         ``elements_sent``: dense tensors included. ``density``: elements sent / elements. ``steps_skipped``: see
         ``nonfinite``; their bytes are counted. ``exposed_seconds``: waiting for messages in ``synchronize()``; of
         gradients on a device, in the steps that were measured. ``compressor``: in use now, by its canonical name.
@@ -98,6 +100,7 @@ class ReportingMixin:
             "bytes_dense": totals.bytes_dense,
             "link_bytes": totals.link_bytes,
             "link_bytes_dense": totals.link_bytes_dense,
+            "traffic_reduction": totals.link_bytes_dense / totals.link_bytes if totals.link_bytes else 1.0,
             "elements_sent": totals.elements_sent,
             "density": totals.density,
             "exposed_seconds": exchange.agreed.times.exposed,
@@ -147,7 +150,10 @@ class ReportingMixin:
         self._reducer.exchange.agreed.observe_selection(on)
 
     def compression_report(self) -> str:
-        """Return a table with a line for each tensor: merge buffer, class, density, elements. After the first step."""
+        """Return a table with a line for each tensor: merge buffer, class, as what it is sent now, density, elements.
+
+        After the first step. What the plan sends dense because that is faster is ``whole``, whatever its class.
+        """
         exchange = self._reducer.exchange
         return compression_table(self._buffers(), exchange.agreed.config, exchange.agreed.steps)
 
@@ -180,12 +186,15 @@ class ReportingMixin:
         return measured
 
     def merge_report(self) -> str:
-        """Return a table of the merge buffers of a typical step: ready, start, end and exposed time, and predictions.
+        """Return a table of the merge buffers of a typical step: what is sent, times and predictions.
 
-        All are milliseconds since the first tensor. After the first step.
+        ``sent``: what compresses their tensors; ``whole``: nothing does. Ready, start, end and exposed times are
+        milliseconds since the first tensor. After the first step.
         """
-        now = plan_status(self._reducer.exchange)
-        table = merge_buffers_table(self._buffers(), now.measured, self._reducer.exchange.agreed.times.typical())
+        now, config = plan_status(self._reducer.exchange), self._reducer.exchange.agreed.config
+        table = merge_buffers_table(
+            self._buffers(), config, now.measured, self._reducer.exchange.agreed.times.typical()
+        )
         return table if now.wire == AUTO else f"{table}\nselected values travel in {now.wire}: {now.wire_why}"
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
@@ -208,11 +217,14 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
         config: its density counts.
         step: the one to come; densities may change with it.
     """
-    rows = [("buffer", "tensor", "shape", "class", "density", "elements")]
-    elements = dict.fromkeys(Kind, 0)
+    rows = [("buffer", "tensor", "shape", "class", "sent", "density", "elements")]
+    elements, dense = dict.fromkeys(Kind, 0), 0  # dense: by the plan, of those that could be compressed
     for slot in buffers.flat.tensors.slots:
-        density = "1"
-        if slot.tensor_class.sparse:
+        density, kind = "1", slot.tensor_class.kind
+        if buffers.goes_dense(slot):
+            dense += 0 if kind is Kind.DENSE else slot.numel
+            kind = Kind.DENSE
+        elif slot.tensor_class.sparse:
             sent = config.compression.density.at(step, slot.tensor_class.density)
             if buffers.budgets.are_chosen:
                 sent = buffers.budgets.of_tensor(slot, step) / slot.numel
@@ -220,9 +232,11 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
         elif slot.tensor_class.kind is Kind.LOW_RANK and buffers.flat.bases is not None:
             density = f"{buffers.flat.bases.elements(slot) / slot.numel:.3g}"
         shape = "x".join(map(str, slot.shape)) or "scalar"
-        tensor_class = slot.tensor_class.kind.value
-        elements[slot.tensor_class.kind] += slot.numel
-        rows.append((str(buffers.buffer_of[slot.index]), slot.name, shape, tensor_class, density, str(slot.numel)))
+        tensor_class, sent = slot.tensor_class.kind.value, sent_as(buffers, config, slot)
+        elements[kind] += slot.numel
+        rows.append(
+            (str(buffers.buffer_of[slot.index]), slot.name, shape, tensor_class, sent, density, str(slot.numel))
+        )
     lines = _aligned(rows)
     total = buffers.flat.tensors.numel
     parts = [
@@ -230,37 +244,55 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
         for kind, what in TREATED.items()
         if kind in config.compression.compressor.kinds
     ]
+    if dense:
+        parts.append(f"{dense} of {total} elements ({dense / total:.1%}) are sent whole, because that is faster here")
     lines.append(f"{config.compression.compressor}: {', '.join(parts)}")
     return "\n".join(lines)
 
 
-def merge_buffers_table(buffers: MergeBuffers, measured: merging.Measurements | None, times: StepTimes | None) -> str:
-    """Return each merge buffer's times in a typical step, beside the predicted ones, in ms since the first tensor.
+def sent_as(buffers: MergeBuffers, config: Config, slot: Slot) -> str:
+    """Return the name of what compresses a tensor in the plan in use; "whole" where nothing does."""
+    if buffers.goes_dense(slot):
+        return "whole"
+    if buffers.is_quantised(slot) and buffers.quantiser is not None:
+        return buffers.quantiser.name
+    part = config.compression.compressor.part(slot.tensor_class.kind)
+    return config.compression.compressor.name if part is None else part.name
+
+
+def merge_buffers_table(
+    buffers: MergeBuffers, config: Config, measured: merging.Measurements | None, times: StepTimes | None
+) -> str:
+    """Return as what each merge buffer is sent, and its times in a typical step, beside the predicted ones, in ms.
 
     Args:
 
         buffers: those of the last agreement.
+        config: has the compressor.
         measured: the measurements behind the plan; None: nothing is predicted.
-        times: of a typical step; None: there was no step.
+        times: of a typical step, since its first tensor; None: there was no step.
     """
     plan, slots = buffers.plan, buffers.flat.tensors.slots
     spans: Sequence[merging.Span] = ()
     if measured is not None:
         spans = merging.predict(plan, measured.profile, measured.costs, mode_of(plan, measured)).spans
-    rows = [["buffer", "tensors", "elements", "ready", "start", "end", "exposed", "predicted ready", "start", "end"]]
+    rows = [
+        ["buffer", "tensors", "elements", "sent", "ready", "start", "end", "exposed", "predicted ready", "start", "end"]
+    ]
     for index, (start, stop) in enumerate(plan.bounds):
         elements = sum(slot.numel for slot in slots[start:stop])
-        row = [str(index), str(stop - start), str(elements)]
+        sent = dict.fromkeys(sent_as(buffers, config, slot) for slot in slots[start:stop])
+        row = [str(index), str(stop - start), str(elements), "+".join(sent)]
         if times is not None:
             ready, end = times.handed[index], times.arrived[index]
             free = times.arrived[index - 1] if index else 0.0
             row += [_ms(ready), _ms(max(ready, free)), _ms(end), _ms(times.exposed[index])]
-        row += ["-"] * (7 - len(row))
+        row += ["-"] * (8 - len(row))
         row += [_ms(seconds) for seconds in spans[index]] if spans else ["-"] * 3
         rows.append(row)
     if max(plan.parts) > 1:
         for row, parts in zip(rows, ("parts", *map(str, plan.parts)), strict=True):
-            row.insert(3, parts)
+            row.insert(4, parts)
     lines = [*_aligned(rows), "times in ms, from the first gradient of a step on"]
     if spans and times is not None:
         ratio = times.finish / spans[-1].end if spans[-1].end else 1.0

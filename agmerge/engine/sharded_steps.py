@@ -30,8 +30,8 @@ MOVED = 16.0  # roundings of a parameter: shorter steps of opposite gradients ma
 LARGE = 1e-3  # of a tensor's largest gradient: smaller ones have no reliable sign
 DIGEST = 16  # bytes
 INSTEAD = (
-    "Pass sync='gradients', which works with it as it is, or the plain optimizer that it is made of, which every rank "
-    "steps whole"
+    "Pass the plain optimizer that it is made of, such as torch.optim.AdamW, which every rank steps whole. Pass "
+    "sync='gradients' for one that hands round what it has stepped, and averages no gradients itself"
 )
 KNOWN = (
     "{kind} steps a shard of the parameters on each rank and hands them round by itself. With sync='updates' each "
@@ -80,11 +80,12 @@ class ShardedSteps:
 
     def forget(self) -> None:
         """Forget the group of workers."""
-        self._begun, self._looks, self._before = False, 0, []
+        self._begun = False
+        self.stop()
 
     def stop(self) -> None:
         """Check no more steps, of this group of workers or another one."""
-        self._looks, self._before = 0, []
+        self._looks, self._watched, self._before = 0, [], []
 
     def noting(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Return ``closure``, if there is one, followed by :meth:`note`: it makes the gradients of the step."""
@@ -131,8 +132,8 @@ class ShardedSteps:
                     text = SEEN.format(name=name, one=ranks[0], other=ranks[1], kind=kind, instead=INSTEAD)
                     raise ValueError(text)
                 self._decided[i] |= bool(opposite[i] >= LEAST)
-        if all(self._decided):
-            self._looks = 0
+        if all(self._decided) or not self._looks:
+            self.stop()
 
 
 def codes_of(before: torch.Tensor, after: torch.Tensor, gradient: torch.Tensor) -> Codes:

@@ -9,11 +9,12 @@ it: the delta ``base - own``, a pseudo-gradient, is exchanged. What is not sent 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import ClassVar
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from agmerge.engine.sent_pieces import (
     WHOLE,
@@ -61,15 +62,21 @@ class SharedParameters(ABC):
         self._outer: torch.optim.Optimizer | None = None  # of the tensors of `base`
         self._whole: Tensors = {}  # sent dense and not received; the parameters have moved on since
 
-    def admit(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Use these parameters from now on, by name; the values of new ones become part of ``base``."""
+    def admit(self, parameters: Mapping[str, torch.Tensor]) -> bool:
+        """Use these parameters from now on, by name; return whether there are new ones.
+
+        ``base`` gets the values of these, and loses those of parameters that are gone.
+        """
         self.own = dict(parameters)
         new = [name for name in self.own if name not in self.base]
+        gone = [name for name in self.base if name not in self.own]
         for name in new:
             parameter = self.own[name].detach()
             self.base[name] = parameter.to(wide(parameter.dtype), copy=True)
-        if new and self._make_outer is not None:
-            state = self._outer.state if self._outer is not None else {}
+        state = {} if self._outer is None else dict(self._outer.state)
+        for name in gone:
+            state.pop(self.base.pop(name), None)
+        if (new or gone) and self._make_outer is not None:
             bind = getattr(self._make_outer, "bind", None)  # the script's own one knows its parameters, no `base`
             values = list(self.base.values())
             self._outer = self._make_outer(values) if bind is None else bind(self.base, self.own)
@@ -78,23 +85,32 @@ class SharedParameters(ABC):
                     f"outer={self._make_outer!r} has returned {self._outer!r}, which is no torch.optim.Optimizer"
                 )
             self._outer.state.update(state)
+        return bool(new)
 
     def adopt(self, before: SharedParameters) -> None:
         """Adopt the tensors and the outer optimizer of the object that this one replaces."""
         self.base, self.own, self._outer = before.base, before.own, before._outer
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Make the script's parameters, inside, the shared ones: ``own`` are copies meanwhile, and put back after."""
-        parameters, was_shown = self.own, self.is_shown
-        copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        self.own, self.is_shown = copies, True
-        try:
-            _copy_all(parameters, self.base)
-            yield
-        finally:
-            self.own, self.is_shown = parameters, was_shown
-            _copy_all(parameters, copies)
+    def shown(self, but: Container[str] = ()) -> Iterator[None]:
+        """Make the script's parameters, inside, the shared ones: ``own`` are copies meanwhile, and put back after.
+
+        ``but``: the names of parameters that stay as they are. Afterwards all have the versions that they had, so that
+        a backward pass which has saved them can be made: it finds the values that it had saved.
+        """
+        parameters, was_shown, self.is_shown = self.own, self.is_shown, True
+        replaced = {name: parameter for name, parameter in parameters.items() if name not in but}
+        copies = {name: parameter.detach().clone() for name, parameter in replaced.items()}
+        self.own = {**parameters, **copies}
+        with ExitStack() as versions:
+            for parameter in replaced.values():
+                versions.enter_context(_unsafe_preserve_version_counter(parameter))
+            try:
+                _copy_all(replaced, self.base)
+                yield
+            finally:
+                self.own, self.is_shown = parameters, was_shown
+                _copy_all(replaced, copies)
 
     def follow_own(self) -> None:
         """Make the shared parameters this worker's own: it is alone, and what it has is what all have."""
@@ -190,8 +206,10 @@ class UnsentInParameters(SharedParameters):
         return delta
 
     def apply(self, combined: Combined) -> None:
-        updates = {name: update for name, update in combined.updates.items() if update is not None}
-        lists = lists_by_name(combined.buffers.store.received)
+        # With overlap the script may have removed a parameter since its delta was sent.
+        updates = {n: update for n, update in combined.updates.items() if update is not None and n in self.own}
+        received = lists_by_name(combined.buffers.store.received)
+        lists = {name: of_name for name, of_name in received.items() if name in self.own}
         sent = self._sent(combined, [*updates, *lists])
         for name, of_name in lists.items():  # they have no update
             if self._goes_along(name):

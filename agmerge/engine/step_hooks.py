@@ -88,9 +88,14 @@ class _Together:
             raise AGMergeError(TWICE.format(early=names[id(optimizer)], late=late))
 
     def begin(self) -> None:
-        """Collective. Begin a common step before the first of the optimizers moves its parameters."""
+        """Collective. Begin a common step before the first of the optimizers moves its parameters.
+
+        Before a later one steps, use parameters that needed no gradient when the first one did.
+        """
         if not self._steps:
             self.reducer.before_step()
+        else:
+            self.reducer.use_present()
 
     def end(self, optimizer: Any, step: OwnStep) -> None:
         """Collective. Record a step of ``optimizer``; after that of the last one count it, and make the exchange due.

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 
 from agmerge.backends import status
+from agmerge.engine.averaged_twice import AveragedTwice
 from agmerge.engine.delta_table import DeltaTable
 from agmerge.engine.local_replica import LocalReplica
 from agmerge.engine.own_step import OwnStep, own_step
@@ -56,6 +57,7 @@ class UpdateReducer:
         self._receive_at: int | None = None  # the step after which messages under way are applied
         self._due: Due | None = None  # which merge buffers these are of
         self._sharded = ShardedSteps(members)
+        self._averaged_twice = AveragedTwice(members, self.exchange)
 
     def _with_planner(self, config: Config) -> Config:
         """Return ``config`` with a planner that makes as many merge buffers as take turns."""
@@ -74,6 +76,7 @@ class UpdateReducer:
         if not self.exchange.group.settled:
             check_not_averaged(self.members)
             self._connect_rescaled()
+            self._averaged_twice.begin()
         # Who comes to an elastic job later is at other steps than those that it looks at: the first ones of all.
         if not self.exchange.group.alone and not (workers.can_regroup() and self.exchange.agreed.steps):
             assert self.exchange.group.comm is not None
@@ -90,6 +93,7 @@ class UpdateReducer:
             scaled = shared.in_parameters or not workers.can_regroup()
             factor = comm.size / origin[1] if scaled else 1.0
             shared.put({name: displacement * factor for name, displacement in displaced.items()})
+            self.replica.left()
 
     def leave(self) -> None:
         """Forget the group of workers, and messages under way: they count as not sent."""
@@ -118,7 +122,9 @@ class UpdateReducer:
         not finite, according to ``nonfinite=``. That rank has not stepped.
         """
         self.before_step()
+        self._averaged_twice.stepping()
         own = own_step(self.members, wrapper, self._sharded.noting(closure))
+        self._averaged_twice.judge()
         self.after_step(own)
         return own.result
 
@@ -126,12 +132,19 @@ class UpdateReducer:
     def before_step(self) -> None:
         """Collective. Connect, if need be, and sample parameters before the optimizer moves them."""
         self.replica.check_not_shown("a step")
+        self.replica.end_between()
         self.participation.connected(self.connect)
         self.exchange.fault.check()
         self._sharded.note()
         if self.exchange.group.alone:
             self.replica.absorb_residuals()
-        else:
+        elif self.replica.admit(self.flush):
+            self.participation.compare_soon()
+
+    @torch.no_grad()
+    def use_present(self) -> None:
+        """Collective. Use the parameters that take part now, in the middle of a step of several optimizers."""
+        if not self.exchange.group.alone:
             self.replica.admit(self.flush)
 
     @torch.no_grad()
@@ -141,6 +154,11 @@ class UpdateReducer:
         Raises ``ValueError``, in the first steps, for an optimizer that has stepped shards, and
         :class:`agmerge.NonFiniteError` as :meth:`step` does.
         """
+        self._after_step(own)
+        if not self.exchange.group.alone:
+            self.replica.begin_between()
+
+    def _after_step(self, own: OwnStep) -> None:
         steps = self.replica.own_steps
         steps.check(own, self.exchange)
         steps.made()
@@ -191,6 +209,7 @@ class UpdateReducer:
         """Collective. Receive and apply the exchange under way."""
         if self._receive_at is not None and not self.exchange.fault:
             self._receive()
+            self.replica.left()
 
     @torch.no_grad()
     def consolidate(self) -> None:
@@ -206,6 +225,7 @@ class UpdateReducer:
             with self.exchange.sending_whole():
                 self._receive()
         self.replica.strayed.settled()
+        self.replica.left()
 
     def check_idle(self, what: str) -> None:
         """Collective. Receive and apply the exchange under way: ``what`` may happen then."""

@@ -16,8 +16,8 @@ from agmerge.errors.problems_in_training import IN_TRAINING
 from agmerge.errors.problems_of_elastic import OF_ELASTIC
 from agmerge.errors.problems_of_settings import OF_SETTINGS
 
-# Where the project lives. Placeholders (``.example`` is nobody's) until it has a home: change them here, and all links
-# follow, those of errors, of the metadata and of the page on the package index. A release with placeholders is refused.
+# Where the project lives. Placeholders (``.example`` is reserved) until it has a home: change them here, and all links
+# follow, those of the metadata and of the page on the package index. A release with placeholders is refused.
 SITE = "https://agmerge.example"  # the documentation, without a slash at its end
 SOURCE = "https://agmerge.example/source"  # the repository: /blob/TAG/PATH, /raw/TAG/PATH and /issues are there
 
@@ -55,8 +55,8 @@ def find(text: str) -> Problem | None:
 
 
 def address(problem: Problem) -> str:
-    """Return the code with the address of its explanation."""
-    return f"[{problem.code}: {SITE}/errors.html#{problem.code.lower()}]"
+    """Return the code with the command that explains it, which needs no network."""
+    return f"[{problem.code}: python -m agmerge explain {problem.code}]"
 
 
 def page(problems: Sequence[Problem]) -> str:
@@ -87,8 +87,8 @@ CHAPTERS = {
 }
 INTRODUCTION = """# Errors and warnings by their words
 
-An error of `agmerge` carries a code, `error.code`. From Python 3.11 on it is printed below the text, with the address
-of this page. Warnings, and mistakes in arguments (`ValueError`, `TypeError`), are found here by their words. In these
+An error of `agmerge` carries a code, `error.code`. From Python 3.11 on it is printed below the text, with the command
+that shows its entry here without a network: `python -m agmerge explain AGM102`. Warnings, and mistakes in arguments (`ValueError`, `TypeError`), are found here by their words. In these
 an ellipsis stands for names and numbers.
 
 This page is written by `python tests/support/errors_page.py`, from the catalogue beside `agmerge.errors`."""

@@ -154,6 +154,13 @@ IN_TRAINING: tuple[Row, ...] = (
         "frameworks.md",
     ),
     (
+        "AGM136",
+        ("averages gradients by torch.distributed",),
+        "The script, or its optimizer's own `step()`, averages gradients that this library averages, too.",
+        "Delete the `all_reduce` that the text speaks of, or wrap the plain optimizer.",
+        "migrate.md",
+    ),
+    (
         "AGM109",
         ("inside no_sync() came after the backward() that completed this step",),
         "The gradients of this step had left already.",
@@ -291,6 +298,27 @@ IN_TRAINING: tuple[Row, ...] = (
         "A worker was not started, ended before `init()`, or cannot reach rank 0.",
         "Look at what that worker has printed. `AGMERGE_TIMEOUT` gives more time.",
         "launching.md",
+    ),
+    (
+        "AGM145",
+        ("the script has written parameters between two steps",),
+        "With `sync=\"updates\"` a script writes a rank's own parameters: an average of weights, a bound, the best ones.",
+        "Evaluate and save them before the next step, set bounds inside of `shared()`, `consolidate()` what is to stay.",
+        "adaptive.md#what-a-script-does-between-two-steps",
+    ),
+    (
+        "AGM146",
+        ("the script reads parameters between two steps",),
+        "With `sync=\"updates\"` an average of a rank's own parameters (EMA, SWA, a teacher) differs between ranks.",
+        "Read them inside of `shared()`.",
+        "adaptive.md#what-a-script-does-between-two-steps",
+    ),
+    (
+        "AGM147",
+        ("state_dict() of a model in training mode has",),
+        "With `sync=\"updates\"` a model in training mode has a rank's own parameters, which differ between ranks.",
+        "Save it inside of `shared()`, or in `eval()` mode.",
+        "adaptive.md#what-a-script-does-between-two-steps",
     ),
     (
         "AGM204",

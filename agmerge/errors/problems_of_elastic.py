@@ -50,7 +50,11 @@ OF_ELASTIC: tuple[Row, ...] = (
     ),
     (
         "AGM211",
-        ("a worker of this group is lost", "the workers of a generation could not connect"),
+        (
+            "a worker of this group is lost",
+            "the workers of a generation could not connect",
+            "which serves this group, cannot be read",
+        ),
         "A worker has died. A step goes on with the others by itself; a collective of the script does not.",
         "Put it into a function under `@state.retried`: the survivors call that again, all of them or none.",
         "elastic.md",
@@ -144,6 +148,20 @@ OF_ELASTIC: tuple[Row, ...] = (
         ),
         "Workers run other scripts, or have other data or arguments, or are of another job: their states do not fit.",
         "Give every worker the same script, arguments and data, and every job a lighthouse of its own.",
+        "elastic.md",
+    ),
+    (
+        "AGM710",
+        ("the workers of this elastic job do not let this one in",),
+        "A newcomer runs another version of agmerge, or what it has written at the lighthouse was damaged.",
+        "Install the same version on all machines, and start it again. The others train on.",
+        "elastic.md",
+    ),
+    (
+        "AGM711",
+        ("the last worker that had the state of this elastic job is gone",),
+        "No worker is left that has the job's state. Those that wait begin again, or raise this with `restart=False`.",
+        "Load the latest file before `State(...)`. Start more workers at a time, so that one of them survives.",
         "elastic.md",
     ),
 )

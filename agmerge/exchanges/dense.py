@@ -170,9 +170,14 @@ def encode(control: RoundHeader) -> list[float]:
     return tail + [float(used) for used in control.used]
 
 
+def place_of(flag: Flag) -> int:
+    """Return the place of a flag among the numbers of :func:`encode`."""
+    return 2 * _HOT + flag.bit_length() - 1
+
+
 def write_tail(control: RoundHeader, out: torch.Tensor) -> None:
     """Write the numbers of :func:`encode` into ``out``, 1-D, with the flag that only its device knows. No wait."""
-    tail, place = encode(control), 2 * _HOT + Flag.NONFINITE.bit_length() - 1
+    tail, place = encode(control), place_of(Flag.NONFINITE)
     if control.finite is not None:
         tail[place] = 1.0  # and taken off again
     host_copies.write(tail, out)

@@ -21,7 +21,7 @@ from agmerge.exchanges.dense import decode, tail_length, tail_of
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.routing import group_by_dtype
 from agmerge.tensors.arena import Arena, move_to_update
-from agmerge.tensors.flat_memory import view
+from agmerge.tensors.handed_out import HandedOut
 from agmerge.tensors.layout import Layout, Segment, Slot, TensorClass
 
 
@@ -91,15 +91,23 @@ class NodeShards:
 
     def __init__(self, nodes: Nodes, whole: Layout, parts: Layout, timeout: float, *, ordered: bool) -> None:
         self.nodes, self.whole, self.parts, self.timeout, self.ordered = nodes, whole, parts, timeout, ordered
-        updates = {tensor_class: _memory(tensor_class, length) for tensor_class, length in whole.lengths.items()}
-        # Whole updates, each with a version of its own: see Arena.
-        self.gradients = {slot.index: view(updates[slot.tensor_class], slot).data for slot in whole.slots}
+        self._updates = {tensor_class: self._handed_out(tensor_class) for tensor_class in whole.lengths}  # whole ones
         self._collected = {
             tensor_class: _memory(tensor_class, nodes.places * length) for tensor_class, length in parts.lengths.items()
         }
         self._messages: list[list[_Message]] = []  # by merge buffer
         self._tensors: list[list[int]] = []  # by merge buffer: slots, in the order of their used bits
         self._place_of: dict[int, _Message] = {}  # by slot
+
+    def _handed_out(self, tensor_class: TensorClass) -> HandedOut:
+        slots = [slot for slot in self.whole.slots if slot.tensor_class == tensor_class]
+        return HandedOut(_memory(tensor_class, self.whole.lengths[tensor_class]), slots)
+
+    def let_updates_go(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        """Write the next updates elsewhere, if the script still refers to the last ones: as an arena does."""
+        for tensor_class, updates in self._updates.items():
+            if updates.is_kept(parameters):
+                self._updates[tensor_class] = self._handed_out(tensor_class)
 
     def rebuild(self, bounds: Sequence[tuple[int, int]]) -> None:
         """Gather by a plan: each of its merge buffers has tensors ``start`` to ``stop``. Nothing may be in flight."""
@@ -181,11 +189,11 @@ class NodeShards:
 
     def of(self, slot: Slot) -> torch.Tensor:
         """Return the update of a whole tensor, in C order: a view. ``slot``: of the tensor or of its shards."""
-        return self.gradients[slot.index]
+        return self._updates[self.whole.slots[slot.index].tensor_class].views[slot.index]
 
     def set_aside(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         """Return the tensor for ``p.grad`` from the time its gradient was dealt out until the exchange has ended."""
-        return move_to_update(self.gradients[slot.index], gradient)
+        return move_to_update(self.of(slot), gradient)
 
     def gather(self, arenas: Mapping[TensorClass, Arena]) -> int:
         """Collective. Make the whole update of every tensor from the shards' updates; return the bytes handed over."""
@@ -197,7 +205,7 @@ class NodeShards:
             handle.wait(self.timeout)
         for whole, part in zip(self.whole.slots, self.parts.slots, strict=True):
             rows = self._collected[whole.tensor_class].view(inside.size, -1)[:, part.offset : part.offset + part.numel]
-            collect(rows, self.gradients[whole.index])
+            collect(rows, self.of(whole))
         return size
 
     def add_up(self, figure: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -5,12 +5,13 @@
     agmerge.integrations.accelerate.compress(accelerator, model)
 
 The optimizer stays plain; of several, all are taken. ``accumulate()``, ``clip_grad_norm_()``, ``bf16``
-and a scaler need nothing. Every rank keeps a file beside the files of ``save_state()``, and ``load_state()`` reads it.
+and a scaler need nothing. A rank that keeps something of its own writes a file beside those of ``save_state()``, and
+``load_state()`` reads it. By default no rank does, and ``save_state()`` may be called on the main process alone.
+Trackers get what is sent beside the script's own values, in each ``log()``.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from accelerate import Accelerator, DistributedType
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
 from agmerge.integrations import accelerate_elastic, ddp, files
 from agmerge.integrations.accelerate_elastic import ElasticOptimizer
+from agmerge.integrations.logged import LoggedFigures
 from agmerge.options.typed import DDPOptions
 from agmerge.runtime import workers
 from agmerge.step.updates import UPDATES
@@ -43,7 +45,7 @@ def compress(
 
     ``model``: as ``accelerator.prepare()`` has returned it, with its optimizer. ``options``: of
     :func:`agmerge.integrations.ddp.compress`, ``scaler`` and ``optimizer`` excepted: they are the accelerator's. With
-    ``sync="updates"`` the model is evaluated without gradients and saved with the parameters that all ranks have in
+    ``sync="updates"`` the model is evaluated in ``eval()`` mode and saved with the parameters that all ranks have in
     common, and after ``end_training()`` all ranks have these. Returns the object with the statistics; None in one
     process, with a warning: it trains as it is.
 
@@ -79,7 +81,25 @@ def compress(
         )
     compressed = ddp.compress(inner, optimizer=optimizers or None, scaler=accelerator.scaler, **options)
     _keep_in_checkpoints(accelerator, numbers[-1], compressed, are_updates=are_updates)
+    _add_to_log(accelerator, numbers[-1], compressed)
     return compressed
+
+
+def _add_to_log(accelerator: Accelerator, number: int, compressed: ddp.Compressed | ElasticOptimizer) -> None:
+    """Make ``accelerator.log()`` add what is sent for the prepared model ``number``, and how much less than by DDP."""
+    log, logged = accelerator.log, LoggedFigures()
+    prefix = f"agmerge_{number}/" if number else "agmerge/"  # as Accelerate numbers models
+
+    @functools.wraps(log)
+    def add(values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        figures = logged.of(compressed) if accelerator.trackers else {}
+        log(
+            {**values, **{name.replace("agmerge/", prefix): figure for name, figure in figures.items()}},
+            *args,
+            **kwargs,
+        )
+
+    accelerator.log = add
 
 
 def _elastic(accelerator: Accelerator, model: torch.nn.Module, options: dict[str, Any]) -> ElasticOptimizer:
@@ -94,6 +114,7 @@ def _elastic(accelerator: Accelerator, model: torch.nn.Module, options: dict[str
         )
     prepared = next(one for one in accelerator._optimizers if one.optimizer is plain[0])
     prepared.optimizer = distributed = accelerate_elastic.distribute(accelerator, plain[0], inner, options)
+    _add_to_log(accelerator, 0, distributed)
     return distributed
 
 
@@ -118,41 +139,47 @@ def _keep_in_checkpoints(
 ) -> None:
     """Make ``save_state()`` and ``load_state()`` save and load the ranks' own states of the prepared model ``number``.
 
-    ``load_state()`` tells the folder before it loads the model and the optimizer. Ranks' own states are loaded
-    after them: with ``sync="updates"`` they set parameters and the optimizer's state to those of this rank.
+    Both tell hooks the folder. Ranks' own states are written, and loaded, after what Accelerate writes and loads: with
+    ``sync="updates"`` they set parameters and the optimizer's state to those of this rank. The script's own hooks may
+    take models and weights off the lists that all hooks get, so nothing here looks into these.
     """
-    noted: list[str] = []  # the folder that load_state() loads from
+    noted: list[str] = []  # the folder that is saved to, or loaded from
 
     def files_in(folder: str) -> str:
         return os.path.join(folder, f"agmerge_{number}") if number else folder  # as Accelerate numbers models
 
-    def save(models: list[torch.nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        os.makedirs(files_in(folder), exist_ok=True)
-        files.save(compressed, files_in(folder))
-        if are_updates:
-            with compressed.shared():  # what Accelerate is about to write shows this rank's own parameters
-                weights[number] = copy.deepcopy(weights[number])
+    def note(*given: Any) -> None:
+        noted[:] = [given[-1]]
 
-    def note(models: list[torch.nn.Module], folder: str) -> None:
-        noted[:] = [folder]
+    save_state, load_state = accelerator.save_state, accelerator.load_state
 
-    load_state = accelerator.load_state
+    @functools.wraps(save_state)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        with compressed.shared():  # also for hooks of the script that write the model themselves
+            saved = save_state(*args, **kwargs)
+        files.save(compressed, files_in(noted.pop()), makes_folder=True)
+        return saved
 
     @functools.wraps(load_state)
     def load(*args: Any, **kwargs: Any) -> None:
         load_state(*args, **kwargs)
         files.load(compressed, files_in(noted.pop()))
 
-    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_save_state_pre_hook(note)
     accelerator.register_load_state_pre_hook(note)
-    accelerator.load_state = load
+    accelerator.save_state, accelerator.load_state = save, load
     if not are_updates:
         return
-    end_training = accelerator.end_training
+    get_state_dict, end_training = accelerator.get_state_dict, accelerator.end_training
+
+    @functools.wraps(get_state_dict)
+    def get(*args: Any, **kwargs: Any) -> Any:
+        with compressed.shared():  # as save_model() and save_state() want it, in training mode too
+            return copy.deepcopy(get_state_dict(*args, **kwargs))
 
     @functools.wraps(end_training)
     def end() -> None:
         compressed.consolidate()
         end_training()
 
-    accelerator.end_training = end
+    accelerator.get_state_dict, accelerator.end_training = get, end

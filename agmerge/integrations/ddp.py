@@ -100,6 +100,8 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         self._options, config = prepare(options, self._inner)
         self._attached = ExitStack()  # what hangs on the model and the optimizer
         self._note_whole: Callable[[], None] = lambda: None  # to be called when what this rank keeps is saved or loaded
+        # To be called with what looks at a checkpoint some steps later.
+        self.look_later: Callable[[Callable[[], str]], None] = lambda look: None
         self._reducer = self._reducer_for(model, config)
         try:
             if self._steps_alone:
@@ -128,7 +130,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
     def _attach(self, model: DistributedDataParallel) -> None:
         """Register the reducer's hooks with the model, or with the optimizer."""
         if self._inner is not None:
-            self._note_whole, stop = unsaved.watch(self._reducer, optimizers_of(self._inner))
+            self._note_whole, self.look_later, stop = unsaved.watch(self._reducer, optimizers_of(self._inner))
             self._attached.callback(stop)
         if not self._reducer.combines_gradients:
             # This object as a whole, which the script need not keep: no_sync() ends with its last reference.

@@ -76,8 +76,10 @@ def _problems(model: DistributedDataParallel) -> Iterator[str]:
     if _logged(model).get("comm_hook"):
         hooks = [str(getattr(hook, "__module__", "")) for hook, _ in getattr(model, "_comm_hooks", ())]
         ours = any(module.startswith("agmerge.") for module in hooks)
-        other = "it is compressed already, by what the first compress() has returned" if ours else (
-            "leave out the other: fp16_compress_hook is compression='fp16'"
+        other = (
+            "it is compressed already, by what the first compress() has returned"
+            if ours
+            else ("leave out the other: fp16_compress_hook is compression='fp16'")
         )
         yield f"a hook is registered already, and DistributedDataParallel takes one; {other}"
     if model._delay_all_reduce_params:

@@ -5,6 +5,9 @@ Frameworks write an optimizer's state on rank 0 alone, and load it on every rank
 own: so each of them writes ``agmerge-{rank}-of-{size}.pt`` into the checkpoint's folder. As many ranks read back their
 own file; another number of them read all files, and deal the residuals out as
 :mod:`agmerge.checkpoint.redistribute` says.
+
+By default ranks keep nothing of their own. Then rank 0's file alone has all that there is: the steps and the plan.
+Scripts save on one rank alone, too, so no rank waits for others here: each writes its file by itself.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,7 @@ from agmerge.checkpoint import rank_state
 from agmerge.errors import AGMergeError
 from agmerge.integrations.ddp import Compressed
 from agmerge.runtime import workers
-from agmerge.runtime.collectives import allgather_object, barrier
+from agmerge.runtime.collectives import allgather_object
 
 Folder = str | os.PathLike[str]
 File = tuple[int, int]  # (rank, of how many)
@@ -31,6 +35,11 @@ File = tuple[int, int]  # (rank, of how many)
 ALONE = (
     "one process trains, without a launcher: it exchanges nothing, nothing is compressed, and what ranks have kept "
     "beside a checkpoint is not loaded (`torchrun --nproc_per_node=1` loads it)"
+)
+UNSAVED = (
+    "{folder} was saved on {saved} alone, and each rank keeps more than the checkpoint has: {missing} not written "
+    "agmerge-{{rank}}-of-{size}.pt, with what it has not sent yet. A training that resumes from there starts all of that "
+    "from zero, with a warning. Save on all ranks, without an `if`: the framework writes the model on rank 0 alone"
 )
 _NAME = re.compile(r"agmerge-(\d+)-of-(\d+)\.pt")
 
@@ -40,47 +49,79 @@ def warn_alone() -> None:
     warnings.warn(ALONE, stacklevel=3)
 
 
-def save(compressed: Compressed, folder: Folder) -> None:
-    """Collective. Write this rank's state into ``folder``, from which files of other numbers of ranks are removed.
+def keeps_back(compressed: Compressed) -> bool:
+    """Return whether ranks keep what is no other rank's: with the default they do not."""
+    return rank_state.keeps_back(compressed._reducer.exchange.agreed.config)
 
-    Messages under way (``overlap=``) are applied first. Where there is no such folder nothing is written: the framework
-    has removed the checkpoint again, to keep few. Returns when all ranks have written. Where one of them cannot, all
-    raise :class:`agmerge.AGMergeError`, and older files in ``folder`` stay as they were.
+
+def save(compressed: Compressed, folder: Folder, *, makes_folder: bool = False, flushes: bool = False) -> None:
+    """Collective. Write this rank's state into ``folder``; where ranks keep nothing of their own, on rank 0 alone.
+
+    No rank waits for another's file. If one of the others writes none, a warning says so some steps later, on the rank
+    that has saved. Rank 0 removes files of other numbers of ranks. Raises :class:`agmerge.AGMergeError` where this rank
+    cannot write, and its older file stays as it was.
+
+    Args:
+
+        compressed: whose state it is.
+        folder: of the checkpoint.
+        makes_folder: make it, if it is not there. Else nothing is written then: the framework has removed the
+            checkpoint again, to keep few.
+        flushes: apply messages under way first, with ``overlap=``: all ranks save, and communicate. Else these messages
+            count as not sent, so that one rank may save alone.
     """
     rank, size = _place(compressed)
-    compressed.flush()
+    if flushes:
+        compressed.flush()
     section = rank_state.with_inner(compressed.state_dict())
-    where = Path(folder)
-    barrier()  # rank 0 of the framework has removed old checkpoints by now
-    part, there = where / f"{_name(rank, size)}.part", where.is_dir()
-    with _together(f"write what it keeps into {os.fspath(folder)}", part):
-        if there:
-            torch.save(section, part)
-    with _together(f"name what it has written in {os.fspath(folder)}", part):
-        if there:
-            os.replace(part, where / _name(rank, size))
-    if there and rank == 0:
-        _unlink(where, [file for file in _files(where) if file[1] != size])
-    barrier()
-
-
-@contextmanager
-def _together(what: str, part: Path) -> Iterator[None]:
-    """Collective. Raise :class:`agmerge.AGMergeError` on all ranks where one of them has raised inside.
-
-    ``what``: the failed action, for the error. ``part``: a file of this rank alone, which is removed then.
-    """
-    problem = ""
+    where, keeps = Path(folder), rank_state.has_own(section)
+    if rank and not keeps:
+        return
+    part = where / f"{_name(rank, size)}.part"
     try:
-        yield
-    except Exception as error:  # all ranks must hear of it: they wait in the next line
-        problem = f"rank {workers.rank()} could not {what}: {type(error).__name__}: {error}"
-    said = [text for text in allgather_object(problem, "integrations/files/saved") if text]
-    if said:
+        if makes_folder:
+            where.mkdir(parents=True, exist_ok=True)
+        if not where.is_dir():
+            return
+        torch.save(section, part)
+        os.replace(part, where / _name(rank, size))
+    except Exception as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        others = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
-        raise AGMergeError(f"{said[0]}{others}. Other ranks have given up, too: what is to be saved is not complete")
+        text = f"rank {rank} could not write what it keeps into {os.fspath(folder)}: {type(error).__name__}: {error}"
+        raise AGMergeError(f"{text}. Other ranks have not waited: what is to be saved is not complete") from error
+    if rank == 0:
+        _unlink(where, [file for file in _files(where) if file != (0, size) and (file[1] != size or not keeps)])
+    if keeps:
+        compressed.look_later(partial(_why_incomplete, where, rank, size, section["steps"]))
+
+
+def _why_incomplete(folder: Path, rank: int, size: int, steps: int) -> str:
+    """Return a warning where other ranks of this machine have not written what they keep at ``steps``; "": they have.
+
+    Another machine may have a folder of its own. Only the first rank that has saved warns.
+    """
+    begin = rank - workers.local_rank() if workers.local_size() < size else 0
+    near = [other for other in range(begin, min(begin + workers.local_size(), size)) if other != rank]
+    lost = [other for other in near if not _is_of(folder, (other, size), steps)]
+    if not lost or any(other < rank and other not in lost for other in near) or not folder.is_dir():
+        return ""
+    words = "has" if len(lost) == 1 else "have"
+    saved = [other for other in (rank, *near) if other not in lost]
+    return UNSAVED.format(folder=folder, saved=_ranks(saved), missing=f"{_ranks(lost)} {words}", size=size)
+
+
+def _is_of(folder: Path, file: File, steps: int) -> bool:
+    """Return whether a rank's file is there, and was saved after so many steps."""
+    try:
+        return bool(_read(folder, file)["steps"] == steps)
+    except Exception:  # missing, or about to be written anew
+        return False
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    """Return ranks as text."""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def load(compressed: Compressed, folder: Folder) -> bool:
@@ -89,9 +130,17 @@ def load(compressed: Compressed, folder: Folder) -> bool:
     As many ranks go on to the bit, by the plan that was saved. Another number of them reads all files, and no residual
     is lost. Where files are missing rank 0 warns which, and every rank starts anew, see :func:`restart`. Raises
     :class:`agmerge.AGMergeError` on every rank where one cannot read a file, or files are of different steps.
+
+    Where ranks keep nothing of their own, each reads by itself what it finds, and nothing communicates.
     """
     rank, size = _place(compressed)
-    saved_by = _complete(allgather_object(_files(Path(folder)), "integrations/files"))
+    where = Path(folder)
+    if not keeps_back(compressed):
+        return _load_alone(compressed, where)
+    seen = _files(where)
+    saved = allgather_object((seen, _without_own(where, seen, size) if rank == 0 else None), "integrations/files")
+    alike: int | None = saved[0][1]
+    saved_by = alike or _complete([files for files, _ in saved])
     if saved_by is None:
         if rank == 0:
             warnings.warn(
@@ -105,8 +154,11 @@ def load(compressed: Compressed, folder: Folder) -> bool:
     sections: list[dict[str, Any]] = []
     problem = ""
     try:
-        mine = range(saved_by) if saved_by != size else [rank]
-        sections = [_read(Path(folder), (one, saved_by)) for one in mine]
+        if alike:
+            wanted = [(0, alike)] if (0, alike) in seen else []
+        else:
+            wanted = [(one, saved_by) for one in (range(saved_by) if saved_by != size else [rank])]
+        sections = [_read(where, file) for file in wanted]
     except Exception as error:  # all ranks must hear of it: they wait in the next line
         problem = f"rank {rank} cannot read what was saved in {os.fspath(folder)}: {type(error).__name__}: {error}"
     said = allgather_object((problem, {section["steps"] for section in sections}), "integrations/files/steps")
@@ -119,9 +171,62 @@ def load(compressed: Compressed, folder: Folder) -> bool:
         )
     if problem:
         raise AGMergeError(problem)
-    section = sections[0] if saved_by == size else {"version": sections[0]["version"], rank_state.RANKS: sections}
-    compressed.load_state_dict({rank_state.SECTION: section})
+    _load_sections(compressed, sections, each=alike is None and saved_by != size)
     return True
+
+
+def _load_alone(compressed: Compressed, folder: Path) -> bool:
+    """Load, by itself, what this rank finds: its own file, those of another number of ranks, or rank 0's.
+
+    Returns whether there was one. Without any, nothing is lost: the training goes on as it is.
+    """
+    (rank, size), seen = _place(compressed), _files(folder)
+    whole = _whole(seen)
+    first = _without_own(folder, seen, size)
+    if first is not None:
+        wanted = [(0, first)]
+    elif (rank, size) in seen:
+        wanted = [(rank, size)]
+    elif whole:
+        wanted = [(one, max(whole)) for one in range(max(whole))]
+    else:
+        wanted = [file for file in seen if file[0] == 0][-1:]
+    try:
+        sections = [_read(folder, file) for file in wanted]
+    except Exception as error:
+        text = f"rank {rank} cannot read what was saved in {folder}: {type(error).__name__}: {error}"
+        raise AGMergeError(text) from error
+    if sections:
+        _load_sections(compressed, sections, each=len(sections) > 1)
+    return bool(sections)
+
+
+def _load_sections(compressed: Compressed, sections: Sequence[dict[str, Any]], *, each: bool) -> None:
+    """Collective. Load one rank's section, or those of all ranks (``each``) as one; none: start anew."""
+    if not sections:
+        restart(compressed)
+        return
+    one = {"version": sections[0]["version"], rank_state.RANKS: [*sections]} if each else sections[0]
+    compressed.load_state_dict({rank_state.SECTION: one})
+
+
+def _without_own(folder: Path, seen: Sequence[File], size: int) -> int | None:
+    """Return of how many ranks the first was whose file says that they kept nothing of their own; None: none was.
+
+    ``seen``: the files in ``folder``. That of ``size`` ranks comes first.
+    """
+    for file in sorted((file for file in seen if file[0] == 0), key=lambda file: (file[1] != size, -file[1])):
+        with suppress(Exception):  # damaged: an error of those who need it
+            if not rank_state.has_own(_read(folder, file)):
+                return file[1]
+    return None
+
+
+def forget(compressed: Compressed, folder: Folder) -> None:
+    """Remove this rank's file from ``folder``, and on rank 0 those of other numbers of ranks."""
+    rank, size = _place(compressed)
+    where = Path(folder)
+    _unlink(where, [file for file in _files(where) if file == (rank, size) or (rank == 0 and file[1] != size)])
 
 
 def remove(folder: Folder) -> None:
@@ -170,9 +275,13 @@ def _complete(found: Sequence[Sequence[File]]) -> int | None:
     size = len(found)
     if all((rank, size) in files for rank, files in enumerate(found)):
         return size
-    everywhere = set.intersection(*map(set, found))
-    whole = {of for _, of in everywhere if all((rank, of) in everywhere for rank in range(of))}
-    return max(whole, default=None)
+    return max(_whole(set.intersection(*map(set, found))), default=None)
+
+
+def _whole(files: Iterable[File]) -> set[int]:
+    """Return the numbers of ranks of which all have a file."""
+    there = {*files}
+    return {of for _, of in there if all((rank, of) in there for rank in range(of))}
 
 
 def _read(folder: Path, file: File) -> dict[str, Any]:

@@ -5,8 +5,8 @@
     trainer = Trainer(devices=2, accelerator="cpu", strategy=strategy)
 
 ``strategy="ddp_agmerge"`` is the same by default. The optimizer stays plain. Accumulation, clipping, precision and
-manual optimisation need nothing. Every rank keeps a file in a folder beside each checkpoint, ``x.ckpt.agmerge/``, and
-``fit(ckpt_path="x.ckpt")`` reads it.
+manual optimisation need nothing. A rank that keeps something of its own writes a file into a folder beside each
+checkpoint, ``x.ckpt.agmerge/``, and ``fit(ckpt_path="x.ckpt")`` reads it. By default rank 0 alone has one.
 
 This works with the package that the script has imported, ``lightning`` or ``pytorch_lightning``.
 """
@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
 from agmerge.integrations import ddp, files
+from agmerge.integrations.logged import LoggedFigures
 from agmerge.options.arguments import Options
 from agmerge.options.typed import StrategyOptions
 from agmerge.step.updates import UPDATES
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
+    from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 else:  # the two are copies, and a Trainer takes strategies of its own package alone
+    from pytorch_lightning.callbacks import Callback
     from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
 Where = str | Path
@@ -96,6 +99,8 @@ class CompressedDDPStrategy(DDPStrategy):
         optimizers = self.optimizers or None
         self.compressed = ddp.compress(self.model, optimizer=optimizers, scaler=scaler, **self._options)
         self._fitting = True
+        if not any(isinstance(callback, _Figures) for callback in trainer.callbacks):
+            trainer.callbacks.append(_Figures())
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Stop DDP from averaging where updates are exchanged: manual optimisation asks it to, after every forward."""
@@ -113,19 +118,28 @@ class CompressedDDPStrategy(DDPStrategy):
             return copy.deepcopy(super().lightning_module_state_dict())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Where, storage_options: Any = None) -> None:
-        """Collective. Save the checkpoint on rank 0, then every rank's state beside it."""
-        folder = _folder(filepath)
-        files.remove(folder)  # of an older checkpoint of this name: if this process ends now, they are no match
+        """Collective. Save the checkpoint on rank 0, then every rank's state beside it.
+
+        Ranks communicate only with ``overlap=``. Raises ``ValueError`` for a path that is neither local nor mounted, if
+        ranks keep something of their own.
+        """
+        compressed = self.compressed if "optimizer_states" in checkpoint else None
+        folder = _folder(filepath, self._keeps_back)
+        if folder is not None:  # files of an older checkpoint of this name: if this process ends now, they are no match
+            if compressed is not None:
+                files.forget(compressed, folder)
+            elif self.is_global_zero:
+                files.remove(folder)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        if self.compressed is not None and "optimizer_states" in checkpoint:
-            os.makedirs(folder, exist_ok=True)
-            files.save(self.compressed, folder)
+        if compressed is not None and folder is not None:
+            files.save(compressed, folder, makes_folder=True, flushes=True)
 
     def remove_checkpoint(self, filepath: Where) -> None:
         """Remove the checkpoint, and the files of all ranks."""
         super().remove_checkpoint(filepath)
-        if self.is_global_zero:
-            files.remove(_folder(filepath))
+        folder = _folder(filepath, self._keeps_back)
+        if self.is_global_zero and folder is not None:
+            files.remove(folder)
 
     def load_checkpoint(self, checkpoint_path: Where, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read the checkpoint, and note where it is: ranks' own states are loaded once there are optimizers."""
@@ -136,7 +150,9 @@ class CompressedDDPStrategy(DDPStrategy):
         """Collective. Load the optimizers, then ranks' own states beside the checkpoint."""
         super().load_optimizer_state_dict(checkpoint)
         if self.compressed is not None and self._loading is not None:
-            files.load(self.compressed, _folder(self._loading))
+            folder = _folder(self._loading, self._keeps_back)
+            if folder is not None:
+                files.load(self.compressed, folder)
 
     # -- evaluation, and the end ------------------------------------------------------------------------------------
 
@@ -162,15 +178,40 @@ class CompressedDDPStrategy(DDPStrategy):
         self._fitting = False
         super().teardown()
 
+    @property
+    def _keeps_back(self) -> bool:
+        """Return whether ranks keep something of their own."""
+        return self.compressed is not None and files.keeps_back(self.compressed)
+
     def _shared(self) -> AbstractContextManager[None]:
         """Return a context with the parameters that all ranks have in common; after ``fit()`` with the script's own."""
         return self.compressed.shared() if self.compressed is not None and self._fitting else nullcontext()
 
 
-def _folder(checkpoint: Where) -> str:
-    """Return the folder of ranks' files beside a checkpoint; of a link, beside its target."""
+class _Figures(Callback):
+    """Callback that gives the Trainer's loggers what is sent, when they get what the script logs."""
+
+    def __init__(self) -> None:
+        self._figures = LoggedFigures()
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Log the figures of the steps since the last ones, every ``log_every_n_steps``."""
+        if not trainer.loggers or not trainer._logger_connector.should_update_logs:
+            return
+        figures, step = self._figures.of(trainer.strategy.compressed), trainer.fit_loop.epoch_loop._batches_that_stepped
+        for logger in trainer.loggers:
+            logger.log_metrics(figures, step=step)
+
+
+def _folder(checkpoint: Where, keeps_back: bool) -> str | None:
+    """Return the folder of ranks' files beside a checkpoint; of a link, beside its target.
+
+    None beside a remote one, of a training that keeps nothing back; else raises ``ValueError`` for that.
+    """
     path = os.fspath(checkpoint)
     if "://" in path:
+        if not keeps_back:
+            return None
         raise ValueError(f"{path}: ranks keep files beside a checkpoint, in a local or mounted folder: name such a one")
     return f"{os.path.realpath(path)}.agmerge"
 

@@ -91,9 +91,10 @@ class Compression(TrainerExchange):
             files.load(self.compressed, self._folder)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Collective. Write this rank's file into the checkpoint."""
+        """Collective. Write this rank's file into the checkpoint; ranks communicate only with ``overlap=``."""
         if self.compressed is not None and not args.save_only_model:
-            files.save(self.compressed, Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
+            folder = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            files.save(self.compressed, folder, flushes=True)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback, trainer_utils
 
 from agmerge.engine.optimizer_group import inner_of
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
+from agmerge.integrations.logged import LoggedFigures
 
 _last_checkpoint: Callable[..., str | None] = trainer_utils.get_last_checkpoint  # which has no annotations
 
@@ -38,6 +39,7 @@ class TrainerExchange(TrainerCallback):
         self._trainer, self._options = trainer, options
         self._folder: str | None = None  # of the checkpoint that this train() resumes from
         self._training = False  # inside of train()
+        self._figures = LoggedFigures()
         trainer.add_callback(self)
         for name in ("evaluate", "predict", "save_model"):
             wrap(trainer, name, self.shared)
@@ -75,10 +77,9 @@ class TrainerExchange(TrainerCallback):
 
     @contextmanager
     def logging(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Add to ``logs`` of a training step the density so far, and the bytes that this rank has sent."""
+        """Add to ``logs`` of a training step what is sent, and how much less than by DDP."""
         if self.compressed is not None and "loss" in logs:
-            stats = self.compressed.stats()
-            logs |= {"agmerge/density": stats["density"], "agmerge/bytes_sent": stats["bytes_sent"]}
+            logs |= self._figures.of(self.compressed)
         yield
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warn once of a script that saves the plain optimizer's state, and not the ranks' own states beside it.
+"""Warn once of a script that saves the plain optimizer's state, or one rank's, and not the ranks' own states beside it.
 
 Under ``DistributedOptimizer`` a state has both. Where the optimizer stays plain, an older script saves a state on one
-rank that a training with residuals cannot continue from, and there would never be an error.
+rank that a training with residuals cannot continue from, and there would never be an error. The same of a script that
+calls a framework's saving on one rank alone: nothing waits for the others, so only later steps show that they save
+nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class _Seen:
     def __init__(self) -> None:
         self.what = ""  # missing from the saved state of the plain optimizer; "": none was saved, or it has all
         self.whole = False  # ranks' own states were saved, or loaded, too
-        self.said = False
+        self.said = self.said_alone = False
+        self._look: Callable[[], str] | None = None  # returns why the checkpoint that was saved last is incomplete
+        self._look_at = 0  # the number of exchanges from which on it is called
 
     def saved(self, what: str) -> None:
         """Record a saved state of the plain optimizer, from which ``what`` is missing."""
@@ -42,6 +46,24 @@ class _Seen:
     def saved_whole(self) -> None:
         """Record that ranks' own states were saved, or loaded, too."""
         self.whole = True
+
+    def saved_alone(self, look: Callable[[], str], exchanges: int) -> None:
+        """Record a checkpoint to be looked at once others must have saved theirs, too.
+
+        ``look``: returns a warning, "" for none. ``exchanges``: made so far. Of the next two one may be under way; when
+        both are over, all ranks have gone on with their scripts.
+        """
+        self._look, self._look_at = look, exchanges + 2
+
+    def look(self, exchanges: int) -> None:
+        """Look at a checkpoint, if it is time to, and warn once where others have not saved theirs."""
+        if self._look is None or exchanges < self._look_at:
+            return
+        look, self._look = self._look, None
+        text = "" if self.said_alone else look()
+        if text:
+            self.said_alone = True
+            warn(text, 0)
 
     def tell(self) -> None:
         """Warn, once, of a checkpoint without ranks' own states; forget the saved states."""
@@ -53,11 +75,12 @@ class _Seen:
 
 def watch(
     reducer: AnyReducer, optimizers: Sequence[torch.optim.Optimizer]
-) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Warn, on rank 0, of checkpoints with the state of ``optimizers`` alone; return two functions.
+) -> tuple[Callable[[], None], Callable[[Callable[[], str]], None], Callable[[], None]]:
+    """Warn, on rank 0, of checkpoints with the state of ``optimizers`` alone; return three functions.
 
-    The first is to be called when the state of ``reducer`` is saved, or loaded, too; the second ends all this. The
-    warning comes with the next step, for only then a checkpoint has all that it will have, or at the end of training.
+    The first is to be called when the state of ``reducer`` is saved, or loaded, too; the second with a function that
+    returns, some steps later, what a checkpoint lacks; the third ends all this. The warning comes with the next step,
+    for only then a checkpoint has all that it will have, or at the end of training.
     """
     seen, held = _Seen(), weakref.ref(reducer)  # the optimizer may live longer
 
@@ -69,6 +92,14 @@ def watch(
     def stepped(*_: Any) -> None:
         if seen.what or seen.whole:
             seen.tell()
+        reducer = held()
+        if reducer is not None:
+            seen.look(reducer.exchange.agreed.steps)
+
+    def look_later(look: Callable[[], str]) -> None:
+        reducer = held()
+        if reducer is not None:
+            seen.saved_alone(look, reducer.exchange.agreed.steps)
 
     handles = [one.register_state_dict_post_hook(saved) for one in optimizers]
     handles += [one.register_step_pre_hook(stepped) for one in optimizers]
@@ -79,7 +110,7 @@ def watch(
         for handle in handles:
             handle.remove()
 
-    return seen.saved_whole, end
+    return seen.saved_whole, look_later, end
 
 
 def _kept(reducer: AnyReducer) -> str:

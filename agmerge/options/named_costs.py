@@ -7,7 +7,7 @@ The figures are data, in one table: docs/compressors.md shows it, and a test hol
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class Cost:
     momentum: bool | None = None  # of SGD: with one, or without; None: whatever it is
     decay: bool | None = None  # likewise, of weight decay
     instead: str = ""  # one that costs less for about as many bytes; empty: see :func:`cheaper`
+    # The compressor and the memory that the script has, where these select what this one does; empty: it has this one.
+    written: tuple[str, str] | tuple[()] = ()
 
     @property
     def percent(self) -> str:
@@ -55,7 +57,12 @@ class Cost:
 
     @property
     def text(self) -> str:
-        """Return it as a sentence without an end."""
+        """Return it as a sentence without an end, which begins with what the script has."""
+        if self.written:
+            name, memory = self.written
+            at = f" at {self.size}" if self.bound is not None else ""
+            what = f"compression={name!r} with memory={memory!r} selects what {self.compressor!r} does, which{at} cost"
+            return f"{what} {self.percent} % of the loss of a small language model with {self.setting} in our runs"
         at = f", {self.size}," if self.bound is not None else ""
         what = f"compression={self.compressor!r}{at} cost {self.percent} % of the loss of a small language model"
         return f"{what} with {self.setting} in our runs"
@@ -104,8 +111,8 @@ def known_cost(config: Any, optimizer: torch.optim.Optimizer) -> Cost | None:
     if config.sync.updates is not None:
         return None
     found = [
-        cost
-        for name, bound in _named(config)
+        replace(cost, written=written)
+        for name, bound, written in _named(config)
         for each in optimizers_of(optimizer)
         if (cost := _cost(name, bound, each)) is not None
     ]
@@ -114,7 +121,8 @@ def known_cost(config: Any, optimizer: torch.optim.Optimizer) -> Cost | None:
 
 def cheaper(cost: Cost, optimizer: torch.optim.Optimizer) -> str:
     """Return a compressor that costs less: the default's with the fewest bits, if the table has no other."""
-    return cost.instead or defaults.candidates_for(optimizer)[-1]
+    instead = "" if cost.instead in cost.written else cost.instead
+    return instead or defaults.candidates_for(optimizer)[-1]
 
 
 def told_cost(name: str, bound: float | None, optimizer: torch.optim.Optimizer) -> str:
@@ -140,19 +148,24 @@ def told_cost_of_updates(workers: int, optimizer: torch.optim.Optimizer) -> str:
     return f"{percent:g} % of a small language model's with {number} workers, in our runs"
 
 
-def _named(config: Any) -> Iterator[tuple[str, float | None]]:
-    """Yield the compressors of a config by name, with the smallest density or rank that they are given."""
+def _named(config: Any) -> Iterator[tuple[str, float | None, tuple[str, str] | tuple[()]]]:
+    """Yield the compressors of a config by name, with the smallest density or rank that they are given.
+
+    And what the script has, as ``Cost.written``.
+    """
     compressor = config.compression.compressor
     sparse, low_rank, quantised = map(compressor.part, (Kind.SPARSE, Kind.LOW_RANK, Kind.QUANTISED))
     if sparse is not None and config.compression.memory.has_residual:
         # Without the memory of its paper dgc selects what topk does, and with it topk what dgc does.
-        same = "dgc" if config.compression.memory.has_momentum else "topk"
-        yield (same if sparse.name in ("topk", "dgc") else sparse.name), config.compression.density.least
+        memory = config.compression.memory
+        same = "dgc" if memory.has_momentum else "topk"
+        name = same if sparse.name in ("topk", "dgc") else sparse.name
+        yield name, config.compression.density.least, () if name == sparse.name else (sparse.name, memory.name)
     if low_rank is not None and low_rank.rank is not None:
         rank = low_rank.rank
-        yield low_rank.name, rank if isinstance(rank, int) else min(rows for _, rows in rank)
+        yield low_rank.name, rank if isinstance(rank, int) else min(rows for _, rows in rank), ()
     if quantised is not None:
-        yield quantised.name, None
+        yield quantised.name, None, ()
 
 
 def _cost(name: str, bound: float | None, optimizer: torch.optim.Optimizer) -> Cost | None:

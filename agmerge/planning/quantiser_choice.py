@@ -148,10 +148,8 @@ class QuantiserChoice:
 
     @property
     def quantiser_why(self) -> str:
-        """Return the reason for the quantiser in use."""
-        if self.is_open:
-            return "nothing has been chosen so far"
-        return self._why or "it was settled on before, among as many workers"
+        """Return the reason for the choice."""
+        return self._why or "it was chosen before, for as many workers"
 
     def take_over(self, plan: merging.Plan, step: int) -> None:
         """Adopt the choice of an earlier agreement or run, if it was made for the same number of workers.
@@ -218,7 +216,8 @@ class QuantiserChoice:
 
     def settle(self, tried: Sequence[Candidate], number: int, seconds: Sequence[float], step: int) -> merging.Plan:
         """Return the plan of the candidate that a trial has chosen, and remember why. ``step``: the one to come."""
-        self._why = why(tried, seconds)
+        if len({(each.is_dense, each.mode.quantiser) for each in tried}) > 1:  # else merge buffers alone were tried
+            self._why = why(tried, seconds)
         return self._settle(tried[number], step)
 
     def _settle(self, candidate: Candidate, step: int) -> merging.Plan:

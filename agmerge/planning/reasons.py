@@ -14,7 +14,10 @@ from merging import Measurements
 from sparsifiers import Kind
 from sparsifiers.quantising.choice import NONE
 
-NONE_SELECTED = "of no tensor elements are selected"
+NONE_SELECTED = "no sparsifier is in use"
+ALONE = "there is one worker, which sends nothing"
+EARLIER = "an earlier run like this one has chosen it"
+UNTIL = "candidates are tried until about step {until}"
 
 
 class State(Enum):
@@ -34,43 +37,55 @@ def status_of(
     state: State,
     measured: Measurements | None,
     bytes_probed: int,
+    until: int,
 ) -> PlanStatus:
-    """Return the status of planning with these merge buffers and this choice."""
+    """Return the status of planning with these merge buffers and this choice.
+
+    ``until``: the step, counted from 1, before which a choice that is open is likely to be made.
+    """
     quantiser = None if all(buffers.plan.dense) else buffers.quantiser
-    named = "it was named" if buffers.quantiser is not None else "nothing is quantised"
     return PlanStatus(
         wire=buffers.wire,
-        wire_why=_why_codec(buffers, choice.codec_why, state),
+        wire_why=_why_codec(buffers, choice.codec_why, state, until),
         exchange=buffers.exchange,
-        exchange_why=_why_exchange(buffers, choice.exchange_why, state),
+        exchange_why=_why_exchange(buffers, choice.exchange_why, state, until),
         quantiser=quantiser.name if quantiser is not None else NONE,
         bits=quantiser.bits if quantiser is not None else None,
-        quantiser_why=choice.quantiser_why or named,
+        quantiser_why=_why_quantiser(buffers, choice, state, until),
         activity=state.value,
         bytes_probed=bytes_probed,
         measured=measured,
     )
 
 
-def _why_codec(buffers: MergeBuffers, chosen: str, state: State) -> str:
+def _why_codec(buffers: MergeBuffers, chosen: str, state: State, until: int) -> str:
     """Return the reason for the value codec in use. ``chosen``: that of the choice, "" if none was made."""
     config, given = buffers.config, buffers.config.compression.wire
     if not config.wires:
         if not _selects(config):
             return NONE_SELECTED
         return "these options leave no choice" if given == AUTO else f"wire={given!r} was given"
-    return _why_undecided(state) or chosen or "nothing has been measured since ranks agreed"
+    return _why_undecided(buffers, chosen, state, until) or "no other codec was tried"
 
 
-def _why_exchange(buffers: MergeBuffers, chosen: str, state: State) -> str:
+def _why_exchange(buffers: MergeBuffers, chosen: str, state: State, until: int) -> str:
     """Return the reason for the exchange in use. ``chosen``: that of the choice, "" if none was made."""
-    config = buffers.config
-    if not config.exchanges:
-        if not _selects(config):
-            return NONE_SELECTED
-        given = f"exchange={config.merging.exchange!r} was given"
-        return f"{given}: {chosen}" if config.chooses_dense and chosen else given
-    return _why_undecided(state) or chosen or "no other one was tried"
+    config, given = buffers.config, buffers.config.merging.exchange
+    if not _selects(config) and (config.quantises or not config.chooses_dense):
+        return NONE_SELECTED
+    if not config.exchanges and not config.chooses_dense:
+        return f"exchange={given!r} was given"
+    why = _why_undecided(buffers, chosen, state, until) or "no other exchange was tried"
+    return why if config.exchanges else f"exchange={given!r} compresses where that is faster: {why}"
+
+
+def _why_quantiser(buffers: MergeBuffers, choice: SparseChoice | QuantiserChoice, state: State, until: int) -> str:
+    """Return the reason for the quantizer in use."""
+    if not buffers.config.quantisers:
+        return "it was named" if buffers.quantiser is not None else "no quantizer is in use"
+    if choice.is_open:
+        return ALONE if buffers.comm.size == 1 else UNTIL.format(until=until)
+    return EARLIER if state is State.KNOWN else choice.quantiser_why
 
 
 def _selects(config: Config) -> bool:
@@ -78,8 +93,12 @@ def _selects(config: Config) -> bool:
     return Kind.SPARSE in config.compression.compressor.kinds
 
 
-def _why_undecided(state: State) -> str:
-    """Return why this run has not chosen a codec or exchange; empty: it has chosen, or will."""
+def _why_undecided(buffers: MergeBuffers, chosen: str, state: State, until: int) -> str:
+    """Return ``chosen``, the reason for this run's choice, or why it has made none; empty: neither is known."""
+    if buffers.comm.size == 1:
+        return ALONE
     if state is State.FIXED:
-        return "nothing is planned from times"
-    return "it was settled on in an earlier run" if state is State.KNOWN else ""
+        return "the plan was given, or is not made from times"
+    if state is State.KNOWN:
+        return EARLIER
+    return chosen or ("" if state is State.SETTLED else UNTIL.format(until=until))

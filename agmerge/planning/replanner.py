@@ -42,6 +42,7 @@ from merging.pieces import go_on
 from sparsifiers import Kind
 
 FIRST = 10  # steps that are measured before the first plan
+LIKELY = 70  # steps after which the first choice has been made, in most runs: measuring, probing, a trial of three
 LOOKS = (5, FIRST)  # steps after which a plan of an earlier run is checked first: it may be for another network
 Changes = Iterator[Decision | None]
 """Decisions for the step to come; None: continue after that step."""
@@ -103,7 +104,19 @@ class Replanner:
 
     def status(self) -> PlanStatus:
         """Return the activity of planning, and what is in use for which reason."""
-        return status_of(self.buffers, self._choice, self._state, self._measured, self._measurer.bytes_probed)
+        first = self._step - self._steps + 1  # step of this agreement, counted from 1
+        until = first + LIKELY - first % 10 if self._steps < LIKELY else self._step + FIRST
+        probed = self._measurer.bytes_probed
+        return status_of(self.buffers, self._choice, self._state, self._measured, probed, until)
+
+    @property
+    def is_decided(self) -> bool:
+        """Return whether the plan in use was chosen from times, here or earlier, and stays for now."""
+        if self._choice.is_open or self.buffers.comm.size == 1:
+            return False
+        if self.buffers.config.quantisers:  # the quantizer stays, whatever is measured of merge buffers
+            return self._state is not State.TRYING
+        return self._state in (State.SETTLED, State.KNOWN)
 
     # -- when something happens ---------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
@@ -15,6 +15,7 @@ from agmerge.metrics.chrome_trace import Trace
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.totals import Totals
 from agmerge.step.agreement import check_shapes, model_facts, open_merge_buffers
+from agmerge.step.announcer import Announcer
 from agmerge.step.carried_state import CarriedState
 from agmerge.step.config import Config
 from agmerge.step.dense_cutoff import DenseCutoff
@@ -33,6 +34,9 @@ class TensorTable(Protocol):
 
     def active(self) -> list[ParameterInfo]:
         """Return the tensors that take part now, in an order that is the same on every rank."""
+
+    def names(self) -> Container[str]:
+        """Return the names of all tensors of which state is kept, also of those that do not take part now."""
 
     def snapshot(self) -> object:
         """Return an object to compare by ``==``: where it differs, ranks have to agree again.
@@ -62,6 +66,10 @@ class Plans(Protocol):
     def status(self) -> PlanStatus:
         """Return what is in use, and why."""
 
+    @property
+    def is_decided(self) -> bool:
+        """Return whether the plan in use was chosen from times, here or earlier, and stays for now."""
+
 
 OnAgreement = Callable[[MergeBuffers, RunningStepTimes], "Plans | None"]
 
@@ -82,6 +90,7 @@ class AgreedState:
         self.steps = 0  # committed exchanges; after restore() the checkpoint's
         self.step = 0  # equal on every rank; written into messages
         self.carried = CarriedState()
+        self._announcer = Announcer()
         self._stale = False  # the state of the merge buffers is outdated: `carried` replaces it
         self._snapshot: object = None  # of the table, as of the last agreement
 
@@ -140,6 +149,7 @@ class AgreedState:
             check_shapes(before.layout.slots, buffers.layout.slots)
         self.step, carried.plan, carried.budgets = self.steps, None, None
         buffers.flat.restore(carried.tensors, buffers.across, self.config.guards.timeout)
+        carried.forget_all_but(self.table.names())
         self.buffers, self._snapshot, self._stale = buffers, self.table.snapshot(), False
         self._forget_measurements(buffers)
         self.plans = self._on_agreement(buffers, self.times)
@@ -194,6 +204,8 @@ class AgreedState:
                     self.reopen()  # tensors change their class
             if decision.plan is not None:
                 self.use_plan(decision.plan)
+        if not self._announcer.is_quiet(self.buffers.plan) and not self._stale and self.plans.is_decided:
+            self._announcer.look(self.buffers, self.plans.status(), self.step, self.totals)
 
     def use_plan(self, plan: merging.Plan) -> None:
         """Use ``plan`` from the next step on; every rank calls this alike. Residuals stay where they are."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -36,6 +37,10 @@ class CarriedState:
         self.tensors.pop((kind, name), None)
         if tensor is not None:
             self.tensors[kind, name] = tensor
+
+    def forget_all_but(self, names: Container[str]) -> None:
+        """Drop the state of tensors with other names: the script has removed or replaced them."""
+        self.tensors = {key: tensor for key, tensor in self.tensors.items() if key[1] in names}
 
     def fit(self, op: ReduceOp, workers: int) -> None:
         """Scale the state from the number of workers of its origin to ``workers``, once; see :func:`rescaled`."""

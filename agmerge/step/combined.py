@@ -68,7 +68,7 @@ class Combined:
         of, noises = self.buffers.flat.updates.of, self._round.noises
         noisy = {slot.index for slot in slots if noises and self.buffers.is_quantised(slot)}
         norm.take(
-            (of(slot) for slot in slots if slot.index not in noisy),
+            lambda: (of(slot) for slot in slots if slot.index not in noisy),
             (of(slot) for slot in slots if slot.index in noisy),
             noises,
             may_hold=not any(slot.index in self.buffers.flat.in_place for slot in slots),

@@ -17,6 +17,7 @@ from agmerge.step.gradients_in_place import GradientsInPlace
 from agmerge.step.update_home import InArenas
 from agmerge.tensors.arena import MOMENTA, Arena
 from agmerge.tensors.flat_memory import trim
+from agmerge.tensors.handed_out import UNSHARED, references
 from agmerge.tensors.layout import Layout, Segment, Slot, TensorClass
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind, LowRank
@@ -67,6 +68,9 @@ class FlatBuffers:
         self._has_shards = nodes is not None
         self._untrimmed = 2  # steps
         self._copies: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
+        # Parameters with a gradient that is looked at by its use count: a DTensor is not the tensor that was written.
+        self._plain = {i: one for i, one in enumerate(self.parameters) if not hasattr(one, "to_local")}
+        self._hands_out = config.sync.updates is None and config.sync.model is None  # updates become gradients
 
     def _arena(self, tensor_class: TensorClass, length: int, unsent: Collection[str]) -> Arena:
         slots = [slot for slot in self.layout.slots if slot.tensor_class == tensor_class]
@@ -124,6 +128,19 @@ class FlatBuffers:
     def will_overwrite(self, slot: Slot, gradient: torch.Tensor) -> bool:
         """Return whether a gradient lies where sums may be written before a round is known to be the last attempt."""
         return slot.index not in self.in_place and gradient.data_ptr() == self.updates.of(slot).data_ptr()
+
+    def let_updates_go(self) -> None:
+        """Write the next updates elsewhere than those to which the script still refers, which stay as they are.
+
+        Between two rounds. It runs in every step: keep it short.
+        """
+        if not self._hands_out:
+            return
+        for arena in self.arenas.values():
+            arena.let_updates_go(self._plain)
+        self.updates.let_updates_go(self._plain)
+        if references(self._copies.values()) > UNSHARED:
+            self._copies = {}
 
     def update(self, slot: Slot) -> torch.Tensor:
         """Return the tensor's update, in the strides of its parameter: the value for ``p.grad``.

@@ -382,6 +382,8 @@ class GradientExchange:
     ) -> Round:
         kind = TwoLevelRound if buffers.config.merging.exchange == TWO_LEVEL else Round
         buffers.forget_round()
+        if not self._handed:  # else a step goes on, and its gradients may lie where its updates will be
+            buffers.flat.let_updates_go()
         numbers = None if due is None else due(len(buffers.plan.counts))
         if self._parts:  # the others are committed
             all_of_them = range(len(buffers.plan.counts)) if numbers is None else numbers

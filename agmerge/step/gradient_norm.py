@@ -16,7 +16,7 @@ normally distributed blocks. ``eden`` makes all blocks so; of ``int8``, ``int4``
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -37,13 +37,14 @@ class GradientNorm:
         self._exact: list[float | torch.Tensor] = []  # squares of tensors that were combined as they are, one each
         self._noisy: list[float | torch.Tensor] = []  # of those that were quantised
         self._noises: tuple[Noise, ...] = ()  # of their messages
-        self._unread: list[torch.Tensor] = []  # gradients of the last step that were not read yet
+        # Returns gradients of the last step that were not read yet. Not they: a reference would count as the script's.
+        self._unread: Callable[[], Iterable[torch.Tensor]] | None = None
         self._is_wanted = False  # a norm was asked for: from then on each step's are read at once
         self._known = False
 
     def take(
         self,
-        exact: Iterable[torch.Tensor],
+        exact: Callable[[], Iterable[torch.Tensor]],
         noisy: Iterable[torch.Tensor],
         noises: Sequence[Noise],
         *,
@@ -54,21 +55,22 @@ class GradientNorm:
 
         Without noise they are read only once a norm has been asked for: a pass over a gradient costs 1 % of a step.
 
-        ``exact``: contiguous tensors without noise; ``noisy``: those with the noise of ``noises``, one of each message.
-        ``may_hold``: whether all of them lie in memory that stays; else none is referred to after this call. ``adds``:
-        they are others of the same step.
+        ``exact``: returns contiguous tensors without noise; ``noisy``: those with the noise of ``noises``, one of each
+        message. ``may_hold``: whether all of them lie in memory that stays; else ``exact`` is not called after this.
+        ``adds``: they are others of the same step.
         """
         if not adds:
             self._exact, self._noisy, self._noises = [], [], ()
-        self._noises, self._known, self._unread = (*self._noises, *noises), True, list(exact)
+        self._noises, self._known, self._unread = (*self._noises, *noises), True, exact
         self._noisy += squares_of_all(noisy)
         if self._noises or self._is_wanted or adds or not may_hold:
             self._read()
 
     def _read(self) -> None:
         """Compute the squares of the gradients that were not read yet."""
-        self._exact += squares_of_all(self._unread)
-        self._unread = []
+        if self._unread is not None:
+            self._exact += squares_of_all(self._unread())
+        self._unread = None
 
     def norm(self) -> float:
         """Return the norm without the noise: an unbiased estimate of its square, of which the root is taken, or 0.
@@ -79,8 +81,7 @@ class GradientNorm:
         if not self._known:
             raise AGMergeError(NO_GRADIENT)
         self._is_wanted = True
-        if self._unread:
-            self._read()
+        self._read()
         return math.sqrt(max(self._without_noise(), 0.0))
 
     def inflation(self) -> float:

@@ -9,7 +9,7 @@ import merging
 from agmerge.step.config import Config
 from sparsifiers.quantising.choice import NONE
 
-NO_AGREEMENT = "no ranks have agreed yet"
+NO_AGREEMENT = "nothing has been sent: ranks agree on it in the first step"
 
 
 @dataclass(frozen=True)

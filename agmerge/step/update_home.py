@@ -28,6 +28,9 @@ class InArenas:
     def rebuild(self, bounds: Sequence[tuple[int, int]]) -> None:
         """Do nothing: unlike those of :class:`NodeShards`, these updates do not depend on the plan's merge buffers."""
 
+    def let_updates_go(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        """Do nothing: the arenas do it."""
+
     def of(self, slot: Slot) -> torch.Tensor:
         """Return the update of a tensor, in C order: a view."""
         if slot.index in self._in_place:

@@ -8,13 +8,14 @@ memory has a residual, the update has a buffer of its own; until the exchange ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from agmerge.tensors.difference import Difference
-from agmerge.tensors.flat_memory import Halves, view, zeros
+from agmerge.tensors.flat_memory import Halves, zeros
+from agmerge.tensors.handed_out import HandedOut
 from agmerge.tensors.layout import Segment, Slot, TensorClass
 from sparsifiers import Memory, Momentum, Rate, kernel_message
 from sparsifiers.compensation import NOTHING, SUM, Alongside
@@ -110,8 +111,25 @@ class Arena:
         self.in_place = not memory.has_residual and tensor_class.dtype == tensor_class.storage
         self._moves = memory.has_residual and tensor_class.dtype == tensor_class.storage and not tensor_class.on_device
         self.update = self.values.front if self.in_place else zeros(length, tensor_class.dtype, tensor_class.device)
-        # `.data`: each with a version of its own, which shows whether a script has written to it.
-        self.gradients = {slot.index: view(self.update, slot).data for slot in slots}
+        self._handed_out = HandedOut(self.update, slots)
+
+    @property
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """Where the update of each tensor is written, by slot: views, in the shape of the tensor."""
+        return self._handed_out.views
+
+    def let_updates_go(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        """Write the next updates elsewhere, if the script still refers to the last ones. Between two rounds.
+
+        ``parameters``: by slot, the script's own; those that are not in it are not looked at.
+        """
+        if not self._handed_out.is_kept(parameters):
+            return
+        length, tensor_class = self.update.numel(), self.tensor_class
+        if self.in_place:
+            self.values = Halves(length, tensor_class.storage, tensor_class.device, self._slots, double=False)
+        self.update = self.values.front if self.in_place else zeros(length, tensor_class.dtype, tensor_class.device)
+        self._handed_out = HandedOut(self.update, self._slots)
 
     @property
     def work(self) -> torch.Tensor:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from agmerge.tensors.dtensors import is_dtensor, local_of, shard_of
 from sparsifiers import Kind
@@ -99,7 +100,10 @@ class ParameterTable:
         ``named_parameters`` may name more parameters than it has, not fewer; None: names are made from the position.
         """
         self._owner = owner
-        self._names: dict[torch.Tensor, str] = {}
+        self._names: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary()  # of parameters that still exist
+        # All names ever given: what is kept of a parameter that was replaced must not become its successor's. Not those
+        # of living parameters alone, since ranks let go of tensors at different times, and have to name them alike.
+        self._taken: set[str] = set()
         if named_parameters is not None:
             self._take_names(list(named_parameters))
             self._check_all_named()
@@ -134,6 +138,7 @@ class ParameterTable:
             )
         for name, parameter in named:
             self._names.setdefault(parameter, name)
+            self._taken.add(name)
 
     def _check_all_named(self) -> None:
         """Raise ``ValueError`` unless every parameter of the optimizer has a name."""
@@ -151,17 +156,27 @@ class ParameterTable:
 
     def name_all(self) -> list[torch.Tensor]:
         """Give a name to every parameter without one; return all parameters, in the order of the groups."""
-        taken = set(self._names.values())
         parameters = []
         for g, group in enumerate(self._owner.param_groups):
             given = group.get("param_names", [])
             for i, parameter in enumerate(group["params"]):
                 parameters.append(parameter)
                 if parameter not in self._names:
-                    name = given[i] if i < len(given) else f"noname.{g}.{i}"
-                    self._names[parameter] = name if name not in taken else f"{name}.{g}.{i}"
-                    taken.add(self._names[parameter])
+                    self._names[parameter] = self._new_name(given[i] if i < len(given) else f"noname.{g}.{i}", g, i)
         return parameters
+
+    def _new_name(self, wish: str, group: int, position: int) -> str:
+        """Return a name that no parameter has ever had: ``wish``, or one that begins with it."""
+        name, again = wish, 1
+        while name in self._taken:
+            name = f"{wish}.{group}.{position}" if again == 1 else f"{wish}.{group}.{position}.{again}"
+            again += 1
+        self._taken.add(name)
+        return name
+
+    def names(self) -> set[str]:
+        """Return the names of all parameters of the groups, also of those that need no gradient now."""
+        return {self._names[parameter] for parameter in self.name_all()}
 
     def by_optimizer(self) -> list[list[torch.Tensor]]:
         """Return the parameters of each optimizer that steps, in the order in which its state numbers them."""
@@ -198,8 +213,7 @@ class ParameterTable:
         ]
 
     def snapshot(self) -> list[tuple[Any, ...]]:
-        """Return membership, dtypes, devices and shapes, to be compared by ``==``: if they differ, ranks agree again.
-        """
+        """Return membership, dtypes, devices and shapes, to be compared by ``==``: ranks agree anew if they differ."""
         return [
             (id(p), p.dtype, p.device, p.shape)
             for group in self._owner.param_groups

@@ -16,24 +16,6 @@ enum { STREAMED = 65536 }; /* elements of a vector from which on it is written p
 #define ON_A_LINE
 #endif
 
-static encode_loop *encoder(int codec)
-{
-#if X86
-    if (kernel_level && codec < INT_4)
-        return kernel_level == 2 ? kernel_eden_encode_avx512 : kernel_eden_encode_avx2;
-#endif
-    return codec >= INT_4 ? kernel_integers_encode : kernel_eden_encode;
-}
-
-static decode_loop *decoder(int codec)
-{
-#if X86
-    if (kernel_level && codec < INT_4)
-        return kernel_level == 2 ? kernel_eden_decode_avx512 : kernel_eden_decode_avx2;
-#endif
-    return codec >= INT_4 ? kernel_integers_decode : kernel_eden_decode;
-}
-
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* -- vectors of 16 bits an element --------------------------------------------------------------------------------- */
@@ -106,13 +88,23 @@ struct senders {
 static void add_up(const struct senders *all, int64_t block, int64_t count, float scale, float *total, float *to,
                    int streamed)
 {
-    decode_loop *decode = decoder(all->codec);
     const int64_t bytes = record_bytes(all->codec, all->size);
     for (int64_t sender = 0; sender < all->count; sender++) {
         struct blocks of = {all->codec, all->size, all->keys[sender], all->firsts[sender] + block};
         const int last = sender == all->count - 1;
-        decode(&of, all->messages[sender] + block * bytes, count, sender ? total : 0, last ? scale : 1.0f,
-               last ? to : total, last && streamed);
+        kernel_read_blocks(&of, all->messages[sender] + block * bytes, count, sender ? total : 0, last ? scale : 1.0f,
+                           last ? to : total, last && streamed);
+    }
+}
+
+/* Which coordinates of a tile some sender has a value of, a bit for each. */
+static void note_all(const struct senders *all, int64_t block, int64_t count, uint8_t *held)
+{
+    const int64_t bytes = record_bytes(all->codec, all->size);
+    memset(held, 0, TILE / 8);
+    for (int64_t sender = 0; sender < all->count; sender++) {
+        struct blocks of = {all->codec, all->size, all->keys[sender], all->firsts[sender] + block};
+        kernel_note_held(&of, all->messages[sender] + block * bytes, count, held);
     }
 }
 
@@ -124,7 +116,6 @@ EXPORT void kernel_quantise(const void *values, int64_t n, int kind, int codec, 
                             int64_t first, uint8_t *out, double *squares)
 {
     ON_A_LINE float tile[TILE];
-    encode_loop *encode = encoder(codec);
     struct blocks of = {codec, (int)size, key, first};
     for (int64_t start = 0; start < n; start += TILE) {
         int64_t here = least(TILE, n - start), count = (here + size - 1) / size;
@@ -135,7 +126,7 @@ EXPORT void kernel_quantise(const void *values, int64_t n, int kind, int codec, 
             widen(values, start, here, kind, tile);
             memset(tile + here, 0, (size_t)(count * size - here) * sizeof(float));
         }
-        encode(&of, from, count, out, squares);
+        kernel_write_blocks(&of, from, count, here, 0, out, squares);
         of.first += count;
         out += count * record_bytes(codec, (int)size);
     }
@@ -163,13 +154,15 @@ EXPORT void kernel_quantise_sum(const uint8_t *const *messages, const uint64_t *
                                 int64_t first, uint8_t *out, int64_t count)
 {
     ON_A_LINE float tile[TILE];
+    uint8_t held[TILE / 8];
     const struct senders all = {messages, keys, firsts, senders, codec, (int)size};
-    encode_loop *encode = encoder(second);
     struct blocks of = {second, (int)size, key, first};
     for (int64_t block = 0; block < count; block += TILE / size) {
         int64_t here = least(TILE / size, count - block);
         add_up(&all, block, here, scale, tile, tile, 0);
-        encode(&of, tile, here, out, 0);
+        if (codec < INT_4) /* a sum may be 0 by chance */
+            note_all(&all, block, here, held);
+        kernel_write_blocks(&of, tile, here, here * size, codec < INT_4 ? held : 0, out, 0);
         of.first += here;
         out += here * record_bytes(second, (int)size);
     }

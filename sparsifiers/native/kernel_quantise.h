@@ -26,6 +26,9 @@ struct blocks {
     int64_t first; /* number of the first of them in the tensor */
 };
 
+enum { MIXED = 1 }; /* the last bit of a scale: of a block of zeros and others, see eden.py */
+enum { HALF_STREAM = 2 }; /* of the random words that choose a half */
+
 /* How records are written and read; a level has one of its own.
 
    encode: float32[count * size] as count records; the squares of all are added to `squares` unless it is NULL.
@@ -42,6 +45,21 @@ encode_loop kernel_eden_encode_avx2, kernel_eden_encode_avx512, kernel_integers_
 decode_loop kernel_eden_decode_avx2, kernel_eden_decode_avx512, kernel_integers_decode_avx2,
     kernel_integers_decode_avx512;
 #endif
+
+/* One half of a block with one bit, which counts twice: rotated by itself, by its own part of the block's words. */
+void kernel_eden_encode_half(const struct blocks *of, int64_t block, int second, const float *values, uint8_t *out,
+                             double *squares);
+void kernel_eden_decode_half(const struct blocks *of, int64_t block, int second, const uint8_t *data, float *read);
+
+/* As encode, with the loop for the level in use, and zeros that stay zeros. length: elements, without what fills up the
+   last block. held: a bit for each coordinate, 0 where it is zero and must be read as such; NULL: find them. */
+void kernel_write_blocks(const struct blocks *of, const float *values, int64_t count, int64_t length,
+                         const uint8_t *held, uint8_t *out, double *squares);
+/* As decode, of such records. */
+void kernel_read_blocks(const struct blocks *of, const uint8_t *data, int64_t count, const float *before, float scale,
+                        float *to, int streamed);
+/* Set the bits of those coordinates that records of eden hold a value of. */
+void kernel_note_held(const struct blocks *of, const uint8_t *data, int64_t count, uint8_t *held);
 
 INLINE int64_t record_bytes(int codec, int size)
 {
@@ -150,12 +168,14 @@ INLINE int is_spiked(int bits, float highest, float energy)
     return highest > (bits == 1 ? 1.0f / 16 : 1.0f / 8) * energy && highest < energy;
 }
 
-/* The scale of a block in 16 bits. inner: the sum of products of coordinates and levels; exponent: of its largest. */
+/* The scale of a block in 16 bits, of which the last one is 0. inner: the sum of products of coordinates and levels; exponent: of its largest. */
 INLINE uint16_t eden_scale(float energy, float inner, int exponent, int again)
 {
     float scale = energy / inner * power_of_two(exponent);
     scale = scale >= LEAST_SCALE ? (scale > MOST_SCALE ? MOST_SCALE : scale) : 0.0f;
-    return (uint16_t)((exponent == 255 ? 0x7fc0 : bfloat_of(scale)) | again << 15);
+    uint32_t bits = bits_of(scale);
+    bits = (bits + 0xffff + (bits >> 17 & 1)) >> 17 << 1;
+    return (uint16_t)((exponent == 255 ? 0x7fc0 : bits) | (uint32_t)again << 15);
 }
 
 /* -- integers: their scale ----------------------------------------------------------------------------------------- */

@@ -37,13 +37,14 @@ INLINE void rotate(float *block, int size)
     BETWEEN_ROWS(float, block, rows, COLUMNS)
 }
 
-/* Change the sign where a word has its bit. */
-INLINE void flip(float *block, int size, uint64_t counter)
+/* Change the sign where a word has its bit: the first one is for coordinate `from`, a multiple of 32. */
+INLINE void flip(float *block, int size, int from, uint64_t counter)
 {
     uint64_t words[WORDS];
-    draw(counter, size, words);
+    draw(counter, (from + size + 32) / 64 * 64, words);
     for (int j = 0; j < size / 32; j++) {
-        const uint32_t word = (uint32_t)(words[j / 2] >> 32 * (j % 2));
+        const int at = from / 32 + j;
+        const uint32_t word = (uint32_t)(words[at / 2] >> 32 * (at % 2));
         for (int i = 0; i < 32; i++)
             block[32 * j + i] = float_of(bits_of(block[32 * j + i]) ^ (word << (31 - i) & 0x80000000));
     }
@@ -71,8 +72,9 @@ INLINE void pack_plane(const uint8_t *codes, int size, int plane, uint8_t *out)
     }
 }
 
-INLINE void encode_block(const struct blocks *of, int bits, int size, const float *values, int64_t block, uint8_t *out,
-                         double *squares)
+/* Write `size` coordinates, from number `from` of their block on, and read them `factor` times, a power of two. */
+INLINE void encode_block(const struct blocks *of, int bits, int size, int from, float factor, const float *values,
+                         int64_t block, uint8_t *out, double *squares)
 {
     float rows[LARGEST], products[LARGEST], levels[LARGEST];
     int32_t numbers[LARGEST], largest = 0;
@@ -92,7 +94,7 @@ INLINE void encode_block(const struct blocks *of, int bits, int size, const floa
         *squares += unscaled(energy, power);
     const int again = is_spiked(bits, most * most, energy);
     for (int times = 0; times <= again; times++) {
-        flip(rows, size, first_counter(of, block, times));
+        flip(rows, size, from, first_counter(of, block, times));
         rotate(rows, size);
     }
     const float root = sqrtf(again ? energy * (float)size : energy);
@@ -112,12 +114,13 @@ INLINE void encode_block(const struct blocks *of, int bits, int size, const floa
         codes[i] = (uint8_t)numbers[i];
         products[i] *= levels[i];
     }
-    write_scale(eden_scale(energy, folded(products, size), exponent, again), out);
+    write_scale(eden_scale(energy * factor, folded(products, size), exponent, again), out);
     for (int plane = 0; plane < bits; plane++)
         pack_plane(codes, size, plane, out + SCALE + plane * size / 8);
 }
 
-INLINE void decode_block(const struct blocks *of, int bits, int size, const uint8_t *data, int64_t block, float *read)
+INLINE void decode_block(const struct blocks *of, int bits, int size, int from, const uint8_t *data, int64_t block,
+                         float *read)
 {
     int16_t matrix[LARGEST], turned[LARGEST];
     const int rows = size / COLUMNS;
@@ -139,10 +142,10 @@ INLINE void decode_block(const struct blocks *of, int bits, int size, const uint
         read[i] = (float)matrix[i];
     const uint32_t scale = (uint32_t)read_scale(data) << 16;
     if (scale >> 31) { /* sums of at most 2**8 * 2**15: exact as floats, too */
-        flip(read, size, first_counter(of, block, 1));
+        flip(read, size, from, first_counter(of, block, 1));
         rotate(read, size);
     }
-    flip(read, size, first_counter(of, block, 0));
+    flip(read, size, from, first_counter(of, block, 0));
     for (int i = 0; i < size; i++)
         read[i] *= float_of(scale & 0x7fffffff);
 }
@@ -151,7 +154,8 @@ INLINE void encode_all(const struct blocks *of, int bits, int size, const float 
                        double *squares)
 {
     for (int64_t block = 0; block < count; block++)
-        encode_block(of, bits, size, values + block * size, block, out + block * record_bytes(bits, size), squares);
+        encode_block(of, bits, size, 0, 1.0f, values + block * size, block, out + block * record_bytes(bits, size),
+                     squares);
 }
 
 INLINE void decode_all(const struct blocks *of, int bits, int size, const uint8_t *data, int64_t count,
@@ -159,7 +163,7 @@ INLINE void decode_all(const struct blocks *of, int bits, int size, const uint8_
 {
     float read[LARGEST];
     for (int64_t block = 0; block < count; block++, to += size) {
-        decode_block(of, bits, size, data + block * record_bytes(bits, size), block, read);
+        decode_block(of, bits, size, 0, data + block * record_bytes(bits, size), block, read);
         for (int i = 0; before && i < size; i++)
             read[i] = before[block * size + i] + read[i];
         for (int i = 0; i < size; i++)
@@ -179,4 +183,21 @@ void kernel_eden_decode(const struct blocks *of, const uint8_t *data, int64_t co
     (void)streamed;
 #define DECODE(bits, size) decode_all(of, bits, size, data, count, before, scale, to)
     FOR_SIZE(DECODE, of->codec);
+}
+
+void kernel_eden_encode_half(const struct blocks *of, int64_t block, int second, const float *values, uint8_t *out,
+                             double *squares)
+{
+    const int half = of->size / 2, from = second * half;
+    if (squares) { /* of the other half, too, as a block of half the size has them */
+        uint8_t record[SCALE + LARGEST / 16];
+        encode_block(of, EDEN_1, half, half - from, 2.0f, values + half - from, block, record, squares);
+    }
+    encode_block(of, EDEN_1, half, from, 2.0f, values + from, block, out, squares);
+}
+
+void kernel_eden_decode_half(const struct blocks *of, int64_t block, int second, const uint8_t *data, float *read)
+{
+    const int half = of->size / 2;
+    decode_block(of, EDEN_1, half, second * half, data, block, read);
 }

@@ -18,7 +18,7 @@ from sparsifiers.gpu.block_table import BlockRun, BlockTable
 from sparsifiers.quantising.blocks import blocks_in
 from sparsifiers.quantising.draws import Draws, key_within
 
-WRITTEN = ("__init__", "record_bytes", "_encode", "_decode")  # methods that compiled loops replace
+WRITTEN = ("__init__", "record_bytes", "_encode", "_encode_known", "_decode", "_zeros")  # methods that compiled loops replace
 PART = 1024  # blocks that the host quantises at once: intermediate results stay in the cache
 
 
@@ -57,7 +57,8 @@ class Quantiser(Compressor):
     def _encode(self, blocks: Tensor, draws: Draws, out: Tensor) -> None:
         """Write `blocks`, float32[n, size], to `out`, uint8[n, record_bytes(size)]. `blocks` may be changed.
 
-        A block with a value that is not finite has to be read as NaN, and one of zeros as zeros.
+        A block with a value that is not finite has to be read as NaN. Zeros have to be read as zeros, also beside
+        other values: what is zero on all ranks is zero in `p.grad`.
         """
 
     @abstractmethod
@@ -68,6 +69,21 @@ class Quantiser(Compressor):
 
         draws: those that `_encode` had.
         """
+
+    def _encode_known(self, blocks: Tensor, zeros: Tensor, draws: Draws, out: Tensor) -> None:
+        """Write `blocks`, as `_encode` does, of which only some zeros have to be read as such: bool[n, size].
+
+        For one that sends zeros in bits of their own: what fills up a tensor need not cost any, nor a sum that is 0 by
+        chance.
+        """
+        self._encode(blocks, draws, out)
+
+    def _zeros(self, data: Tensor, draws: Draws, size: int) -> Tensor | None:
+        """Return which coordinates of records hold no value, bool[n, size]; None: those that are read as 0.
+
+        data, draws: as of `_decode`.
+        """
+        return None
 
     # -- for exchanges ------------------------------------------------------------------------------------------------
 
@@ -94,7 +110,9 @@ class Quantiser(Compressor):
             part = _blocks_of(values[start * size : stop * size], size)
             if squares is not None:
                 squares += part.to(torch.float64).square_().sum()
-            self._encode(part, draws.after(start), rows[start:stop])
+            zeros = part == 0
+            zeros.view(-1)[values.numel() - start * size :] = False  # behind the last one there is nothing to keep
+            self._encode_known(part, zeros, draws.after(start), rows[start:stop])
 
     def decode_sum(
         self, messages: Sequence[Tensor], draws: Sequence[Draws], size: int, scale: float, out: Tensor
@@ -155,8 +173,13 @@ class Quantiser(Compressor):
         rows = [message.view(-1, self.record_bytes(size)) for message in messages]
         written = out.view(-1, second.record_bytes(size))
         for start, stop in _parts(rows[0]):
-            total = self._sum(rows, draws, size, scale, slice(start, stop))
-            second._encode(total, own.after(start), written[start:stop])
+            part = slice(start, stop)
+            total = self._sum(rows, draws, size, scale, part)
+            zeros = [self._zeros(data[part], each.after(start), size) for data, each in zip(rows, draws, strict=True)]
+            known = total == 0
+            for one in zeros:
+                known = known if one is None else known & one
+            second._encode_known(total, known, own.after(start), written[part])
 
     # -- of many tensors at once --------------------------------------------------------------------------------------
 

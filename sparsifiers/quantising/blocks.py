@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-VERSION = 1  # of blocks, levels, scales and random words: with another one the same gradients become other bits
+VERSION = 2  # of blocks, levels, scales and random words: with another one the same gradients become other bits
 LARGEST = 256  # coordinates of a block; 1024 and 4096 cost 1 % of a small GPT's loss, 64 to 256 nothing
 LEAST = 64  # a scale of 16 bits then costs a quarter of a bit a coordinate
 

@@ -15,9 +15,10 @@ from sparsifiers.quantising.base import Quantiser
 from sparsifiers.quantising.draws import Draws
 from sparsifiers.quantising.levels import LEAST, LEVELS, MOST, SPIKE, thresholds
 from sparsifiers.quantising.rotation import folded, hadamard
-from sparsifiers.quantising.scales import SCALE, as_bits
+from sparsifiers.quantising.scales import NAN, SCALE
 
 NOISE = {1: 0.571, 2: 0.133, 3: 0.036, 4: 0.0096}  # see `Quantiser.noise`
+MIXED = 1  # bit of a record's first byte, the last one of its scale
 
 
 class Eden(Quantiser):
@@ -26,6 +27,11 @@ class Eden(Quantiser):
     A record is the scale, with a sign that says whether the block was rotated twice. Behind it are the bits of all
     coordinates, plane by plane: the signs (1: minus), then the numbers of the levels from their lowest bit on.
     Coordinate i has bit i % 8 of byte i // 8 of a plane.
+
+    A rotation would make noise of zeros. So a block of zeros and others is a *mixed* record, as long as the others: the
+    scale has its last bit set. Behind it are a plane with a 1 for each coordinate that is not zero, and the
+    planes of the same block with one bit less. Receivers set the others to zero, so the mean stays right. With one
+    bit there is room for half of a block, which a random word chooses: it is rotated by itself, and counts twice.
     """
 
     unbiased = True
@@ -36,7 +42,7 @@ class Eden(Quantiser):
             raise ValueError(f"eden has 1, 2, 3 or 4 bits a coordinate, not {bits!r}")
         self.bits = bits
         self.name, self.noise = f"eden-{bits}", NOISE[bits]
-        self._levels: dict[torch.device, Tensor] = {}  # by device, where copies of the host would wait each time
+        self._levels: dict[tuple[int, torch.device], Tensor] = {}  # on devices, where copies would wait each time
 
     def loops(self) -> int:
         return self.bits
@@ -45,52 +51,132 @@ class Eden(Quantiser):
         return SCALE + self.bits * size // 8
 
     def _encode(self, blocks: Tensor, draws: Draws, out: Tensor) -> None:
-        count, size = blocks.shape
+        self._encode_known(blocks, blocks == 0, draws, out)
+
+    def _encode_known(self, blocks: Tensor, zeros: Tensor, draws: Draws, out: Tensor) -> None:
+        size = blocks.shape[1]
+        largest = blocks.abs().amax(dim=1)
+        mixed = zeros.any(dim=1) & (largest > 0) & largest.isfinite()
+        some = blocks.device.type != "cpu" or bool(mixed.any())  # a device would be waited for
+        record = self._written(self.bits, blocks, _signs(draws, blocks, 0), _signs(draws, blocks, 1))
+        if some:
+            other = self._mixed(blocks, zeros, draws)
+            record = torch.where(mixed.unsqueeze(1), other, record)
+        out.copy_(record)
+
+    def _mixed(self, blocks: Tensor, zeros: Tensor, draws: Draws) -> Tensor:
+        """Return mixed records of all blocks: uint8[n, record_bytes]."""
+        once, twice, kept = _signs(draws, blocks, 0), _signs(draws, blocks, 1), ~zeros
+        if self.bits > 1:
+            record = self._written(self.bits - 1, blocks, once, twice)
+        else:
+            later = _is_later(draws, blocks)
+            kept = _half(kept, later)
+            halves = (_half(each, later) for each in (blocks, once, twice))
+            record = self._written(1, *halves, factor=2.0)
+        return torch.cat([record[:, :1] | MIXED, record[:, 1:SCALE], _packed(kept), record[:, SCALE:]], dim=1)
+
+    def _written(self, bits: int, blocks: Tensor, once: Tensor, twice: Tensor, factor: float = 1.0) -> Tensor:
+        """Return records of blocks, none of them mixed, in so many bits: uint8[n, bytes].
+
+        once, twice: signs before each rotation. factor: a power of two, by which values are read larger.
+        """
+        size = blocks.shape[1]
         # A power of two brings the largest magnitude of a block into [1, 2), so that squares neither vanish nor
         # overflow; of the very largest into [2, 4).
         exponents = blocks.abs().amax(dim=1).view(torch.int32) >> 23
-        blocks.mul_(_power_of_two(254 - exponents).unsqueeze(1))
+        blocks = blocks * _power_of_two(254 - exponents).unsqueeze(1)
         squares = blocks.square()
         energy, highest = folded(squares), squares.amax(dim=1)
-        again = (highest > SPIKE[self.bits] * energy) & (highest < energy)
-        rotated = hadamard(blocks.mul_(draws.signs(count, size, 0, blocks.device)))
-        twice = hadamard(rotated * draws.signs(count, size, 1, blocks.device))
-        rotated = torch.where(again.unsqueeze(1), twice, rotated)
+        again = (highest > SPIKE[bits] * energy) & (highest < energy)
+        rotated = hadamard(blocks * once)
+        rotated = torch.where(again.unsqueeze(1), hadamard(rotated * twice), rotated)
         root = torch.where(again, energy * size, energy).sqrt_().unsqueeze(1)
         negative = rotated < 0
         magnitudes = rotated.abs_()
         numbers = torch.zeros_like(magnitudes, dtype=torch.uint8)
-        for threshold in thresholds(self.bits):
+        for threshold in thresholds(bits):
             numbers += magnitudes > root * threshold
-        levels = self._levels_on(blocks.device)[numbers.int()]
-        scale = energy / folded(magnitudes.mul_(levels)) * _power_of_two(exponents)
+        levels = self._levels_on(bits, blocks.device)[numbers.int()]
+        scale = energy / folded(magnitudes.mul_(levels)) * _power_of_two(exponents) * factor
         scale = torch.where(scale >= LEAST, scale.clamp(max=MOST), 0.0)
-        written = as_bits(torch.where(exponents == 255, torch.nan, scale))
-        written |= again.to(torch.int16) << 15
-        out[:, :SCALE] = written.unsqueeze(1).view(torch.uint8)
-        planes = [negative, *(numbers >> bit & 1 for bit in range(self.bits - 1))]
-        out[:, SCALE:] = torch.cat([_packed(plane) for plane in planes], dim=1)
+        written = torch.where(exponents == 255, NAN, _rounded(scale)) | again.int() << 15
+        planes = [negative, *(numbers >> bit & 1 for bit in range(bits - 1))]
+        head = written.to(torch.int16).unsqueeze(1).view(torch.uint8)
+        return torch.cat([head, *(_packed(plane) for plane in planes)], dim=1)
 
     def _decode(self, data: Tensor, draws: Draws, size: int) -> Tensor:
-        count, device = len(data), data.device
-        scale = data[:, :SCALE].contiguous().view(torch.bfloat16).view(-1)
-        again = torch.signbit(scale)
-        planes = _unpacked(data[:, SCALE:], size)
-        numbers = torch.zeros(count, size, dtype=torch.int32, device=device)
-        for bit in range(self.bits - 1):
-            numbers += planes[:, bit + 1].int() << bit
-        levels = self._levels_on(device)[numbers]
-        read = hadamard(torch.where(planes[:, 0] == 1, -levels, levels))  # of integers: exact in any order
-        twice = hadamard(read * draws.signs(count, size, 1, device))
-        read = torch.where(again.unsqueeze(1), twice, read)
-        read.mul_(draws.signs(count, size, 0, device))
-        return read.mul_(scale.float().abs_().unsqueeze(1))
+        like = torch.empty(len(data), size, device=data.device)
+        once, twice = _signs(draws, like, 0), _signs(draws, like, 1)
+        read = self._read(self.bits, data, once, twice)
+        mixed = (data[:, :1] & MIXED) > 0
+        if data.device.type == "cpu" and not bool(mixed.any()):
+            return read
+        if self.bits > 1:
+            kept, planes = data[:, SCALE : SCALE + size // 8], data[:, SCALE + size // 8 :]
+            other = self._read(self.bits - 1, torch.cat([data[:, :SCALE], planes], dim=1), once, twice)
+            other = torch.where(_unpacked(kept, size)[:, 0] > 0, other, 0.0)
+        else:
+            later, planes = _is_later(draws, like), data[:, SCALE + size // 16 :]
+            kept = _unpacked(data[:, SCALE : SCALE + size // 16], size // 2)[:, 0] > 0
+            halves = torch.cat([data[:, :SCALE], planes], dim=1), _half(once, later), _half(twice, later)
+            half = torch.where(kept, self._read(1, *halves), 0.0)
+            other = torch.cat([half.masked_fill(later, 0.0), half.masked_fill(~later, 0.0)], dim=1)
+        return torch.where(mixed, other, read)
 
-    def _levels_on(self, device: torch.device) -> Tensor:
-        """Return the levels of magnitudes, float32[2 ** (bits - 1)]."""
-        if device not in self._levels:
-            self._levels[device] = torch.tensor(LEVELS[self.bits], dtype=torch.float32, device=device)
-        return self._levels[device]
+    def _zeros(self, data: Tensor, draws: Draws, size: int) -> Tensor:
+        """Return which coordinates records hold no value of, bool[n, size]: receivers read zeros there."""
+        mixed = data[:, :1] & MIXED > 0
+        if self.bits > 1:
+            kept = _unpacked(data[:, SCALE : SCALE + size // 8], size)[:, 0] > 0
+        else:
+            later = _is_later(draws, data)
+            half = _unpacked(data[:, SCALE : SCALE + size // 16], size // 2)[:, 0] > 0
+            kept = torch.cat([half & ~later, half & later], dim=1)
+        empty = (data[:, :1] & ~MIXED | data[:, 1:SCALE] & 0x7F) == 0
+        return empty | (mixed & ~kept)
+
+    def _read(self, bits: int, data: Tensor, once: Tensor, twice: Tensor) -> Tensor:
+        """Return the values of records that are not mixed: float32[n, size]. once, twice: as when they were written."""
+        size = once.shape[1]
+        scale = data[:, :SCALE].contiguous().view(torch.int16).view(-1).int()
+        planes = _unpacked(data[:, SCALE:], size)
+        numbers = torch.zeros_like(once, dtype=torch.int32)
+        for bit in range(bits - 1):
+            numbers += planes[:, bit + 1].int() << bit
+        levels = self._levels_on(bits, once.device)[numbers]
+        read = hadamard(torch.where(planes[:, 0] == 1, -levels, levels))  # of integers: exact in any order
+        read = torch.where((scale < 0).unsqueeze(1), hadamard(read * twice), read)
+        read.mul_(once)
+        return read.mul_(((scale & 0x7FFE) << 16).view(torch.float32).unsqueeze(1))
+
+    def _levels_on(self, bits: int, device: torch.device) -> Tensor:
+        """Return the levels of magnitudes of so many bits, float32[2 ** (bits - 1)]."""
+        if (bits, device) not in self._levels:
+            self._levels[bits, device] = torch.tensor(LEVELS[bits], dtype=torch.float32, device=device)
+        return self._levels[bits, device]
+
+
+def _signs(draws: Draws, blocks: Tensor, stream: int) -> Tensor:
+    """Return random signs for all of ``blocks``, alike."""
+    return draws.signs(*blocks.shape, stream, blocks.device)
+
+
+def _is_later(draws: Draws, blocks: Tensor) -> Tensor:
+    """Return whether a mixed record of one bit has the second half of each of ``blocks``, (n, ...): bool[n, 1]."""
+    return (draws.words(len(blocks), 2, blocks.device)[:, :1] & 1) > 0
+
+
+def _half(blocks: Tensor, later: Tensor) -> Tensor:
+    """Return one half of each of ``blocks``, (n, size): the second one if ``later``, bool[n, 1]."""
+    first, second = blocks.chunk(2, dim=1)
+    return torch.where(later, second, first)
+
+
+def _rounded(scale: Tensor) -> Tensor:
+    """Return float32 ``scale`` as bits of a bfloat16 of which the last one is 0, to nearest: int32, as long."""
+    bits = scale.view(torch.int32)
+    return (bits + 0xFFFF + (bits >> 17 & 1) >> 17) << 1
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:

@@ -45,7 +45,8 @@ class Job:
         self.lighthouse = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
         assert self.lighthouse.stdout is not None
         said = self.lighthouse.stdout.readline().strip()
-        assert said == f"AGMERGE_LIGHTHOUSE={socket.gethostname()}:{self.port}"
+        address, _, port = said.removeprefix("AGMERGE_LIGHTHOUSE=").partition(":")
+        assert port == self.port and socket.inet_aton(address)
         return self.lighthouse
 
     def start(self, host: int = 0, steps: int = STEPS, **more: Any) -> subprocess.Popen[str]:

@@ -38,6 +38,12 @@ def test_options_reach_the_sparsifier() -> None:
         conformance.check("randomk", sed=7)
 
 
+def largest_of(vector: Tensor, indices: Tensor, count: int) -> Tensor:
+    """Return the ``count`` of ``indices`` with the largest magnitudes, ascending."""
+    order = vector[indices.long()].abs().argsort(descending=True, stable=True)
+    return indices[order[:count].sort().values]
+
+
 class Good(TopK):
     """topk that sends a little less to a key it knows, and less still if it sent smaller values before: legal."""
 
@@ -57,7 +63,8 @@ class Good(TopK):
         now = float(vector[indices.long()].double().abs().sum())
         self.sums[request.key] = (len(vector), now)
         less = self.spare + (now > last) if request.k > 30 and length == len(vector) else 0
-        return Selection(indices, request.k - less)
+        kept = largest_of(vector, indices, request.k - less)
+        return Selection(kept, len(kept))
 
     def state_dict(self) -> dict[str, object]:
         return {"sums": dict(self.sums)}
@@ -85,7 +92,8 @@ def changed(message: str) -> Callable[[Change], Change]:
     def wrap(change: Change) -> Change:
         class Broken(Good):
             def _select(self, vector: Tensor, request: Request) -> Selection:
-                result = change(self, vector, request, super()._select(vector, request).indices)
+                super()._select(vector, request)  # remembers its sum
+                result = change(self, vector, request, TopK._select(self, vector, request).indices)
                 return result if not isinstance(result, Tensor) else Selection(result, len(result))
 
         BROKEN[change.__name__] = (Broken, message)
@@ -102,19 +110,30 @@ def broken(message: str) -> Callable[[type[Good]], type[Good]]:
     return keep
 
 
-@changed("slots, but capacity says")
+@changed("were sent, less than 0.8 k")
 def fewer_slots(self: Good, vector: Tensor, request: Request, indices: Tensor) -> Tensor:
     return indices[: 1 if request.k > 20 else None]
 
 
 @changed("were sent, less than 0.8 k")
 def too_few(self: Good, vector: Tensor, request: Request, indices: Tensor) -> Selection:
-    return Selection(indices, request.k * 3 // 4 + 1)
+    kept = largest_of(vector, indices, request.k * 3 // 4 + 1)
+    return Selection(kept, len(kept))
 
 
 @changed("slots, but capacity says")
 def too_many(self: Good, vector: Tensor, request: Request, indices: Tensor) -> Tensor:
     return torch.cat([indices, indices[-1:]])
+
+
+@changed("coordinates were never sent in 600 steps, the first is 100: what is large, or old, has to be sent some day")
+def the_first_ones(self: Good, vector: Tensor, request: Request, indices: Tensor) -> Tensor:
+    return torch.arange(request.k, dtype=torch.int32)
+
+
+@changed("1 of 1000 coordinates were never sent in 600 steps, the first is 999")
+def all_but_the_last(self: Good, vector: Tensor, request: Request, indices: Tensor) -> Tensor:
+    return indices if request.k in (1, len(vector)) else TopK()._select(vector[:-1], request).indices
 
 
 @changed("not ascending and unique")

@@ -98,6 +98,9 @@ def hard(size: int, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
     yield "minus zeros", -torch.zeros(3 * size)
     yield "constant", torch.full((3 * size,), -0.75)
     yield "one each", normal(9 * size) * (torch.arange(9 * size) % (size + 7) == 3)
+    for share in (0.02, 0.3, 0.7, 0.98):
+        kept = torch.from_numpy(generator.random(20 * size) < share)
+        yield f"{share} of normal, others zero", normal(20 * size) * kept
     for share in (0.5, 0.9, 0.99):
         spiked = normal(30 * size).view(-1, size)
         spiked[:, 5] = (spiked.square().sum(dim=1) * share / (1 - share)).sqrt() * spiked[:, 5].sign()

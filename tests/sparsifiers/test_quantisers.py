@@ -133,12 +133,22 @@ def test_fp8_is_the_nearest_of_its_numbers() -> None:
 
 
 def test_onebit_by_hand() -> None:
+    values = block(*[1.0, -3.0, 2.0, -2.0] * 16)
+    (record,) = encoded(made("onebit"), values, 64)
+    assert record[:SCALE].tolist() == [0x00, 0x40]  # (1 + 3 + 2 + 2) / 4
+    # Eight a byte, an eighth of a block apart: 1 and 3 of each row of four are minus, so whole bytes are.
+    assert record[SCALE:].tolist() == [0x00, 0xFF, 0x00, 0xFF] * 2
+    assert read("onebit", values)[:4].tolist() == [2.0, -2.0, 2.0, -2.0]
+
+
+def test_onebit_sends_one_sign_of_a_block_that_has_zeros_by_hand() -> None:
     values = block(*[1.0, -3.0, 0.0, -0.0] * 16)
     (record,) = encoded(made("onebit"), values, 64)
-    assert record[:SCALE].tolist() == [0x80, 0x3F]  # (1 + 3) / 4
-    # Eight a byte, an eighth of a block apart: 1 and 5 of each row of eight are minus, so whole bytes are.
+    assert record[:SCALE].tolist() == [0x41, 0xC0]  # 3, of which 1 has no bit: minus, in a block with zeros
     assert record[SCALE:].tolist() == [0x00, 0xFF, 0x00, 0x00] * 2
-    assert read("onebit", values)[:4].tolist() == [1.0, -1.0, 1.0, 1.0]
+    assert read("onebit", values)[:4].tolist() == [0.0, -3.0, 0.0, 0.0]
+    assert read("onebit", -values)[:4].tolist() == [0.0, 3.0, 0.0, 0.0]
+    assert read("onebit", torch.tensor([4.0, 0.0, 2.0]), 256).tolist() == [3.0, 0.0, 3.0]
 
 
 def test_the_mean_of_onebit_is_of_the_values_that_are_there() -> None:
@@ -194,6 +204,9 @@ def test_what_is_read_is_code_times_scale_exactly(name: str) -> None:
     for _, values in inputs(64):
         records = encoded(made(name), values, 64)
         got, scale = decoded(made(name), records, 64).double(), read_scale(records).double()
+        if name == "onebit":  # in its sign and its last bit it says which values there are
+            wanted, scale = scale.abs(), got.abs().amax(dim=1, keepdim=True)
+            assert torch.allclose(scale, wanted, rtol=2.0**-7, atol=0.0)
         codes = torch.where(scale > 0, got / scale, 0.0)
         assert torch.equal(codes * scale, got)
         grain = 2.0**-9 if name == "fp8" else 1.0

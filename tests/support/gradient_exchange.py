@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,9 @@ class Table:
             ParameterInfo(name, tensor, tensor.dtype, tensor.device, tuple(tensor.shape))
             for name, tensor in self.tensors.items()
         ]
+
+    def names(self) -> Collection[str]:
+        return self.tensors.keys()
 
     def snapshot(self) -> object:
         return [(name, id(tensor)) for name, tensor in self.tensors.items()]

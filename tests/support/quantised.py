@@ -50,13 +50,20 @@ def by_hand(
     # Zeros fill up the last block. What is read of them may not be zero, and is quantised again with the rest.
     padding = -like.numel() % size
     whole = [F.pad((torch.zeros_like(like) if each is None else each).reshape(-1), (0, padding)) for each in tensors]
+    zeros = torch.ones(len(whole[0]) // size, size, dtype=torch.bool)  # blocks' coordinates of which nobody has a value
 
     def quantise(values: Tensor, phase: int, sender: int, start: int) -> Tensor:
-        own = draws(name, step, phase, sender).after(start // size)
-        message = torch.zeros(blocks_in(values.numel(), size) * quantiser.record_bytes(size), dtype=torch.uint8)
+        own, blocks = draws(name, step, phase, sender).after(start // size), blocks_in(values.numel(), size)
+        records = torch.zeros(blocks, quantiser.record_bytes(size), dtype=torch.uint8)
+        of_all = zeros[start // size : start // size + blocks]
         read = torch.empty(values.numel())
-        quantiser.encode(values, size, own, message)
-        quantiser.decode_sum([message], [own], size, 1.0, read)
+        if phase:  # a sum that is 0 by chance is as any other value
+            quantiser._encode_known(values.clone().view(-1, size), of_all & (values.view(-1, size) == 0), own, records)
+        else:
+            quantiser.encode(values[: like.numel() - start], size, own, records.view(-1))
+            known = quantiser._zeros(records, own, size)
+            of_all &= True if known is None else known
+        quantiser.decode_sum([records.view(-1)], [own], size, 1.0, read)
         return read
 
     one_phase = gathered or len(tensors) == 2

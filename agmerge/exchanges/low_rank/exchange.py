@@ -10,11 +10,12 @@ import torch
 
 from agmerge.exchanges import all_reduce
 from agmerge.exchanges.base import ExchangeContext, InFlight, SegmentBuffers
-from agmerge.exchanges.dense import decode, tail_of
+from agmerge.exchanges.dense import decode, place_of, tail_of
 from agmerge.exchanges.low_rank import factors
 from agmerge.exchanges.low_rank.bases import Bases, Basis
 from agmerge.exchanges.low_rank.factors import LEFT
 from agmerge.exchanges.low_rank.matrix import Matrix
+from agmerge.exchanges.message import bits
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
 from agmerge.tensors.layout import Segment, Slot
@@ -29,6 +30,9 @@ class _State(State):
     """State of a message under way."""
 
     matrices: list[Matrix] = field(default_factory=list)
+    # Matrices of which rows or columns may be left out, each with this rank's factor: they are committed in `wait`.
+    uncommitted: list[tuple[Matrix, torch.Tensor]] = field(default_factory=list)
+    is_full: bool = True  # a rank has set Flag.FULL, so nothing is left out
     riding: list[tuple[SegmentBuffers, torch.Tensor]] = field(default_factory=list)  # dense ones, with their sums
     tail: torch.Tensor | None = None  # numbers of the merged header, behind the first round's factors
     first: all_reduce.Sum | None = None  # of the first round
@@ -75,6 +79,8 @@ class LowRankExchange(MultiRoundExchange):
         """Project one tensor on its basis, for :meth:`prepare`. ``work``, ``update``: in the tensor's shape, or 1-D."""
         matrix = self._matrix(slot, work, update)
         matrix.project()
+        if work.device.type == "cpu":
+            matrix.find_empty_behind()
         self._keep_projected(matrix, taken_off=False)
 
     def add_and_prepare(
@@ -90,6 +96,8 @@ class LowRankExchange(MultiRoundExchange):
         """Add up and project in one pass over memory, and commit in it where that is possible."""
         if gradient.layout is not torch.strided or gradient.shape != work.shape or not gradient.is_contiguous():
             return None  # the pass that only adds up raises the error
+        if work.device.type != "cpu":
+            return None
         matrix = self._matrix(slot, work, update)
         finite = matrix.add_and_project(residual, gradient, moves=moves)
         if finite:
@@ -112,9 +120,9 @@ class LowRankExchange(MultiRoundExchange):
         return self.keep(key, rank * length, basis.rows.dtype, basis.rows.device).view(rank, length)
 
     def _keep_projected(self, matrix: Matrix, taken_off: bool) -> None:
-        """Keep a projected tensor for its message; commit it if no second factor follows, unless ``taken_off``."""
+        """Keep a projected tensor for its message; commit it if its product is known, unless ``taken_off``."""
         matrix.round_factor(self.comm.size)
-        if not matrix.both and not taken_off:
+        if matrix.is_known and not taken_off:
             self.store.subtract_sent(matrix.segment, None, matrix.product())
         self._projected[matrix.slot.name] = matrix
 
@@ -135,8 +143,16 @@ class LowRankExchange(MultiRoundExchange):
                     state.matrices.append(self._projected.pop(slot.name))
         riding = [load for load in loads if load.segment.tensor_class.kind is not Kind.LOW_RANK]
         dtype, device = self.wire_of(loads[0].segment.slots[0]), loads[0].work.device
+        empty = None  # rows on a device, of which it is not known whether there are any
+        if device.type != "cpu":
+            empty = _find_empty_on_device([matrix for matrix in state.matrices if not matrix.both])
+        state.uncommitted = [(matrix, matrix.factor) for matrix in state.matrices if matrix.empty is not None]
         control, overflows = _with_overflows(control, state.matrices)
+        if not state.uncommitted:
+            control = replace(control, flags=control.flags | Flag.FULL)
         tail = tail_of(control, dtype, device)
+        if empty is not None:
+            torch.logical_not(empty.any(), out=tail[place_of(Flag.FULL)])
         parts = [*(matrix.factor.view(-1) for matrix in state.matrices), *(load.work for load in riding), tail]
         state.first, views = self._send(name, parts, dtype)
         for load in riding if self.keeps else ():  # once it is in the message
@@ -182,20 +198,60 @@ class LowRankExchange(MultiRoundExchange):
         state: _State = pending.extra
         if state.phases is not None:
             return super().wait(pending)
-        return self._wait_for_first(pending, state)
+        control = self._wait_for_first(pending, state)
+        for handle in self._commit_rest(pending):
+            handle.wait(self.timeout)
+        return control
 
     def _wait_for_first(self, pending: InFlight, state: _State) -> RoundHeader:
         """Collective. Wait for the sums of the first round, and return the merged header of all ranks."""
         assert state.first is not None and state.tail is not None
         all_reduce.wait(self.comm, state.first, self.timeout)
-        state.control = decode(state.tail.tolist(), pending.control, pending.name)
+        control = decode(state.tail.tolist(), pending.control, pending.name)
+        state.is_full = bool(control.flags & Flag.FULL)
+        state.control = replace(control, flags=control.flags & ~Flag.FULL)
         return state.control
+
+    def _commit_rest(self, pending: InFlight) -> Phases[None]:
+        """Collective. Leave rows and columns that are zero on all ranks out of products, then commit the products.
+
+        A basis of the last step need not be zero there. Ranks exchange which of theirs are zero only if each rank has
+        some. Nothing is done in a round that will be repeated.
+        """
+        state: _State = pending.extra
+        assert state.control is not None
+        if state.control.flags & (Flag.REPLAN | Flag.NONFINITE):
+            return
+        if not state.is_full:
+            matrices = [matrix for matrix in state.matrices if not matrix.both and bool(matrix.factor.any())]
+            yield from self._leave_out_empty(pending, matrices)
+        for matrix, own in state.uncommitted:
+            self.store.subtract_sent(matrix.segment, None, replace(matrix, factor=own).product())
+
+    def _leave_out_empty(self, pending: InFlight, matrices: Sequence[Matrix]) -> Phases[None]:
+        """Collective. Leave out of each product the rows, or columns, that are empty on all ranks."""
+        if not matrices:
+            return
+        lengths = [matrix.basis.rows.shape[1] for matrix in matrices]
+        empty = [
+            torch.zeros(length, dtype=torch.bool, device=matrix.work.device) if matrix.empty is None else matrix.empty
+            for matrix, length in zip(matrices, lengths, strict=True)
+        ]
+        own = torch.empty(bits.bytes_of(sum(lengths), 1), dtype=torch.uint8, device=pending.message.device)
+        bits.pack(torch.cat(empty).to(torch.uint8), 1, own)
+        rows = own.new_empty(self.comm.size * own.numel())
+        pending.count({"header": own.nbytes})
+        yield self.comm.all_gather(rows, own, f"{pending.name}/empty rows")
+        common = torch.stack([bits.unpack(row, 1, sum(lengths)) for row in rows.view(self.comm.size, -1)]).all(0)
+        for matrix, lanes in zip(matrices, torch.split(common, lengths), strict=True):
+            matrix.leave_out(lanes)
 
     def phases(self, pending: InFlight) -> Phases[None]:
         """Collective. Send the second factors, projected on the first ones; nothing, if the round will be repeated."""
         state: _State = pending.extra
         if self._wait_for_first(pending, state).flags & (Flag.REPLAN | Flag.NONFINITE):
             return
+        yield from self._commit_rest(pending)
         matrices = [matrix for matrix in state.matrices if matrix.both]
         firsts = [matrix.factor.to(matrix.work.dtype, copy=True) for matrix in matrices]
         factors.orthonormalize(firsts)
@@ -236,7 +292,7 @@ class LowRankExchange(MultiRoundExchange):
 
         Where it overflowed, and where it was zero because no rank ``used`` the tensor, the old basis stays.
         """
-        largest = torch.stack([torch.linalg.vector_norm(matrix.factor, torch.inf) for matrix in matrices]).tolist()
+        largest = torch.stack(torch._foreach_norm([matrix.factor for matrix in matrices], torch.inf)).tolist()
         staged = []
         for matrix, most in zip(matrices, largest, strict=True):
             if most == 0.0 and matrix.slot in used:
@@ -255,11 +311,23 @@ def _with_overflows(control: RoundHeader, matrices: Sequence[Matrix]) -> tuple[R
     A device is not waited for: there `finite` has the flag, and no names are known.
     """
     if matrices[0].factor.device.type != "cpu":
-        largest = torch.stack([torch.linalg.vector_norm(matrix.factor, torch.inf) for matrix in matrices])
-        good = largest.isfinite().all()
+        whole = torch.cat([matrix.factor.view(-1) for matrix in matrices])
+        good = torch.linalg.vector_norm(whole, torch.inf) < torch.inf
         return replace(control, finite=good if control.finite is None else control.finite & good), []
     names = [matrix.slot.name for matrix in matrices if not is_finite(matrix.factor)]
     return replace(control, flags=control.flags | Flag.NONFINITE) if names else control, names
+
+
+def _find_empty_on_device(matrices: Sequence[Matrix]) -> torch.Tensor | None:
+    """Set what is empty of matrices on a device, and return it of all of them, 1-D; None: there are no matrices."""
+    if not matrices:
+        return None
+    bases = [matrix.basis.rows for matrix in matrices]
+    sides, works = [matrix.basis.side for matrix in matrices], [matrix.work for matrix in matrices]
+    empty = factors.empty_lanes_on_device(sides, bases, works)
+    for matrix, lanes in zip(matrices, torch.split(empty, [basis.shape[1] for basis in bases]), strict=True):
+        matrix.empty = lanes
+    return empty
 
 
 def _part(flat: torch.Tensor, load: SegmentBuffers, slot: Slot) -> torch.Tensor:

@@ -26,6 +26,8 @@ __all__ = [
     "RIGHT",
     "Product",
     "add_and_project",
+    "empty_lanes",
+    "empty_lanes_on_device",
     "initial_basis",
     "matrix_shape",
     "orthonormalize",
@@ -90,6 +92,47 @@ def add_and_project(
     if off:
         return kernel_low_rank.add_project_on_right_and_take_off(matrix, residual, gradient, basis, out, copy)
     return kernel_low_rank.add_and_project_on_right(matrix, residual, gradient, basis, out, copy)
+
+
+def empty_lanes(side: str, basis: torch.Tensor, *terms: torch.Tensor) -> torch.Tensor | None:
+    """Return which rows of a matrix, the sum of ``terms``, (n, m), are zero although its ``basis`` is not zero there.
+
+    The product of the basis and any factor has noise in them. On the host: of most rows one element is read. Returns
+    bool[n]; None if there are none. With a basis of the RIGHT these are columns: bool[m].
+    """
+    lanes = [term if side == LEFT else term.t() for term in terms]
+    length, across = lanes[0].shape
+    first = _added([lane[:, 0] for lane in lanes])
+    if int(first.count_nonzero()) == length:
+        return None
+    left = ((first == 0) & basis.any(0)).nonzero().view(-1)  # rows of which nothing was read but zeros
+    start, width = 1, 8
+    while left.numel() and start < across:
+        part = _added([lane[left, start : start + width] for lane in lanes])
+        left = left[part.abs().amax(1) == 0]
+        start, width = start + width, 2 * width
+    if not left.numel():
+        return None
+    return torch.zeros(length, dtype=torch.bool).index_fill_(0, left, True)
+
+
+def empty_lanes_on_device(
+    sides: Sequence[str], bases: Sequence[torch.Tensor], matrices: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return :func:`empty_lanes` of several matrices, one behind the other, without waiting for their device."""
+    pairs = zip(sides, matrices, strict=True)
+    in_use = _joined([(matrix if side == LEFT else matrix.t()).any(1) for side, matrix in pairs])
+    alike = len({len(basis) for basis in bases}) == 1
+    covered = _joined(bases, 1).any(0) if alike else _joined([basis.any(0) for basis in bases])
+    return covered > in_use
+
+
+def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
+
+
+def _added(terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
 
 def take_off(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -37,8 +37,7 @@ def orthonormalize(factors: Sequence[torch.Tensor]) -> None:
         else:
             others.setdefault((factor.shape, factor.dtype, factor.device), []).append(factor)
     for alike in others.values():
-        for factor, basis in zip(alike, by_torch(torch.stack(alike)), strict=True):
-            factor.copy_(basis)
+        torch._foreach_copy_(alike, by_torch(torch.stack(alike)).unbind())
 
 
 # -- numpy ------------------------------------------------------------------------------------------------------------
@@ -97,12 +96,10 @@ def by_torch(factors: torch.Tensor) -> torch.Tensor:
         known = basis[:, :k]
         row = rows[:, k]
         vector = _without(row, known)
-        finite = vector.isfinite().all(-1, keepdim=True)
-        dependent = ~finite | (
-            vector.norm(dim=-1, keepdim=True) <= DEPENDENT * epsilon * row.norm(dim=-1, keepdim=True)
-        )
+        left = vector.norm(dim=-1, keepdim=True)
+        independent = (left > DEPENDENT * epsilon * row.norm(dim=-1, keepdim=True)) & (left < torch.inf)
         unit = torch.zeros_like(row).scatter_(-1, known.square().sum(1).argmin(-1, keepdim=True), 1.0)
-        vector = torch.where(dependent, _without(unit, known), vector)
+        vector = torch.where(independent, vector, _without(unit, known))
         basis[:, k] = vector / vector.norm(dim=-1, keepdim=True)
     return basis.to(factors.dtype)
 

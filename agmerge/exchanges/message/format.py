@@ -42,6 +42,7 @@ class Flag(IntFlag):
     NEWCOMER = 16  # this rank knows of workers that wait to be let in
     LEAVING = 32  # this rank leaves its elastic job after this round
     ACTIVE = 8  # this rank still has batches; join() ends in the first round in which no rank sets it
+    FULL = 64  # in a message of factors: this rank has no row or column that is zero where its basis is not
 
 
 FIXED = ("magic", "step", "plan", "buffer", "flags", "words", "size", "checksum", "payload")

@@ -131,15 +131,17 @@ class QuantisedExchange(Exchange):
 
     def _commit(self, slot: Slot, values: Tensor | None, step: int, message: Tensor) -> None:
         """Tell the store what was written of a tensor, if it keeps a residual."""
+        segment = Segment(slot.tensor_class, (slot,))
         if self.context.feedback and values is not None:
-            sent = self.keep(("sent",), slot.numel, slot.tensor_class.storage, message.device)
+            sent = self.keep(("sent",), segment.length, slot.tensor_class.storage, message.device)
+            sent[slot.numel :] = 0  # padding
             key = self._key(slot, step, 0, self.comm.rank)
             for piece, where in self._layouts[self._places[slot.index][0]].pieces_of[slot.index]:
                 draws = [Draws(key, piece.first)]
                 self.quantiser.decode_sum([message[where]], draws, piece.size, 1.0, sent[piece.elements])
-            self.store.subtract_sent(Segment(slot.tensor_class, (slot,)), None, sent)
+            self.store.subtract_sent(segment, None, sent)
         elif self.store.has_residual:
-            self.store.subtract_sent(Segment(slot.tensor_class, (slot,)), None, None)
+            self.store.subtract_sent(segment, None, None)
 
     # -- messages leave -----------------------------------------------------------------------------------------------
 

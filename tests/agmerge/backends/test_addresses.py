@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 
 from agmerge.backends import addresses, torch_store
+from agmerge.cli import lighthouse
 from agmerge.errors import AGMergeError
 
 
@@ -40,3 +42,20 @@ def test_why_a_port_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         assert words in addresses.why_unreachable("192.0.2.1", port)
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     assert addresses.why_unreachable("node", port) == "the name node leads to no address on this machine"
+
+
+def test_a_lighthouse_prints_an_address_and_no_name_that_need_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolved(host: str, *_: object, **__: object) -> list[Any]:
+        if not host[0].isdigit():
+            raise OSError("no such name")
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (host, 9))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)  # of a machine whose own name leads nowhere
+    monkeypatch.setattr(socket, "gethostname", lambda: "node")
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth1")])
+    monkeypatch.setattr(addresses, "of_interface", {"lo": "127.0.0.1", "eth1": "10.0.0.7"}.__getitem__)
+    monkeypatch.setattr(addresses, "towards", lambda host: "")  # no route
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert lighthouse.address() == "10.0.0.7"
+    monkeypatch.setattr(addresses, "of_interface", {"lo": "127.0.0.1", "eth1": ""}.__getitem__)
+    assert lighthouse.address() == "127.0.0.1"

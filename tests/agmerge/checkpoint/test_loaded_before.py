@@ -69,6 +69,32 @@ def test_the_wrapper_warns_once_with_the_two_lines_that_load_it(options: dict[st
     on_ranks(1, MODEL, body)
 
 
+@pytest.mark.parametrize("options", [{**TOPK, "memory": "residual"}, UPDATES, {"compression": "acpsgd"}], ids=str)
+def test_sgd_without_momentum_warns_too(options: dict[str, Any]) -> None:
+    """It has no state by parameter, of its own or of the checkpoint."""
+
+    def plain(model: nn.Module) -> torch.optim.SGD:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body(rank: int, model: nn.Module) -> None:
+        twin = copy.deepcopy(model)
+        optimizer = wrap(twin, plain(twin), **options)
+        train(twin, optimizer, rank, range(3))
+        state = through_a_file(optimizer.state_dict())
+        inner, same = plain(model), plain(model)
+        inner.load_state_dict(state)
+        same.load_state_dict(through_a_file(inner.state_dict()))  # the plain one's own state is no such file
+        assert inner.state_dict() == same.state_dict() == plain(model).state_dict()
+        made: list[Any] = []
+        assert len(said(lambda: made.append(wrap(model, inner, **options)))) == 1
+        (resumed,) = made
+        resumed.load_state_dict(state)
+        resumed.close()
+        assert said(lambda: wrap(model, inner)) == said(lambda: wrap(model, same)) == []
+
+    on_ranks(1, MODEL, body)
+
+
 def test_of_several_ranks_one_warns() -> None:
     def body(rank: int, model: nn.Module) -> bool:
         inner = sgd(model)

@@ -12,7 +12,7 @@ import torch
 from pretend.device import Device
 from pretend.tensors import PLACE
 from pretend.training import on_devices
-from support.device_training import Given, host, plain_step, same_residuals, train, wrapped
+from support.device_training import Given, gradient, host, plain_step, same_residuals, train, wrapped
 from support.host_streams import HostStreams
 
 import agmerge
@@ -165,3 +165,27 @@ def test_the_one_wait_ends_and_names_the_first_message_that_is_missing(
     monkeypatch.setattr("agmerge.step.queued_messages.streams_of", lambda device: Slow(10**9))
     with pytest.raises(agmerge.CollectiveTimeout, match=f"{name}: no answer from all ranks within 0.05 s"):
         said_by_all(messages(*done), 0.05)
+
+
+def test_low_rank_leaves_out_rows_that_are_zero_on_all_ranks() -> None:
+    def step_of(optimizer: Any, model: Given, rank: int, step: int) -> None:
+        optimizer.zero_grad()
+        terms = []
+        for number, p in enumerate(model.given):
+            rows = torch.arange(len(p)) % 3 != step % 3
+            own = gradient(rank, step, number) * rows.view(-1, *[1] * (p.dim() - 1))
+            terms.append((p * own.to(p.device)).sum())
+        before = [host(p).clone() for p in model.given]
+        torch.stack(terms).sum().backward()
+        optimizer.step()
+        for p, old in zip(model.given, before, strict=True):
+            unused = torch.arange(len(old)) % 3 == step % 3
+            assert torch.equal(host(p)[unused], old[unused])
+            assert not torch.equal(host(p), old)
+
+    options = {"compression": "acpsgd", "exchange": "sparse", "memory": "none", "density": None}
+    ours, theirs = (train(2, place, each=step_of, **options) for place in (PLACE, "cpu"))
+    for one, other in zip(ours, theirs, strict=True):
+        for p, q in zip(one.parameters, other.parameters, strict=True):
+            torch.testing.assert_close(p, q)
+    assert all(torch.equal(p, q) for p, q in zip(ours[0].parameters, ours[1].parameters, strict=True))

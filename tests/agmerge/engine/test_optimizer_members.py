@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from support import (
     WIDTH,
     Parts,
     agreed,
+    batch,
     digest,
     loss_of,
     mlp,
@@ -280,3 +284,85 @@ def test_a_model_that_is_recast_later_goes_on_in_sync(dtype: torch.dtype, compre
         gone = sum(before[name] - after[name] for _, before, after, _ in found) / 2
         assert gone.any()
         torch.testing.assert_close(found[0][3][name], gone.to(dtype))
+
+
+def put_anew(optimizer: agmerge.DistributedOptimizer, values: Tensor) -> weakref.ref[Tensor]:
+    """Put a new parameter with ``values`` in the place of the first one, and return a reference to the old one."""
+    group = optimizer.param_groups[0]
+    old, group["params"][0] = group["params"][0], nn.Parameter(values)
+    optimizer.state.pop(old, None)
+    return weakref.ref(old)
+
+
+@pytest.mark.parametrize("more_rows", [0, 8])
+@pytest.mark.parametrize("compression", ["none", "topk", "dgc", "powersgd", "eden"])
+def test_a_parameter_that_is_replaced_ten_times_leaves_nothing_behind(compression: str, more_rows: int) -> None:
+    """Each is a new one, as in densification: with a residual of its own, and its predecessor leaves memory."""
+
+    def body(rank: int, model: nn.Linear) -> tuple[list[str], str]:
+        optimizer = wrap(model, sgd(model, lr=1.0), compression=compression)
+        gone, found = [], []
+        for step in range(10):
+            for gradient in (float(rank + 1), 0.0):  # the second step would show a residual of the first one's
+                first, bias = optimizer.param_groups[0]["params"]
+                kept = first.detach().clone()
+                optimizer.zero_grad()
+                source = torch.Generator().manual_seed(step)
+                weights = gradient * torch.randn(first.shape, generator=source)
+                ((first * weights).sum() + (bias * 0.0).sum()).backward()
+                optimizer.step()
+                if gradient:
+                    now = first.detach()
+                    gone.append(put_anew(optimizer, torch.cat([now, now[:more_rows]])))
+                else:
+                    assert torch.equal(first.detach(), kept), "the residual of a predecessor was sent"
+            found.append(digest(optimizer.param_groups[0]["params"]))
+            del first, bias
+        gc.collect()  # the first one is the model's
+        assert not [reference for reference in gone[1:] if reference() is not None]
+        assert len(residuals(optimizer)) <= 2
+        return found, repr(sorted(optimizer.plan.names))
+
+    agreed(on_ranks(2, seeded(lambda: nn.Linear(WIDTH, WIDTH)), body))
+
+
+@pytest.mark.parametrize("options", [{}, {"carry": "hold"}, {"overlap": 1}, {"outer": agmerge.Nesterov()}])
+def test_a_parameter_is_replaced_while_updates_are_exchanged(options: dict[str, Any]) -> None:
+    """What takes its place is made of the shared values; the others' tensors are let go."""
+
+    def body(rank: int, model: nn.Linear) -> str:
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = wrap(model, inner, sync="updates", compression="topk", **options)
+        gone = []
+        for step in range(12):
+            first, bias = optimizer.param_groups[0]["params"]
+            optimizer.zero_grad()
+            x, _ = batch(rank, step)
+            torch.nn.functional.linear(x, first, bias).square().mean().backward()
+            optimizer.step()
+            if step % 3 == 2:
+                with optimizer.shared():
+                    values = first.detach().clone()
+                gone.append(put_anew(optimizer, values))
+            del first, bias
+        optimizer.consolidate()
+        gc.collect()  # the first one is the model's
+        assert not [reference for reference in gone[1:] if reference() is not None]
+        return digest(optimizer.param_groups[0]["params"])
+
+    agreed(on_ranks(2, seeded(lambda: nn.Linear(WIDTH, WIDTH)), body))
+
+
+def test_a_replacement_that_differs_by_rank_is_an_error_on_all_ranks() -> None:
+    """With sync="updates" a worker's own values are no common ones: training would go on from different models."""
+
+    def body(rank: int, model: nn.Linear) -> None:
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = wrap(model, inner, sync="updates", compression="topk")
+        train(model, optimizer, rank, range(2))
+        put_anew(optimizer, optimizer.param_groups[0]["params"][0].detach().clone())
+        optimizer.param_groups[0]["params"][0].sum().backward()
+        with pytest.raises(agmerge.DivergenceError, match="shared()"):
+            optimizer.step()
+
+    on_ranks(2, seeded(lambda: nn.Linear(WIDTH, WIDTH)), body)

@@ -325,3 +325,29 @@ def test_states_of_followed_optimizers_are_saved_and_loaded() -> None:
                 _ = local.optimizer
 
     on_ranks(2, MODEL, body)
+
+
+@pytest.mark.parametrize("road", ["hooks", "wrapper"])
+def test_updates_of_parameters_that_a_script_freezes_between_its_optimizers_are_exchanged(road: str) -> None:
+    """As a GAN's script does. Half of them are frozen when the first optimizer steps, or when all step together."""
+
+    def body(rank: int, model: nn.Module) -> str:
+        (matrices, others), optimizers = halves(model), two(model)
+        held: Any = agmerge.LocalSync(model, optimizers, every=1) if road == "hooks" else None
+        held = held.__enter__() if road == "hooks" else wrap(model, optimizers, sync="updates", **COMMON)
+        for step in range(3):
+            for optimizer, own, frozen in zip(optimizers, (matrices, others), (others, matrices), strict=True):
+                for parameter in [*own, *frozen]:
+                    parameter.requires_grad_(any(parameter is one for one in own))
+                optimizer.zero_grad()
+                backward(model, rank, step)
+                if road == "hooks":
+                    optimizer.step()
+            if road == "wrapper":
+                held.step()  # the first half is frozen, and has gradients
+        own = digest(model)
+        held.consolidate()
+        assert digest(model) != own
+        return digest(model)
+
+    agreed(on_ranks(2, MODEL, body))

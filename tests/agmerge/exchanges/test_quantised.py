@@ -110,6 +110,47 @@ def test_sums() -> None:
         torch.testing.assert_close(sums[0][0][name], 4 * mean, rtol=0.6, atol=4.0)  # rounded once more, by other words
 
 
+# -- residuals ------------------------------------------------------------------------------------------------------
+
+ODD = {"a": (35, 33), "b": (5, 7, 33), "c": (2, 513), "d": (10, 1001), "e": (1025,), "f": (40, 64), "g": (1151,)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3])
+def test_onebit_keeps_what_it_rounds_of_tensors_of_any_size(size: int, dtype: torch.dtype) -> None:
+    """Nor do neighbours in a buffer get anything of the padding between them."""
+    steps = 3
+
+    def body(rank: int) -> tuple[list[Any], list[dict[str, Tensor]]]:
+        options = {"compression": "onebit", "merging": "single", "dense": []}
+        exchange = connected(Table({name: torch.zeros(shape, dtype=dtype) for name, shape in ODD.items()}), **options)
+        updates, residuals = [], []
+        for step in range(steps):
+            source = torch.Generator().manual_seed(10 * step + rank)
+            given = {name: torch.randn(shape, generator=source).to(dtype) for name, shape in ODD.items()}
+            updates.append((given, stepped(exchange, given)))
+            kept = exchange.agreed.current.tensors
+            residuals.append({name: kept["residual", name].clone() for name in ODD})
+        return updates, residuals
+
+    seen = testing.run(size, body)
+    for name in ODD:
+        for step in range(steps):
+            first = seen[0][0][step][1][name]
+            assert first is not None
+            assert all(torch.equal(first, updates[step][1][name]) for updates, _ in seen)
+            if size == 2:  # of more ranks the sums are rounded, too
+                owed = [
+                    updates[step][0][name].float() + (residuals[step - 1][name] if step else 0.0)
+                    for updates, residuals in seen
+                ]
+                left = torch.stack([residuals[step][name] for _, residuals in seen]).mean(0)
+                tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+                torch.testing.assert_close(
+                    first.float() + left, torch.stack(owed).mean(0), rtol=tolerance, atol=tolerance
+                )
+
+
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 

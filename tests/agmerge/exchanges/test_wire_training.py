@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import agmerge
 import sparsifiers
+from agmerge import testing
 from agmerge.backends import topology
 
 MODEL, SMALL = seeded(AwkwardModel, 7), seeded(mlp, 3)
@@ -187,3 +188,36 @@ def seeded_embedding() -> nn.Embedding:
     values = torch.randn(100, 32, generator=torch.Generator().manual_seed(0))
     layer.weight.data.copy_(values)
     return layer
+
+
+# -- what is zero on all ranks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", ["gradients", "updates"])
+@pytest.mark.parametrize("exchange", ["sparse", "oktopk"])
+@pytest.mark.parametrize("wire", ["auto", "fp16", "int8", *FEW])
+def test_adam_moves_no_weight_without_a_gradient(wire: str, exchange: str, sync: str) -> None:
+    """Pruned ones, where fewer gradients are not zero than a message has slots; small tensors are sent whole."""
+    shapes = {"matrix": (40, 64), "long": (1030,), "bias": (40,)}
+    source = torch.Generator().manual_seed(0)
+    start = {name: torch.randn(shape, generator=source) for name, shape in shapes.items()}
+    in_use = {name: torch.rand(shape, generator=source) < 0.04 for name, shape in shapes.items()}
+
+    def body(rank: int) -> dict[str, Tensor]:
+        weights = {name: nn.Parameter(tensor.clone()) for name, tensor in start.items()}
+        inner = torch.optim.AdamW(weights.values(), lr=0.01, weight_decay=0.0)
+        optimizer = agmerge.DistributedOptimizer(
+            inner, list(weights.items()), compression="topk", density=0.1, wire=wire, exchange=exchange, sync=sync
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            drawn = torch.Generator().manual_seed(10 * step + rank)
+            given = [torch.randn(shape, generator=drawn) * in_use[name] for name, shape in shapes.items()]
+            torch.stack([(p * g).sum() for p, g in zip(weights.values(), given, strict=True)]).sum().backward()
+            optimizer.step()
+        return {name: p.detach() - start[name] for name, p in weights.items()}
+
+    for moved in testing.run(2, body):
+        for name, displacement in moved.items():
+            assert not displacement[~in_use[name]].any()
+            assert displacement[in_use[name]].any()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ class Kept:
 
     def __init__(self, wrapper: agmerge.DistributedOptimizer) -> None:
         self._reducer = wrapper._reducer
+        self.looks: list[Callable[[], str]] = []  # what is to be looked at some steps later
+
+    def look_later(self, look: Callable[[], str]) -> None:
+        self.looks.append(look)
 
     def flush(self) -> None: ...
 
@@ -119,36 +123,119 @@ def test_what_a_framework_has_removed_does_not_come_back(tmp_path: Path) -> None
     assert not (tmp_path / "gone").exists()
 
 
-def error(folder: Path) -> set[str]:
-    """What two ranks say that cannot load."""
+def error(folder: Path, ranks: int = 2) -> set[str]:
+    """What so many ranks say that cannot load."""
 
     def body(rank: int, model: Any) -> str:
         with pytest.raises(agmerge.AGMergeError) as said:
             files.load(Kept(trained(model, rank, 1)), folder)
         return str(said.value)
 
-    return set(on_ranks(2, seeded(mlp), body))
+    return set(on_ranks(ranks, seeded(mlp), body))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 @pytest.mark.parametrize("full", [[1], [0, 2]], ids=str)
-def test_a_full_disk_of_one_rank_is_an_error_of_all_and_no_half_file_stays(tmp_path: Path, full: list[int]) -> None:
-    before = saved(tmp_path, 3)
+def test_a_full_disk_is_an_error_of_the_rank_that_has_it_and_no_half_file_stays(
+    tmp_path: Path, full: list[int]
+) -> None:
+    saved(tmp_path, 3)
     for rank in full:
         (tmp_path / f"agmerge-{rank}-of-3.pt.part").symlink_to("/dev/full")
 
     def body(rank: int, model: Any) -> str:
+        kept = Kept(trained(model, rank, STEPS + 1))
+        if rank not in full:
+            files.save(kept, tmp_path)
+            return ""
         with pytest.raises(agmerge.AGMergeError) as said:
-            files.save(Kept(trained(model, rank, STEPS + 1)), tmp_path)
+            files.save(kept, tmp_path)
         return str(said.value)
 
-    (text,) = set(on_ranks(3, seeded(mlp), body))
-    assert text.startswith(f"rank {full[0]} could not write what it keeps into {tmp_path}: ")
-    assert ("(and 1 more)" in text) is (len(full) == 2)
+    for rank, text in enumerate(on_ranks(3, seeded(mlp), body)):
+        assert (f"rank {rank} could not write what it keeps into {tmp_path}: " in text) is (rank in full)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"agmerge-{rank}-of-3.pt" for rank in range(3)]
-    for (done, kept, _), first in zip(loaded(tmp_path, 3), before, strict=True):  # what was saved before is whole
-        assert done and all(torch.equal(kept[name], first[name]) for name in first)
+    (text,) = error(tmp_path, 3)  # its older file is whole, and of another step than those of the others
+    assert f"different steps ({STEPS}, {STEPS + 1})" in text
     saved(tmp_path, 3)
+    assert all(done for done, _, _ in loaded(tmp_path, 3))
+
+
+DEFAULT: dict[str, Any] = {"compression": "auto", "density": None, "exchange": "auto"}
+
+
+def test_where_nothing_is_kept_one_rank_saves_and_each_loads_by_itself(tmp_path: Path) -> None:
+    """As ``if accelerator.is_main_process: accelerator.save_state()``: no other rank takes part."""
+
+    def body(rank: int, model: Any) -> tuple[int, int]:
+        optimizer = trained(model, rank, STEPS, **DEFAULT)
+        kept = Kept(optimizer)
+        if rank == 0:
+            files.save(kept, tmp_path)
+        assert kept.looks == []
+        agmerge.barrier()
+        again = seeded(mlp)
+        later = trained(again, rank, 1, **DEFAULT)
+        assert rank == 1 or files.load(Kept(later), tmp_path)  # and one rank alone loads: rank 0's steps count
+        train(again, later, rank, range(1))
+        return later._reducer.exchange.agreed.steps, len(residuals(optimizer))
+
+    assert on_ranks(2, seeded(mlp), body) == [(STEPS + 1, 0)] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["agmerge-0-of-2.pt"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("now", [SMALL, DEFAULT], ids=["topk", "default"])
+def test_the_first_ranks_file_is_enough_where_nothing_was_kept(tmp_path: Path, ranks: int, now: dict[str, Any]) -> None:
+    saved(tmp_path, 2)  # of an older training, which rank 0 removes
+
+    def save(rank: int, model: Any) -> None:
+        files.save(Kept(trained(model, rank, STEPS, **DEFAULT)), tmp_path)
+
+    def load(rank: int, model: Any) -> int:
+        optimizer = trained(model, rank, 1, **now)
+        assert files.load(Kept(optimizer), tmp_path)
+        assert not any(bool(one.any()) for one in residuals(optimizer).values())
+        return optimizer._reducer.exchange.agreed.steps
+
+    on_ranks(2, seeded(mlp), save)
+    assert [path.name for path in tmp_path.iterdir()] == ["agmerge-0-of-2.pt"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="compression=")
+        assert on_ranks(ranks, seeded(mlp), load) == [STEPS] * ranks
+
+
+def test_without_files_a_training_that_keeps_nothing_goes_on_as_it_is(tmp_path: Path) -> None:
+    def body(rank: int, model: Any) -> tuple[bool, int]:
+        optimizer = trained(model, rank, STEPS, **DEFAULT)
+        return files.load(Kept(optimizer), tmp_path), optimizer._reducer.exchange.agreed.steps
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert on_ranks(2, seeded(mlp), body) == [(False, STEPS)] * 2
+
+
+@pytest.mark.parametrize("callers, missing", [([0], "rank 1 has"), ([1], "rank 0 has"), ([0, 1], "")], ids=str)
+def test_who_saves_alone_what_all_keep_is_told_some_steps_later(
+    tmp_path: Path, callers: list[int], missing: str
+) -> None:
+    """The others' older files do not count, and nobody waits for them."""
+    saved(tmp_path, 2)
+
+    def body(rank: int, model: Any) -> list[str]:
+        kept = Kept(trained(model, rank, STEPS + 1))
+        if rank in callers:
+            files.save(kept, tmp_path)
+        agmerge.barrier()
+        return [look() for look in kept.looks]
+
+    said = on_ranks(2, seeded(mlp), body)
+    for rank, texts in enumerate(said):
+        assert len(texts) == (rank in callers)
+        assert all(
+            (f"{missing} not written what it has not sent yet" in text) if missing else not text for text in texts
+        )
 
 
 def test_a_damaged_file_is_an_error_of_all_ranks(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class Script:
         self.inner = sgd(model)
         self._model, self._rank, self._steps = model, rank, 0
         self.optimizer: agmerge.DistributedOptimizer = wrap(model, self.inner, **options)
-        self.whole, self.end = unsaved.watch(self.optimizer._reducer, [self.inner])
+        self.whole, self.look_later, self.end = unsaved.watch(self.optimizer._reducer, [self.inner])
 
     def step(self) -> list[str]:
         """What one more step says."""
@@ -127,3 +127,25 @@ def test_rank_0_tells() -> None:
         return 0
 
     assert len(said(lambda: on_ranks(2, MODEL, body))) == 1
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_checkpoint_of_one_rank_is_looked_at_when_all_have_gone_on(alone: bool) -> None:
+    """Not before two more exchanges are over: the other ranks may be about to save. Once."""
+    looked: list[int] = []
+
+    def look() -> str:
+        looked.append(1)
+        return "ranks keep more than that: rank 1" if alone else ""
+
+    def body(rank: int, model: nn.Module) -> None:
+        script = Script(model, rank, {"compression": "topk"})
+        script.step()
+        script.look_later(look)
+        assert script.step() == script.step() == [] and not looked
+        assert len(script.step()) == alone and looked == [1]
+        script.look_later(look)
+        assert [script.step() for _ in range(4)] == [[]] * 4
+        script.end()
+
+    on_ranks(1, MODEL, body)

@@ -55,8 +55,10 @@ def test_what_costs_less_is_taken(sparse: float, dense: float, flags: set[bool],
 
 
 @pytest.mark.parametrize("trial", [True, False])
-def test_going_dense_for_good_is_in_the_figures_with_its_reason(trial: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is warned of it: it is what was asked for."""
+def test_going_dense_for_good_is_in_the_figures_with_its_reason(
+    trial: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no warning, for a default asks for it, but a line for those who compare compressors."""
     monkeypatch.setattr(measurer, "measure_costs", costing(*((12.0, 1.0) if trial else (1e3, 1e-6))))
     took = lambda trial: [1.0 if all(plan.dense) else 2.0 for plan in trial.plans]  # noqa: E731
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", took)
@@ -68,10 +70,29 @@ def test_going_dense_for_good_is_in_the_figures_with_its_reason(trial: bool, mon
 
     with strict_warnings():
         is_dense, why = on_ranks(2, MODEL, body)[0]
-    assert is_dense and why.startswith("exchange='auto' was given: ")
+    assert is_dense and why.startswith("exchange='auto' compresses where that is faster: ")
     assert ("ms a step with dense" in why) is trial and ("dense is predicted to end" in why) is not trial
+    line = capsys.readouterr().err
+    assert line.startswith("agmerge: compression='topk' sends all of the gradients whole from step ")
+    assert why in line and line.endswith("to compare compressors, add exchange='sparse'\n") and line.count("\n") == 1
     _, alone = on_ranks(1, MODEL, body)[0]
-    assert alone == "exchange='auto' was given"  # nobody to exchange with
+    assert capsys.readouterr().err == ""
+    assert alone.endswith("there is one worker, which sends nothing")
+
+
+def test_reports_say_what_the_plan_sends_whole_whatever_was_named() -> None:
+    plan = merging.Plan((4, 2), dense=(True, False))
+
+    def body(rank: int, model: nn.Module) -> tuple[str, str]:
+        optimizer = trained(rank, model, 2, merging=plan)
+        return optimizer.compression_report(), optimizer.merge_report()
+
+    tensors, buffers = on_ranks(2, MODEL, body)[0]
+    rows = [row.split() for row in tensors.splitlines()[1:-1]]
+    assert {row[4] for row in rows if row[0] == "0"} == {"whole"}
+    assert all((row[4], row[5]) == ("topk", "0.1") for row in rows if row[3] == "sparse" and row[0] == "1")
+    assert "are selected from" in tensors and "are sent whole, because that is faster here" in tensors.splitlines()[-1]
+    assert [row.split()[3] for row in buffers.splitlines()[:3]] == ["sent", "whole", "whole+topk"]
 
 
 @pytest.mark.parametrize("memory", ["residual", "none"])

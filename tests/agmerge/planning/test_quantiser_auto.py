@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,50 @@ def test_the_most_exact_one_that_is_about_as_fast_is_taken_by_all_and_recorded(
     assert all(f"a step with {each}" in why for each in ("eden-4", "eden-2", "none"))
 
 
+@pytest.mark.parametrize(
+    ("dense", "line"),
+    [
+        (1.0, r"eden-2 \(2 bits\) from step 11 on: 4\.\dx less traffic than DDP \(every other candidate .*\)"),
+        (1e-9, r"whole gradients from step 11 on, as DDP sends them \(every other candidate .*\)"),
+    ],
+)
+def test_one_line_says_what_was_chosen_when_and_how_much_less_is_sent(
+    dense: float, line: str, world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the first step with it, on rank 0, and no warning; none before, and none where a name leaves no choice."""
+    world.dense = dense
+
+    def body(rank: int, model: nn.Module) -> list[str]:
+        optimizer, seen = wrapped(model), [""]
+        for step in range(FIRST + 3):
+            trained(rank, model, optimizer, [step])
+            optimizer._reducer.exchange.group.comm.barrier("said").wait(10)
+            seen += [capsys.readouterr().err if rank == 0 else ""]
+            if step == FIRST:  # ranks agree anew, on the same
+                optimizer.set_compressor("auto")
+        return seen
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, second = on_ranks(2, MODEL, body)
+    assert not any(second) and not any(first[: FIRST + 1] + first[FIRST + 2 :])
+    assert re.fullmatch(f"agmerge: {line}\n", first[FIRST + 1])
+    on_ranks(2, MODEL, lambda rank, model: trained(rank, model, wrapped(model, compression="int8"), range(FIRST + 2)))
+    assert capsys.readouterr().err == ""
+
+
+def test_before_it_has_chosen_stats_say_until_when_it_tries(world: World) -> None:
+    def body(rank: int, model: nn.Module) -> list[str]:
+        optimizer = wrapped(model)
+        before = optimizer.stats()["quantiser_why"]
+        trained(rank, model, optimizer, range(FIRST - 1))
+        return [before, optimizer.stats()["quantiser_why"]]
+
+    before, then = agreed(on_ranks(2, MODEL, body))
+    assert "in the first step" in before and then == "candidates are tried until about step 70"
+    assert agreed(on_ranks(1, MODEL, body))[1] == "there is one worker, which sends nothing"
+
+
 def test_a_list_is_auto_among_its_names(world: World) -> None:
     world.start, world.seconds = NEAR, {"none": 1.06, "int8": 1.0}
     assert chosen(2, compression=["none", "int8"])[-1] == "int8" and world.tried == [["int8", "none"]]
@@ -186,12 +231,17 @@ def saved(size: int, steps: int = FIRST + 1) -> Any:
     return on_ranks(size, MODEL, body)[0]
 
 
-def test_a_checkpoint_keeps_the_choice_for_as_many_workers_however_old_it_is(world: World) -> None:
+def test_a_checkpoint_keeps_the_choice_for_as_many_workers_however_old_it_is(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     state = saved(2)
+    capsys.readouterr()
     state["agmerge"]["steps"] = 3 * quantiser_choice.AGAIN
     world.start = NEAR  # now all would be tried
     names, states = resumed(2, state, END)
     assert names == ["eden-2"] * END and states[-1] == "settled"
+    line = r"agmerge: eden-2 .* from step 3002 on: .* \(it was chosen before, for as many workers\)\n"
+    assert re.fullmatch(line, capsys.readouterr().err)  # also where it resumes
     assert all(set(tried) == {"eden-2"} for tried in world.tried)  # of merge buffers alone
 
 

@@ -161,10 +161,10 @@ def test_all_merge_buffers_have_the_same_bits_and_any_may_go_dense() -> None:
 
 def test_a_plan_says_all_that_decides_about_bits_and_is_refused_where_that_differs() -> None:
     (label,) = with_send_mode(merging.Plan((1,)), quantiser="eden-2", workers=3).labels
-    assert label == "quantiser=eden-2 workers=3 codec=1 seed=0"
+    assert label == "quantiser=eden-2 workers=3 codec=2 seed=0"
     assert SendMode.parse(label) == SendMode(quantiser="eden-2", workers=3)
     assert SendMode.parse("quantiser=eden-2 workers=3") == SendMode.parse(label)  # of before
-    for word, other in {"codec=1": "codec=2", "seed=0": "seed=1"}.items():
+    for word, other in {"codec=2": "codec=1", "seed=0": "seed=1"}.items():
         problem = why_labels_are_wrong(merging.Plan((1,), labels=(label.replace(word, other),)))
         assert f"has {other!r}, and this version sends other bits" in problem
 

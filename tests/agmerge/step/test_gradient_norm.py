@@ -148,7 +148,8 @@ def test_gradients_of_the_script_are_not_held(size: int, compression: str) -> No
     """Else they would stay until the next backward pass has ended, beside those that it makes."""
 
     def look(optimizer: Any, parameters: list[nn.Parameter]) -> bool:
-        held = optimizer._reducer.exchange.norm._unread
+        unread = optimizer._reducer.exchange.norm._unread
+        held = () if unread is None else unread()
         return any(gradient.data_ptr() == parameter.grad.data_ptr() for gradient in held for parameter in parameters)
 
     for holds in stepped(gradients(size, alike=False), look, steps=2, compression=compression)[0]:

@@ -61,6 +61,19 @@ class Training:
         return bits(self.net)
 
 
+class Tracker:
+    """A tracker that keeps what it is given."""
+
+    name = "kept"
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, Any]] = []
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        """Keep the values."""
+        self.logged.append({**values, "step": step})
+
+
 @scenario
 def dense(folder: Path) -> Any:
     """The bits of Accelerate without us, and with us and no compression."""
@@ -96,6 +109,10 @@ def topk(folder: Path) -> Any:
         seen["bytes"].append(None if before is None or after is None else after - before)
     assert compressed is not None
     stats = compressed.stats()
+    tracker = Tracker()
+    one.accelerator.trackers = [tracker]
+    one.accelerator.log({"loss": 1.0}, step=32)
+    seen["log"] = tracker.logged
     return {**seen, "stats": {key: stats[key] for key in ("steps", "bytes_sent", "bytes_dense")}, "bits": one.bits()}
 
 
@@ -160,6 +177,54 @@ def resume(folder: Path) -> Any:
     one.epoch()
     one.accelerator.load_state(str(folder / "updates"))
     return {**seen, "incomplete": [seen["updates"]["saved"], one.bits(), compressed.stats()["steps"]]}
+
+
+def diffusers_hooks(accelerator: Accelerator) -> None:
+    """Register hooks as in diffusers' scripts: they write the model themselves, and empty the lists that all get."""
+
+    def save(models: list[torch.nn.Module], weights: list[Any], folder: str) -> None:
+        if accelerator.is_main_process:
+            for model in models:
+                torch.save(accelerator.unwrap_model(model).state_dict(), Path(folder, "unet.pt"))
+                weights.pop()
+
+    def load(models: list[torch.nn.Module], folder: str) -> None:
+        while models:
+            accelerator.unwrap_model(models.pop()).load_state_dict(torch.load(Path(folder, "unet.pt")))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+@scenario
+def saved_alone(folder: Path) -> Any:
+    """The main process alone saves, as in diffusers' scripts, with their hooks before and after ours; all load."""
+    seen: dict[str, Any] = {}
+    ways: dict[str, Any] = {"default": {}, "topk": TOPK, "updates": UPDATES, "overlap": {**UPDATES, "overlap": 1}}
+    for way, options in ways.items():
+        where, now = str(folder / way), seen.setdefault(way, {})
+        for again in (False, True):
+            one = Training(adamw=True)
+            if not again:
+                diffusers_hooks(one.accelerator)
+            compressed = compress(one.accelerator, one.net, **options)
+            assert compressed is not None
+            if again:
+                diffusers_hooks(one.accelerator)
+                one.accelerator.load_state(where)
+                now["loaded"] = one.bits()
+            else:
+                one.epoch()
+                with compressed.shared():
+                    now["saved"] = one.bits()
+                if one.accelerator.is_main_process:
+                    one.accelerator.save_state(where)
+            one.epoch()
+            compressed.consolidate()
+            now["end"] = one.bits()
+            one.accelerator.wait_for_everyone()
+        now |= {"steps": compressed.stats()["steps"], "files": [path.name for path in Path(where).glob("agmerge*")]}
+    return seen
 
 
 WAYS = {"topk": TOPK, "updates": UPDATES, "hold": {**UPDATES, "carry": "hold"}}

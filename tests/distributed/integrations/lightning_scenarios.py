@@ -15,6 +15,7 @@ import torch
 from frameworks import DENSE, TOPK, UPDATES, Scenarios, bits, bytes_on_the_wire, layers, lose, refused, two, waiting
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from support import batch, seeded
@@ -93,6 +94,23 @@ class Two(Manual):
             optimizer.step()
 
 
+class Kept(Logger):
+    """A logger that keeps what it is given."""
+
+    name, version = "kept", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[dict[str, Any]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Keep the metrics."""
+        self.lines.append({**metrics, "step": step})
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Keep nothing."""
+
+
 class Prewrapped(Net):
     """Have an optimizer that is distributed since before there was a DDP."""
 
@@ -118,7 +136,7 @@ def fitted(net: Net, strategy: Any, epochs: int = 2, batches: int = 4, path: Any
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         max_epochs=epochs,
-        logger=False,
+        logger=more.pop("logger", False),
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in more.get("callbacks", [])),
@@ -152,11 +170,13 @@ def topk(folder: Path) -> Any:
     seen: dict[str, Any] = {"bytes": []}
     for strategy in (DDPStrategy(), CompressedDDPStrategy(**TOPK)):
         net, before = Net(), bytes_on_the_wire()
-        fitted(net, strategy, epochs=8)
+        logger = Kept()
+        fitted(net, strategy, epochs=8, logger=logger, log_every_n_steps=8)
         agmerge.barrier()
         after = bytes_on_the_wire()
         seen["bytes"].append(None if before is None or after is None else after - before)
     stats = strategy.compressed.stats()
+    seen["log"] = [line for line in logger.lines if "agmerge/bits" in line]
     return {**seen, "stats": {key: stats[key] for key in ("steps", "bytes_sent", "bytes_dense")}, "bits": bits(net.net)}
 
 
@@ -302,6 +322,27 @@ def updates(folder: Path) -> Any:
 
 
 @scenario
+def saved_alone(folder: Path) -> Any:
+    """A callback of the first rank saves by the strategy; all resume from there."""
+    seen: dict[str, Any] = {}
+    for way, options in {"default": {}, "topk": TOPK, "updates": UPDATES}.items():
+        path = folder / f"{way}.ckpt"
+
+        class Save(Callback):
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                if trainer.global_step == 2 and trainer.is_global_zero:
+                    checkpoint = trainer._checkpoint_connector.dump_checkpoint()
+                    trainer.strategy.save_checkpoint(checkpoint, path)  # noqa: B023
+
+        fitted(Net(adamw=True), CompressedDDPStrategy(**options), epochs=1, callbacks=[Save()])
+        net, strategy = Net(adamw=True), CompressedDDPStrategy(**options)
+        fitted(net, strategy, epochs=2, path=path)
+        files = [one.name for one in Path(f"{path}.agmerge").glob("*")]
+        seen[way] = [bits(net.net), strategy.compressed.stats()["steps"], files]
+    return seen
+
+
+@scenario
 def infinities(folder: Path) -> Any:
     """With updates, one worker's step is left out and all go on; an error on all of them if that is asked for."""
     seen = {}
@@ -336,7 +377,7 @@ def refusals(folder: Path) -> Any:
         "hook": refused(partial(ours, ddp_comm_hook=print)),
         "optimizer": refused(partial(ours, optimizer=None)),
         "unknown": refused(partial(fitted, Net(), ours(densities=0.1))),
-        "url": refused(partial(ours().save_checkpoint, {}, "s3://bucket/x.ckpt")),
+        "url": refused(partial(fitted(Net(), ours()).save_checkpoint, "s3://bucket/x.ckpt")),
     }
     net = Net()
     trainer = fitted(net, "ddp_agmerge")

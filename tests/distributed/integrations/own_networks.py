@@ -70,6 +70,16 @@ def check_refused(found: dict[str, Any], case: str, words: str) -> None:
     assert all(words in said[case] and "Error" in said[case] for said in ranks), ranks[0][case]
 
 
+def check_logged(lines: list[dict[str, Any]]) -> None:
+    """The framework's log has how much less was sent than by DDP: of one in ten, at a density of a tenth or less."""
+    assert lines
+    for line in lines:
+        assert (
+            line["agmerge/traffic_reduction"] > 5 and 0 < line["agmerge/bits"] == 32 / line["agmerge/traffic_reduction"]
+        )
+        assert 0 < line["agmerge/density"] < 0.2 and line["agmerge/bytes_sent"] > 0
+
+
 def check_few_bytes_left(seen: dict[str, Any]) -> None:
     """A rank has sent under a tenth of dense by its figures, and under a fifth on the wire where that is counted."""
     assert seen["stats"]["bytes_sent"] * 10 < seen["stats"]["bytes_dense"]

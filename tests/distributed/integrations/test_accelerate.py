@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_networks import check_few_bytes_left, check_refused, check_taken_over, launched
+from own_networks import check_few_bytes_left, check_logged, check_refused, check_taken_over, launched
 
 pytest.importorskip("accelerate")
 SCRIPT = Path(__file__).parent / "accelerate_scenarios.py"
@@ -34,6 +34,8 @@ def test_a_tenth_of_the_bytes_leave(found: Found) -> None:
         assert seen["stats"]["steps"] == 32
         assert seen["bits"] == ranks[0]["bits"]
         check_few_bytes_left(seen)
+    check_logged(ranks[0]["log"])  # Accelerate logs on rank 0
+    assert [(line["loss"], line["step"]) for line in ranks[0]["log"]] == [(1.0, 32)]
 
 
 def test_clipping_is_of_the_combined_update(found: Found) -> None:
@@ -57,6 +59,17 @@ def test_without_the_files_of_all_ranks_rank_0_warns_and_all_begin_anew(found: F
     ranks, said = found["resume"]
     assert all(rank["incomplete"][0] == rank["incomplete"][1] for rank in ranks)
     assert [sum("has no agmerge-0-of-2.pt" in text for text in texts) for texts in said] == [1, 0]
+
+
+@pytest.mark.parametrize("way", ["default", "topk", "updates", "overlap"])
+def test_the_main_process_alone_saves_and_nobody_waits(found: Found, way: str) -> None:
+    """By default all goes on from there; else without what ranks keep, which two warnings of rank 0 say."""
+    ranks, said = found["saved_alone"]
+    first, second = (rank[way] for rank in ranks)
+    assert first == second and first["saved"] == first["loaded"] != first["end"]
+    assert first["files"] == ["agmerge-0-of-2.pt"] and first["steps"] == (16 if way == "default" else 8)
+    for words in (f"{way} was saved on rank 0 alone", f"{way} has no agmerge-0-of-2.pt"):
+        assert [sum(words in text for text in texts) for texts in said] == [int(way != "default"), 0]
 
 
 def test_each_model_has_its_files(found: Found) -> None:

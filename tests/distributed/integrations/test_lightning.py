@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_networks import check_few_bytes_left, check_refused, check_taken_over, launched
+from own_networks import check_few_bytes_left, check_logged, check_refused, check_taken_over, launched
 
 pytest.importorskip("lightning")
 SCRIPT = Path(__file__).parent / "lightning_scenarios.py"
@@ -34,6 +34,8 @@ def test_a_tenth_of_the_bytes_leave(found: Found) -> None:
         assert seen["stats"]["steps"] == 32
         assert seen["bits"] == ranks[0]["bits"]
         check_few_bytes_left(seen)
+    assert [line["step"] for line in ranks[0]["log"]] == [7, 15, 23, 31]
+    check_logged(ranks[0]["log"])
 
 
 def test_a_scaler_changes_no_bit_and_leaves_out_steps_on_all_ranks(found: Found) -> None:
@@ -51,6 +53,16 @@ def test_four_steps_and_four_more_are_eight_to_the_bit(found: Found, way: str) -
         assert seen["steps"] == [8, 8] and first == second and len(first) == 4 and seen["bits"][0] == seen["bits"][1]
         assert seen["files"] == 3 * ["agmerge-0-of-2.pt"] + 3 * ["agmerge-1-of-2.pt"] and seen["by a link"] == 12
     assert ranks[0][way]["bits"] == ranks[1][way]["bits"]
+
+
+@pytest.mark.parametrize("way, steps", [("default", 8), ("topk", 6), ("updates", 6)])
+def test_the_first_rank_alone_saves_by_the_strategy_and_nobody_waits(found: Found, way: str, steps: int) -> None:
+    """After two of eight steps; without what ranks keep, where they keep something, all begin anew from there."""
+    ranks, said = found["saved_alone"]
+    first, second = (rank[way] for rank in ranks)
+    assert first == second and first[1:] == [steps, ["agmerge-0-of-2.pt"]]
+    warned = [sum(f"{way}.ckpt.agmerge has no agmerge-0-of-2.pt" in text for text in texts) for texts in said]
+    assert warned == [int(way != "default"), 0]
 
 
 def test_without_the_files_of_all_ranks_rank_0_warns_and_all_begin_anew(found: Found) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_networks import check_few_bytes_left, check_refused, check_taken_over, launched
+from own_networks import check_few_bytes_left, check_logged, check_refused, check_taken_over, launched
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -41,6 +41,7 @@ def test_a_tenth_of_the_bytes_leave_in_both_trainings(found: Found) -> None:
             4 * seen["stats"]["bytes_sent"],
         ]
         check_few_bytes_left(seen)
+        check_logged(seen["log"])
 
 
 @pytest.mark.parametrize("way", ["topk", "updates"])

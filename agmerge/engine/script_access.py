@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings, once each, for a script that reads, writes or saves parameters between steps of ``sync="updates"``.
+
+They are this rank's own then, and differ between ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from agmerge.engine.script_reads import ScriptReads
+from agmerge.engine.script_writes import ScriptWrites
+from agmerge.errors import and_more, warn
+from agmerge.runtime import workers
+
+WRITTEN = (
+    "the script has written parameters between two steps ({names}). With sync='updates' these are this rank's own: "
+    "forward passes and state_dict() show them as they are until the next step, and shared() does not. A bound that is "
+    "set after each step (clamp_) holds in them alone: set it inside of shared() again before you evaluate or save "
+    "there. After weights that are to stay (load_state_dict() of the best ones) call consolidate() on every rank "
+    "(docs/adaptive.md)"
+)
+READ = (
+    "the script reads parameters between two steps ({operation}() of {name!r}). With sync='updates' these are this "
+    "rank's own, so that an average of them (EMA, SWA, a teacher), or a copy, is another one on every rank. Read them "
+    "inside of shared(), `with compressed.shared():` or `with optimizer.shared():`, where they are the same on all ranks "
+    "(docs/adaptive.md)"
+)
+SAVED = (
+    "state_dict() of a model in training mode has, with sync='updates', this rank's own parameters, which differ between "
+    "ranks. For evaluation and for others save it inside of shared(), or in eval() mode. To resume from it, save and "
+    "load the state_dict() of what exchanges as well, on every rank (docs/adaptive.md)"
+)
+
+
+class Replica(Protocol):
+    """Object with the shared parameters ``base`` and this worker's ``own``, both by name."""
+
+    base: dict[str, torch.Tensor]
+    own: dict[str, torch.Tensor]
+    is_shown: bool
+
+
+class ScriptAccess:
+    """Watch on what the script does with the parameters of ``owner`` between its steps; says each thing once.
+
+    ``owner`` is not kept alive. :meth:`begin` after each step, :meth:`end` before the next one.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self._writes, self._said = ScriptWrites(), set[str]()
+        self._shared: weakref.ReferenceType[Replica] | None = None  # whose parameters may be read
+        self._names: dict[int, str] = {}  # by address of the parameter, during a look
+        self._reads = ScriptReads(owner, _weakly(self))
+
+    def begin(self, shared: Replica, step: int) -> None:
+        """Record the parameters as step ``step``, or an exchange, has left them, and look at what is read."""
+        self.left(shared)
+        if READ not in self._said:
+            self._shared = weakref.ref(shared)
+            self._names = {parameter.data_ptr(): name for name, parameter in shared.own.items()}
+            self._reads.begin(step)
+
+    def left(self, shared: Replica) -> None:
+        """Record the parameters as this library has left them."""
+        self._writes.note(shared.own)
+
+    def end(self, shared: Replica) -> None:
+        """Stop looking at what is read; warn of what was written, as :meth:`check` does."""
+        self._reads.end()
+        self.check(shared)
+
+    def check(self, shared: Replica) -> None:
+        """Warn of parameters that have other values than this library has left."""
+        if WRITTEN not in self._said:
+            self._say_written(shared, self._writes.found_in_samples(shared.own, on_devices=False))
+
+    def written(self, shared: Replica) -> list[str]:
+        """Return the names of the parameters that the script has written since the last step; warn of them."""
+        names = self._writes.found(shared.own)
+        self._say_written(shared, names)
+        return names
+
+    def saved(self, shared: Replica) -> None:
+        """Warn of saved parameters that are this rank's own."""
+        if SAVED not in self._said and any(_differs(shared, name) for name in shared.own):
+            self._say(SAVED, SAVED)
+
+    def read(self, operation: str, tensor: torch.Tensor) -> None:
+        """Warn of an operation of the script, if it reads a parameter that differs from the shared one."""
+        shared = None if self._shared is None else self._shared()
+        name = self._names.get(tensor.data_ptr())
+        if shared is None or shared.is_shown or name is None or READ in self._said:
+            return
+        if tensor.numel() == shared.own[name].numel() and _differs(shared, name):
+            self._say(READ, READ.format(operation=operation, name=name))
+
+    def _say_written(self, shared: Replica, names: Sequence[str] | set[str]) -> None:
+        if names and WRITTEN not in self._said:
+            self._say(WRITTEN, WRITTEN.format(names=and_more([name for name in shared.own if name in names])))
+
+    def _say(self, which: str, text: str) -> None:
+        self._said.add(which)
+        warn(text, workers.rank())
+
+
+def _weakly(access: ScriptAccess) -> Callable[[str, torch.Tensor], None]:
+    """Return :meth:`ScriptAccess.read`, which does not keep the object alive."""
+    held = weakref.ref(access)
+
+    def read(operation: str, tensor: torch.Tensor) -> None:
+        access = held()
+        if access is not None:
+            access.read(operation, tensor)
+
+    return read
+
+
+@torch.no_grad()
+def _differs(shared: Replica, name: str) -> bool:
+    """Return whether this rank's own parameter differs from the shared one. Waits for a device."""
+    own, base = shared.own[name].detach(), shared.base.get(name)
+    return base is not None and not torch.equal(own, base.to(own.dtype))
