@@ -5,7 +5,8 @@
 
 Each mutant (`table.py`) is found by its text, so moving code breaks nothing; a row whose text is gone is an error that
 names it. A parent imports torch once and forks a process a mutant, which imports the library with the changed line and
-runs the named tests under a hard time-out. Changed C is built first. The status is 0 if at most one mutant in twenty survives.
+runs the named tests under a hard time-out. Changed C is built first. All of these tests have to pass without a change,
+which is tried first. The status is 0 if at most one mutant in twenty survives.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(HERE)]
+import hypothesis  # noqa: F401 (here and torch: once, for all forks)
+import pytest
+import torch  # noqa: F401
 
-from mutant import Mutant  # noqa: E402
-from table import MUTANTS  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from mutants.mutant import Mutant  # noqa: E402
+from mutants.table import MUTANTS  # noqa: E402
 
 LIMIT = 60.0  # seconds a mutant; one that hangs is dead
 AT_ONCE = 2
@@ -37,17 +42,36 @@ DEAD, ALIVE, LOST = "dead", "ALIVE", "LOST"  # LOST: the row is wrong
 TESTS_FAILED, TESTS_PASSED, NO_BUILD = 1, 0, 70
 
 
-def run(mutant: Mutant) -> None:
-    """Become the process of a mutant: run its tests against the changed library, and exit with pytest's status."""
-    file = ROOT / mutant.file
-    if file.suffix == ".py":
-        _replace(file, mutant.applied(file.read_text(encoding="utf-8")))
-    else:
-        _load(_built(mutant))
-    import pytest
+class _FirstFailure:
+    """Plug-in of pytest that writes the name of the first test that fails to a file."""
 
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Write it; pytest calls this."""
+        if report.failed:
+            self._file.write_text(report.nodeid.rpartition("::")[2])
+
+
+def run(mutant: Mutant | None, tests: Sequence[str]) -> None:
+    """Become the process of a mutant: run the tests against the changed library, and exit with pytest's status.
+
+    None: the library is not changed. The name of a test that fails is written to a file with the process's number.
+    """
+    if mutant is not None and mutant.file.endswith(".py"):
+        _replace(ROOT / mutant.file, mutant.applied((ROOT / mutant.file).read_text(encoding="utf-8")))
+    elif mutant is not None:
+        _load(_built(mutant))
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no", "-m", "not long"]
-    os._exit(int(pytest.main([*options, f"--rootdir={ROOT}", *(str(ROOT / test) for test in mutant.tests)])))
+    named = [str(ROOT / test) for test in tests]
+    first = _FirstFailure(_failure_of(os.getpid()))
+    os._exit(int(pytest.main([*options, f"--rootdir={ROOT}", *named], plugins=[first])))
+
+
+def _failure_of(child: int) -> Path:
+    """Return the file for the name of the test that fails in a process."""
+    return Path(os.environ["MUTANTS_FOLDER"]) / f"failed-{child}"
 
 
 def _replace(file: Path, text: str) -> None:
@@ -92,7 +116,7 @@ def _load(folder: Path) -> None:
         os._exit(NO_BUILD)
 
 
-def start(mutant: Mutant) -> int:
+def start(mutant: Mutant | None, tests: Sequence[str]) -> int:
     """Fork the process of a mutant; return its number."""
     child = os.fork()
     if child:
@@ -102,19 +126,19 @@ def start(mutant: Mutant) -> int:
     os.dup2(silent, 1)
     os.dup2(silent, 2)
     try:
-        run(mutant)
+        run(mutant, tests)
     finally:
         os._exit(NO_BUILD)
 
 
-def outcome(mutant: Mutant, code: int | None) -> tuple[str, str]:
-    """Return what became of a mutant, and why; ``code``: pytest's status, None for a time-out."""
+def outcome(code: int | None, failed: str) -> tuple[str, str]:
+    """Return what became of a mutant, and why; ``code``: pytest's status, None for a time-out; ``failed``: a test."""
     if code is None:
         return DEAD, "time-out"
     if code == TESTS_FAILED or code < 0:
-        return DEAD, "a test failed" if code == TESTS_FAILED else f"signal {-code}"
+        return DEAD, failed if code == TESTS_FAILED else f"signal {-code}"
     if code == TESTS_PASSED:
-        return ALIVE, f"survives {', '.join(mutant.tests)}"
+        return ALIVE, "its tests pass"
     return LOST, "does not compile" if code == NO_BUILD else f"pytest's status is {code}: are the tests still there?"
 
 
@@ -125,7 +149,9 @@ def check(mutants: Sequence[Mutant]) -> list[str]:
         path = ROOT / mutant.file
         count = path.read_text(encoding="utf-8").count(mutant.before) if path.exists() else 0
         if count != 1:
-            found.append(f"{mutant.name}: its text before is {count} times in {mutant.file}; give text that is there once")
+            found.append(
+                f"{mutant.name}: its text before is {count} times in {mutant.file}; give text that is there once"
+            )
         files = [test for test in mutant.tests if not (ROOT / test.partition("::")[0]).exists()]
         found += [f"{mutant.name}: there is no {test}" for test in files]
         if not mutant.tests:
@@ -135,13 +161,11 @@ def check(mutants: Sequence[Mutant]) -> list[str]:
 
 def judged(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
     """Run mutants, some at a time; return what became of each, by name."""
-    import torch  # noqa: F401 (once, for all forks)
-
     waiting, running, found = list(mutants), {}, {}
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
             mutant = waiting.pop(0)
-            running[start(mutant)] = (mutant, time.monotonic())
+            running[start(mutant, mutant.tests)] = (mutant, time.monotonic())
         for child, (mutant, begin) in list(running.items()):
             ended, status = os.waitpid(child, os.WNOHANG)
             late = time.monotonic() - begin > LIMIT
@@ -150,11 +174,20 @@ def judged(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
                 os.waitpid(child, 0)
             if ended or late:
                 del running[child]
-                found[mutant.name] = outcome(mutant, os.waitstatus_to_exitcode(status) if ended else None)
+                failure = _failure_of(child)
+                failed = failure.read_text() if failure.exists() else "a test failed"
+                found[mutant.name] = outcome(os.waitstatus_to_exitcode(status) if ended else None, failed)
                 seconds = time.monotonic() - begin
                 print(f"{found[mutant.name][0]:6s}{seconds:5.1f} s  {mutant.name}: {found[mutant.name][1]}", flush=True)
         time.sleep(0.02)
     return found
+
+
+def fails_unchanged(mutants: Sequence[Mutant]) -> str:
+    """Run the tests of all mutants against the library as it is; return the name of one that fails, or ""."""
+    child = start(None, sorted({test for mutant in mutants for test in mutant.tests}))
+    code, failure = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), _failure_of(child)
+    return "" if code == TESTS_PASSED else failure.read_text() if failure.exists() else f"pytest's status is {code}"
 
 
 def main(words: Sequence[str]) -> int:
@@ -166,6 +199,9 @@ def main(words: Sequence[str]) -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MUTANTS_FOLDER"] = folder
+        if failed := fails_unchanged(chosen):
+            print(f"without a mutant: {failed}", file=sys.stderr)
+            return 2
         counts = Counter(kind for kind, _ in judged(chosen).values())
     print(f"{counts[DEAD]} of {len(chosen)} mutants die")
     return int(counts[LOST] > 0 or counts[ALIVE] > SURVIVE * len(chosen))
