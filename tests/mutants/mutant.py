@@ -23,3 +23,8 @@ class Mutant:
     def applied(self, text: str) -> str:
         """Return ``text``, a file's, with the change."""
         return text.replace(self.before, self.after)
+
+    @property
+    def in_c(self) -> bool:
+        """Return whether it changes a loop in C, which has to be built."""
+        return not self.file.endswith(".py")

@@ -11,10 +11,11 @@ which is tried first. The status is 0 if at most one mutant in twenty survives.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.machinery
 import os
+import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from mutants.mutant import Mutant  # noqa: E402
 from mutants.table import MUTANTS  # noqa: E402
 
+OBJECTS = ROOT / "build" / "mutants"  # of compiled C, kept for the next run
 LIMIT = 60.0  # seconds a mutant; one that hangs is dead
 AT_ONCE = 2
 SURVIVE = 0.05  # the share that may
@@ -54,15 +56,16 @@ class _FirstFailure:
             self._file.write_text(report.nodeid.rpartition("::")[2])
 
 
-def run(mutant: Mutant | None, tests: Sequence[str]) -> None:
+def run(mutant: Mutant | None, tests: Sequence[str], library: Path | None) -> None:
     """Become the process of a mutant: run the tests against the changed library, and exit with pytest's status.
 
-    None: the library is not changed. The name of a test that fails is written to a file with the process's number.
+    ``mutant`` None: nothing is changed. ``library``: a folder with changed loops. The name of a test that fails is
+    written to a file with the process's number.
     """
-    if mutant is not None and mutant.file.endswith(".py"):
+    if mutant is not None and not mutant.in_c:
         _replace(ROOT / mutant.file, mutant.applied((ROOT / mutant.file).read_text(encoding="utf-8")))
-    elif mutant is not None:
-        _load(_built(mutant))
+    elif library is not None:
+        _load(library)
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no", "-m", "not long"]
     named = [str(ROOT / test) for test in tests]
     first = _FirstFailure(_failure_of(os.getpid()))
@@ -86,23 +89,42 @@ def _replace(file: Path, text: str) -> None:
     importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[assignment, method-assign]
 
 
-def _built(mutant: Mutant) -> Path:
-    """Return a folder with the library of loops that has the mutant's line. Exits if it does not compile."""
+def _built(mutant: Mutant | None) -> Path | None:
+    """Return a folder with the library of loops that has the mutant's line; None if it does not compile."""
+    native, changed = ROOT / "sparsifiers" / "native", ROOT / mutant.file if mutant else None
     folder = Path(tempfile.mkdtemp(prefix="mutant-", dir=os.environ["MUTANTS_FOLDER"]))
-    native = folder / "native"
-    shutil.copytree(ROOT / "sparsifiers" / "native", native)
-    changed = native / Path(mutant.file).name
-    changed.write_text(mutant.applied(changed.read_text(encoding="utf-8")), encoding="utf-8")
-    sources = [str(path) for path in sorted(native.glob("*.c")) if path.name != "kernel_module.c"]
+    for source in native.glob("*.[ch]"):
+        text = source.read_text(encoding="utf-8")
+        (folder / source.name).write_text(mutant.applied(text) if mutant and source == changed else text, encoding="utf-8")
+    objects = [_object(source) for source in sorted(folder.glob("*.c")) if source.name != "kernel_module.c"]
     target = folder / f"_kernel{min(importlib.machinery.EXTENSION_SUFFIXES, key=len)}"
-    command = ["cc", "-shared", "-fPIC", *shlex.split(_flags()), *sources, "-o", str(target)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        os._exit(NO_BUILD)
-    return folder
+    built = all(objects) and _compiled(["-shared", *map(str, objects)], target)
+    return folder if built else None
+
+
+def _object(source: Path) -> Path | None:
+    """Return what a source file compiles to, from an earlier run if nothing of it has changed; None: it does not."""
+    OBJECTS.mkdir(parents=True, exist_ok=True)
+    text = hashlib.sha256("\n".join([_flags(), *_included(source)]).encode()).hexdigest()[:16]
+    target = OBJECTS / f"{source.stem}-{text}.o"
+    return target if target.exists() or _compiled(["-c", *shlex.split(_flags()), str(source)], target) else None
+
+
+def _included(source: Path) -> list[str]:
+    """Return the text of a source file and of the files that it includes."""
+    text = source.read_text(encoding="utf-8")
+    names = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
+    return [text, *(part for name in names if name != source.name for part in _included(source.parent / name))]
+
+
+def _compiled(arguments: Sequence[str], target: Path) -> bool:
+    """Run the compiler; return whether it has written ``target``."""
+    command = ["cc", "-fPIC", *arguments, "-o", str(target)]
+    return not subprocess.run(command, capture_output=True, check=False).returncode
 
 
 def _flags() -> str:
-    """Return the compiler's flags of setup.py, less optimization, which takes a minute."""
+    """Return the compiler's flags of setup.py, with less optimization, which takes a minute."""
     line = next(line for line in (ROOT / "setup.py").read_text().splitlines() if line.startswith("FLAGS = "))
     return line.split("=", 1)[1].strip().strip('"').replace("-O3", "-O1")
 
@@ -116,8 +138,9 @@ def _load(folder: Path) -> None:
         os._exit(NO_BUILD)
 
 
-def start(mutant: Mutant | None, tests: Sequence[str]) -> int:
-    """Fork the process of a mutant; return its number."""
+def start(mutant: Mutant | None, tests: Sequence[str], *, in_c: bool) -> int:
+    """Fork the process of a mutant, or of none; return its number. ``in_c``: build the loops first."""
+    library = _built(mutant) if in_c else None
     child = os.fork()
     if child:
         return child
@@ -126,7 +149,8 @@ def start(mutant: Mutant | None, tests: Sequence[str]) -> int:
     os.dup2(silent, 1)
     os.dup2(silent, 2)
     try:
-        run(mutant, tests)
+        if not in_c or library is not None:
+            run(mutant, tests, library)
     finally:
         os._exit(NO_BUILD)
 
@@ -143,7 +167,7 @@ def outcome(code: int | None, failed: str) -> tuple[str, str]:
 
 
 def check(mutants: Sequence[Mutant]) -> list[str]:
-    """Return what is wrong with rows of the table: text that is gone, or is there more than once, tests without file."""
+    """Return what is wrong with rows of the table: text that is gone or there more than once, missing tests."""
     found = [f"{name}: two mutants have this name" for name, n in Counter(one.name for one in mutants).items() if n > 1]
     for mutant in mutants:
         path = ROOT / mutant.file
@@ -152,11 +176,17 @@ def check(mutants: Sequence[Mutant]) -> list[str]:
             found.append(
                 f"{mutant.name}: its text before is {count} times in {mutant.file}; give text that is there once"
             )
-        files = [test for test in mutant.tests if not (ROOT / test.partition("::")[0]).exists()]
-        found += [f"{mutant.name}: there is no {test}" for test in files]
+        found += [f"{mutant.name}: there is no {test}" for test in mutant.tests if not _is_there(test)]
         if not mutant.tests:
             found.append(f"{mutant.name}: names no test that must fail")
     return found
+
+
+def _is_there(test: str) -> bool:
+    """Return whether the file of a test, or of tests, has it: a node id without parameters is looked for by name."""
+    file, _, name = test.partition("::")
+    function = f"def {name.partition('[')[0]}("
+    return (ROOT / file).exists() and (not name or function in (ROOT / file).read_text(encoding="utf-8"))
 
 
 def judged(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
@@ -165,7 +195,7 @@ def judged(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
             mutant = waiting.pop(0)
-            running[start(mutant, mutant.tests)] = (mutant, time.monotonic())
+            running[start(mutant, mutant.tests, in_c=mutant.in_c)] = (mutant, time.monotonic())
         for child, (mutant, begin) in list(running.items()):
             ended, status = os.waitpid(child, os.WNOHANG)
             late = time.monotonic() - begin > LIMIT
@@ -185,7 +215,8 @@ def judged(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
 
 def fails_unchanged(mutants: Sequence[Mutant]) -> str:
     """Run the tests of all mutants against the library as it is; return the name of one that fails, or ""."""
-    child = start(None, sorted({test for mutant in mutants for test in mutant.tests}))
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    child = start(None, tests, in_c=any(mutant.in_c for mutant in mutants))
     code, failure = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), _failure_of(child)
     return "" if code == TESTS_PASSED else failure.read_text() if failure.exists() else f"pytest's status is {code}"
 

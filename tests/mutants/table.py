@@ -43,8 +43,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "keys of random signs are not compared",
         "agmerge/exchanges/quantised/layout.py",
-        "            found = {number for number, pair in enumerate(zip(announced, own, strict=True)) if pair[0] != pair[1]}\n",
-        "",
+        "enumerate(zip(announced, own, strict=True)) if pair[0] != pair[1]}",
+        "enumerate(zip(announced, own, strict=True)) if pair[0] != pair[0]}",
         (f"{CALLS}::test_a_rank_with_other_random_words_is_found",),
     ),
     Mutant(
