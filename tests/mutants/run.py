@@ -95,7 +95,9 @@ def _built(mutant: Mutant | None) -> Path | None:
     folder = Path(tempfile.mkdtemp(prefix="mutant-", dir=os.environ["MUTANTS_FOLDER"]))
     for source in native.glob("*.[ch]"):
         text = source.read_text(encoding="utf-8")
-        (folder / source.name).write_text(mutant.applied(text) if mutant and source == changed else text, encoding="utf-8")
+        (folder / source.name).write_text(
+            mutant.applied(text) if mutant and source == changed else text, encoding="utf-8"
+        )
     objects = [_object(source) for source in sorted(folder.glob("*.c")) if source.name != "kernel_module.c"]
     target = folder / f"_kernel{min(importlib.machinery.EXTENSION_SUFFIXES, key=len)}"
     built = all(objects) and _compiled(["-shared", *map(str, objects)], target)

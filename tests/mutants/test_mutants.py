@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each row of the table of mutants names text that is there once, and tests that are there: `make mutants` runs them."""
+"""Each row of the table of mutants has text that is there once, and tests that are there; `make mutants` runs them."""
 
 from __future__ import annotations
 
