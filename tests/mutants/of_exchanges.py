@@ -129,7 +129,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "agmerge/exchanges/sparse.py",
         "        layout.check_payloads(messages, pending.name)\n",
         "",
-        (f"{ERRORS}::test_an_index_out_of_range_names_the_rank_that_sent_it",),
+        (f"{ERRORS}::test_a_value_that_changes_on_its_way_names_the_rank_that_sent_it",),
     ),
     Mutant(
         "indices out of range are not refused",
@@ -153,7 +153,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "agmerge/exchanges/base.py",
         "if buffer is None or buffer.numel() < length:",
         "if buffer is None:",
-        (f"{ERRORS}::test_buffers_are_reused_and_leak_nothing",),
+        (f"{ERRORS}::test_a_buffer_is_as_long_as_it_is_asked_for_and_the_same_while_it_is_long_enough",),
     ),
     Mutant(
         "a format is kept for other capacities",

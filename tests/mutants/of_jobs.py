@@ -8,11 +8,10 @@ from mutants.mutant import Mutant
 REPLANNER = "tests/agmerge/planning/test_replanner.py"
 TRIAL = "tests/agmerge/planning/test_plan_trial.py"
 DRIFT = "tests/agmerge/planning/test_drift.py"
-HOSTILE = "tests/agmerge/backends/test_membership_hostile.py"
 MEMBERSHIP = "tests/agmerge/backends/test_membership.py"
+HOSTILE = "tests/agmerge/backends/test_membership_hostile.py"
 TWO_LEVEL = "tests/agmerge/step/test_two_level.py"
 CHECKPOINT = "tests/agmerge/checkpoint/test_optimizer_checkpoint.py"
-AHEAD = "tests/agmerge/step/test_optimizer_ahead.py"
 REDISTRIBUTE = "tests/agmerge/checkpoint/test_redistribute.py"
 STREAM = "tests/agmerge/checkpoint/test_tensor_stream.py"
 TIMELINE = "tests/merging/test_merging_timeline.py"
@@ -82,7 +81,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "agmerge/planning/drift.py",
         "travel.min(axis=0)",
         "travel.max(axis=0)",
-        (DRIFT,),
+        (f"{REPLANNER}::test_the_rank_that_waited_least_says_what_an_exchange_takes",),
     ),
     Mutant(
         "another load is no reason for a plan",
@@ -103,7 +102,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "agmerge/backends/membership.py",
         "str(present.number))\n        if self._has_begun:\n            self.begin()\n\n    def restore",
         "str(present.number))\n\n    def restore",
-        (f"{HOSTILE}::test_newcomers_do_not_begin_anew_at_a_lighthouse_that_was_started_again",),
+        (f"{MEMBERSHIP}::test_a_store_that_was_started_again_is_told_at_once_who_has_the_state",),
     ),
     Mutant(
         "a worker that is suspect is asked again",
@@ -145,7 +144,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "agmerge/backends/membership.py",
         "if not is_own or self._store.decided(present.number) != numbers:",
         "if not is_own:",
-        (f"{MEMBERSHIP}::test_there_are_no_two_jobs_where_strangers_come_first",),
+        (f"{MEMBERSHIP}::test_others_may_have_begun_where_the_number_of_a_worker_is_free",),
     ),
     Mutant(
         "a job begins again though the script forbids it",
@@ -201,7 +200,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "agmerge/checkpoint/rank_state.py",
         'if section["plan"] and section["merging"] == exchange.agreed.config.plans_from:',
         'if section["plan"]:',
-        (f"{AHEAD}::test_what_the_script_asks_for_now_counts_more_than_the_plan_of_a_checkpoint",),
+        (f"{CHECKPOINT}::test_another_merging_in_the_script_counts_more_than_the_plan_of_the_checkpoint",),
     ),
     Mutant(
         "ranks share what another rank has left",
@@ -257,7 +256,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "merging/timeline.py",
         "free = max(free, later) + time",
         "free = free + time",
-        (f"{PARTS}::test_agrees_with_the_twin",),
+        (
+            f"{PARTS}::test_by_hand",
+            f"{PARTS}::test_agrees_with_the_twin",
+            f"{TIMELINE}::test_agrees_with_the_twin",
+        ),
     ),
     Mutant(
         "halves of dear take all of the time",

@@ -52,10 +52,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "sparsifiers/native/kernel_message.c",
         "return found == count && block <= last;",
         "return found == count;",
-        (
-            f"{CODECS}::test_the_compiled_loops_do_what_torch_does",
-            f"{CODECS}::test_no_bytes_are_a_crash",
-        ),
+        (f"{CODECS}::test_a_block_behind_the_last_one_is_refused_though_its_index_wraps_round",),
     ),
     Mutant(
         "old bits stay behind the indices",
