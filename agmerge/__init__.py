@@ -10,6 +10,7 @@ agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from agmerge import siblings  # noqa: F401 - first: it says where Python finds another's packages in place of ours
@@ -158,6 +159,9 @@ __all__ = [
     "synchronize",
     "testing",
 ]
+
+# Modules under the names that scripts know: `from agmerge.elastic import State` works, as horovod.torch.elastic's does.
+sys.modules.update({"agmerge.elastic": elastic, "agmerge.merging": merging, "agmerge.sparsifiers": sparsifiers})
 
 _HOROVODS = {
     "HorovodInternalError": "catch agmerge.AGMergeError",

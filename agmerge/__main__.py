@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the commands: ``python -m agmerge doctor``, ``build-horovod``, ``plan``, ``advise``, ``lighthouse`` and ``explain``."""
+"""Run ``python -m agmerge`` with a command: doctor, build-horovod, plan, advise, lighthouse or explain."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("measurements", help="what optimizer.measurements.save() wrote")
     plan.add_argument("--picture", metavar="FILE.svg", help="draw all timelines")
     plan.add_argument("--save", metavar="PLAN.json", help="keep a plan, for merging='PLAN.json'")
-    plan.add_argument("--planner", default="agmerge", help="whose plan --save keeps (default: agmerge)")
+    plan.add_argument("--planner", default="agmerge", help="that makes the plan of --save (default: agmerge)")
     advise = commands.add_parser(
         "advise",
         help="try compressors in the first steps of an unchanged script, and say whether to use agmerge, and how",
         epilog="It starts two workers here; over several machines put the script's own launcher before it, as in "
-        "torchrun --nnodes=2 ... -m agmerge advise train.py --lr 0.1. Exit codes: 0 with lines to paste, 3 where "
-        "agmerge is of no use, 4 where nothing can be said.",
+        "torchrun --nnodes=2 ... -m agmerge advise train.py --lr 0.1. Ctrl-C prints the table so far. Exit codes: "
+        "0 with lines to paste, 3 where agmerge is of no use, 4 where nothing can be said.",
     )
     advise.add_argument("--json", action="store_true", help="print what was measured, and the advice, as JSON")
     advise.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="for its steps (default: 600)")

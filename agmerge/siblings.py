@@ -8,8 +8,11 @@ have installed a package of that name over ours. Either is reported here, before
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 import sys
 from importlib import metadata
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -74,6 +77,32 @@ def others(name: str) -> list[str]:
     return sorted(set(metadata.packages_distributions().get(name, ())) - {NAME})
 
 
+class UnderOurName(MetaPathFinder, Loader):
+    """Finder of ``agmerge.merging.registry`` and the like: the module itself, as a copy would have other registries."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, ModuleSpec | None] = {}  # of modules while they are imported under our name, their own
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return a spec that loads the module of ``merging`` or ``sparsifiers``; None for other names."""
+        ours, _, name = fullname.partition(".")
+        if ours != NAME or name.partition(".")[0] not in OWN or importlib.util.find_spec(name) is None:
+            return None
+        return importlib.util.spec_from_loader(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module under its own name."""
+        module: ModuleType = pkgutil.resolve_name(spec.name.partition(".")[2])  # one of OWN, see find_spec()
+        self._specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its own spec back, which its import under our name has replaced."""
+        spec = module.__spec__
+        assert spec is not None
+        vars(module)["__spec__"] = self._specs.pop(spec.name)
+
+
 def _merging() -> ModuleType:
     import merging
 
@@ -93,3 +122,4 @@ def _own_file(name: str) -> Path:
 
 check()  # before other packages' code runs
 check_contents()
+sys.meta_path.insert(0, UnderOurName())

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare runs of ``train.py``: accuracy, time to accuracy, throughput and bytes, as a table and as curves.
+"""Compare runs: accuracy, time to accuracy, throughput and bytes, as a table and as curves.
 
 python examples/report.py runs/*/log.jsonl --target 0.7
 python examples/report.py runs/*/log.jsonl --target 0.7 --picture out.svg --dense NAME --markdown
+python examples/report.py */trainer_state.json my_run/log.jsonl --metric eval_loss
+
+Logs are those of ``train.py``, a Trainer's ``trainer_state.json``, and those of any script that writes a JSON object a
+line: ``step`` and figures such as ``loss``, and, where it has them, ``seconds`` and ``bytes_sent`` since the start,
+``compression`` and ``workers``. Without a target the figures are those of whole runs.
 """
 
 from __future__ import annotations
@@ -27,18 +32,19 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("logs", type=Path, nargs="+", metavar="LOG", help="log.jsonl of a run, or its folder")
-    add("--target", type=float, metavar="METRIC", help="of the job's metric; without it what each run was told")
+    add("--metric", default="loss", metavar="NAME", help="of logs of other scripts than train.py (default: loss)")
+    add("--target", type=float, metavar="METRIC", help="of the metric; without it each run's own, or the last")
     add("--dense", metavar="NAME", help="the run to compare with; without it that without compression")
-    add("--picture", type=Path, metavar="FILE", help="draw the curves there (.svg, .png or .pdf; needs matplotlib)")
+    add("--picture", type=Path, metavar="FILE", help="draw the curves there (.svg, .png, .pdf: needs matplotlib)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     form.add_argument("--json", action="store_true", help="print the rows as JSON")
     return parser.parse_args(argv)
 
 
-def read_all(paths: Iterable[Path]) -> list[logs.Run]:
+def read_all(paths: Iterable[Path], metric: str = "loss") -> list[logs.Run]:
     """Return the runs of files or folders, and print the notes on them; ``ValueError`` for a broken one."""
-    runs = [logs.read(path / "log.jsonl" if path.is_dir() else path) for path in paths]
+    runs = [logs.read(path / "log.jsonl" if path.is_dir() else path, metric) for path in paths]
     for run in runs:
         if run.note:
             print(run.note, file=sys.stderr)
@@ -110,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the table, and draw the picture; ``SystemExit`` with a sentence for what cannot be read."""
     args = arguments(argv)
     try:
-        runs = read_all(args.logs)
+        runs = read_all(args.logs, args.metric)
         found = rows(runs, args.target, args.dense)
         print(as_json(found) if args.json else table(found, args.markdown))
         if args.picture is not None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import sweep
+import compressor_table
 import torch
 from launchers import launcher
 from models import Workload, build
@@ -70,14 +70,14 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
         parser.error("--rdma: costs are measured here; launch.py --interface IF chooses the network")
     if args.opt and (args.each or args.fp16_allreduce or args.compression):
         parser.error("--opt names a compressor, and so does --compression, --each or --fp16-allreduce; give one")
-    if args.opt and args.opt.casefold() == sweep.DEAR and args.merging:
+    if args.opt and args.opt.casefold() == compressor_table.DEAR and args.merging:
         parser.error(f"--opt {args.opt} names a planner, and so does --merging; give one")
-    if args.each and not sweep.names(args.each):
+    if args.each and not compressor_table.names(args.each):
         parser.error("--each: no name")
-    if args.opt and args.opt.casefold() == sweep.DEAR:
-        args.merging = sweep.DEAR
+    if args.opt and args.opt.casefold() == compressor_table.DEAR:
+        args.merging = compressor_table.DEAR
     elif args.opt:
-        args.compression = sweep.compression(args.opt)
+        args.compression = compressor_table.compression(args.opt)
     args.compression = "fp16" if args.fp16_allreduce else args.compression or "none"
     if args.threshold is None:
         args.merging = args.merging or "threshold"  # a plan that no measurement changes
@@ -203,10 +203,10 @@ def run(args: Namespace, device: torch.device) -> dict[str, Any]:
 def compare(args: Namespace, device: torch.device) -> list[dict[str, Any]]:
     """Collective. Train with each compressor in turn; show a table, and return the figures of each."""
     runs = []
-    for name in sweep.names(args.each):
+    for name in compressor_table.names(args.each):
         log(f"--- {name}")
-        runs.append((name, run(Namespace(**{**vars(args), "compression": sweep.compression(name)}), device)))
-    log(f"--- {args.model}, {hvd.size()} workers\n{sweep.table(runs)}")
+        runs.append((name, run(Namespace(**{**vars(args), "compression": compressor_table.compression(name)}), device)))
+    log(f"--- {args.model}, {hvd.size()} workers\n{compressor_table.table(runs)}")
     return [figures for _, figures in runs]
 
 

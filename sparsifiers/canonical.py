@@ -19,7 +19,7 @@ def _text(name: str, option: str, value: object) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(_text(name, option, part) for part in value)}{',' if len(value) == 1 else ''})"
     if isinstance(value, float):
-        return float.__repr__(value)  # a numpy scalar is a float whose own text names numpy
+        return float.__repr__(value)  # a numpy scalar is a float, and its own text names numpy
     if value is None or isinstance(value, bool | int | str):
         return repr(value)
     raise TypeError(

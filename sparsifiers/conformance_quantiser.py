@@ -97,7 +97,7 @@ def _options(make: Maker, options: dict[str, object]) -> None:
 
 def _has_no_state(made: Quantiser) -> None:
     """Check that nothing is remembered between calls: records are read by themselves."""
-    require(made.state_dict() == {} and made.snapshot() == {}, "it keeps state, which nobody makes equal", repr(made))
+    require(made.state_dict() == {} and made.snapshot() == {}, "it keeps state: ranks may differ", repr(made))
     made.load_state_dict({})
     made.retain(["a"])
     try:

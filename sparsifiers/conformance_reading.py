@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ def _mixed(made: Quantiser, size: int) -> None:
             vector[5 * size :: 2 + sender] = 0.0
         messages = [encoded(made, one, size, draw).view(-1) for one, draw in zip(vectors, draws, strict=True)]
         none = (vectors[0] == 0) & (vectors[1] == 0)
-        read = torch.full_like(vectors[0], math.nan)
+        read = torch.full((8 * size,), math.nan)[: len(vectors[0])]
         again = torch.empty_like(messages[0])
         made.encode_sum(messages, draws, size, 0.5, made, DRAWS, again)
         for what, sent, by in (("", messages, draws), (" of a sum that is sent again", [again], [DRAWS])):
@@ -141,13 +142,21 @@ def _error(made: Quantiser, size: int, name: str, values: Tensor) -> None:
     require(nearer, "it is biased, and the error of a block is larger than the block", where_of(made, size, name))
 
 
-def _mean(made: Quantiser, size: int) -> None:
-    """Check that the mean over draws is the vector: all of it, its largest coordinate, and the others together."""
-    for share in (0.0, 0.5, 0.9, 0.99):
+def _fixed_blocks(size: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the values of blocks of which the mean over draws is taken."""
+    for share, kept in ((0.0, 1.0), (0.5, 1.0), (0.9, 1.0), (0.99, 1.0), (0.0, 0.5), (0.5, 0.5)):
         block = gaussian(size)
+        block[gaussian(size, 5).erf() > 2 * kept - 1] = 0.0
         block[3] = 0.0
         block[3] = block.norm() * math.sqrt(share / (1 - share))
-        where = where_of(made, size, f"normal, one coordinate with {share:.0%} of the energy")
+        yield f"normal, {kept:.0%} of it not zero, one coordinate with {share:.0%} of the energy", block
+    yield "magnitudes from 1 to 1.1", torch.linspace(1.0, 1.1, size) * gaussian(size).sign()
+
+
+def _mean(made: Quantiser, size: int) -> None:
+    """Check that the mean over draws is the vector: all of it, its largest coordinate, and the others together."""
+    for name, block in _fixed_blocks(size):
+        where = where_of(made, size, name)
         read = decoded(made, encoded(made, block.repeat(COPIES), size), size).double()
         exact = block.double()
         largest = exact.abs() == exact.abs().max()

@@ -8,12 +8,12 @@ import json
 import sys
 from pathlib import Path
 
+import compressor_table
 import mnist
 import models
 import numpy as np
 import options
 import pytest
-import sweep
 import synthetic_benchmark
 import torch
 import torch.distributed as dist
@@ -173,11 +173,16 @@ def test_a_threshold_gives_as_many_messages_of_resnet_50_as_the_published_rule()
 
 
 def test_names_of_a_sweep_are_separated_by_blanks_or_commas() -> None:
-    assert sweep.names(["s-sgd,powersgd", "acpsgd", "acpsgd,", "topk"]) == ["s-sgd", "powersgd", "acpsgd", "topk"]
+    assert compressor_table.names(["s-sgd,powersgd", "acpsgd", "acpsgd,", "topk"]) == [
+        "s-sgd",
+        "powersgd",
+        "acpsgd",
+        "topk",
+    ]
 
 
 def test_s_sgd_is_what_sends_all_elements() -> None:
-    assert [sweep.compression(name) for name in ("S-SGD", "ssgd", "acpsgd", "fp16")] == [
+    assert [compressor_table.compression(name) for name in ("S-SGD", "ssgd", "acpsgd", "fp16")] == [
         "none",
         "none",
         "acpsgd",
@@ -188,13 +193,13 @@ def test_s_sgd_is_what_sends_all_elements() -> None:
 def test_a_table_compares_with_the_first() -> None:
     first = {"mean": 50.0, "interval": 1.0, "unit": "img/sec", "bytes_sent": 8000, "link_bytes": 12000, "steps": 4}
     second = first | {"mean": 100.0, "bytes_sent": 250, "link_bytes": 750}
-    assert sweep.table([("s-sgd", first), ("acpsgd", second)]).splitlines() == [
+    assert compressor_table.table([("s-sgd", first), ("acpsgd", second)]).splitlines() == [
         "compressor  img/sec per worker  x s-sgd  bytes/step  link/step  fewer bytes",
         "s-sgd               50.0 +-1.0     1.00        2000       3000         1.0x",
         "acpsgd             100.0 +-1.0     2.00          62        188        16.0x",
     ]
     alone = [(name, {**figures, "link_bytes": 0}) for name, figures in (("s-sgd", first), ("acpsgd", second))]
-    assert sweep.table(alone).splitlines()[2].endswith("32.0x")
+    assert compressor_table.table(alone).splitlines()[2].endswith("32.0x")
 
 
 def swept(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], str]:

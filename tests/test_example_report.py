@@ -191,6 +191,39 @@ def test_tables_for_people_and_programs(tmp_path: Path, capsys: pytest.CaptureFi
     assert second["times_dense"] is None and second["density"] == 0.01  # no target, so no times
 
 
+def test_without_a_target_figures_are_of_whole_runs_and_of_as_many_steps(tmp_path: Path) -> None:
+    dense, long = (a_run(tmp_path, name, epoch(1, 0.5, 3.0), epoch(2, 0.6, 3.0)) for name in ("none", "long"))
+    topk = a_run(tmp_path, "topk", epoch(1, 0.5), epoch(2, 0.6), compression="topk")
+    short = a_run(tmp_path, "short", epoch(1, 0.5), compression="dgc")
+    found = {row.compression: row for row in rows([dense, long, topk, short])}
+    assert found["topk"].train_seconds.median == 2.0 and found["topk"].steps.median == 20
+    assert found["topk"].times_dense == 3.0 and found["topk"].megabytes.median == 2.0
+    assert found["dgc"].train_seconds.median == 1.0 and found["dgc"].times_dense == math.inf  # it made fewer steps
+
+
+def test_logs_of_any_script_and_of_the_trainer_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "mine" / "log.jsonl"
+    own.parent.mkdir()
+    told = {"compression": "none", "workers": 2}
+    lines = [{"step": step, "loss": 3.0 - step / 10, "seconds": step / 2, **told} for step in (5, 10)]
+    own.write_text("begin\n" + "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 15, "lo')
+    history = [
+        {"step": step, "epoch": step / 10, "loss": 3.0 - step / 10, "agmerge/bytes_sent": 1_000_000 * step}
+        for step in (5, 10)
+    ]
+    state = tmp_path / "trainer" / "trainer_state.json"
+    state.parent.mkdir()
+    state.write_text(json.dumps({"log_history": [*history, {"step": 10, "eval_loss": 1.5}]}))
+    report.main([str(own), str(state), "--target", "2.2"])
+    head, mine, trainer = capsys.readouterr().out.splitlines()
+    assert mine.split()[:7] == ["log", "none", "2", "loss", "2", "5", "5"] and "10" in mine.split()
+    assert trainer.split()[:2] == ["log", "trainer"] and "10" in trainer.split()  # steps, and megabytes
+    report.main([str(state), "--metric", "eval_loss"])
+    assert "eval_loss 1.5" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--metric takes one of .*eval_loss"):
+        report.main([str(state), "--metric", "accuracy"])
+
+
 @pytest.mark.parametrize("value, text", [(12345.6, "12346"), (0.123456, "0.1235"), (math.inf, "-"), (math.nan, "-")])
 def test_numbers_have_four_digits(value: float, text: str) -> None:
     assert report.number(value) == text

@@ -51,10 +51,12 @@ RECORDS = {
 OTHERS = {
     "grad", "data", "grad_scale", "found_inf", "_step_supports_amp_scaling", "param_groups", "state", "defaults",
     "require_backward_grad_sync", "unscale_", "operation", "excepthook", "argv", "atexit", "extraction_filter",
-    "restype", "argtypes", "process_set_id", "load_state", "end_training", "optimizer", "DistributedOptimizer",
+    "restype", "argtypes", "process_set_id", "load_state", "save_state", "end_training", "log", "optimizer",
+    "DistributedOptimizer",
     "no_sync", "_get_train_sampler", "ignore_data_skip", "process_index", "local_process_index", "epoch",
     "is_world_process_zero", "is_local_process_zero", "should_training_stop", "should_save", "should_evaluate",
     "should_log", "eval_on_start", "best_model_checkpoint", "_save_checkpoint", "_maybe_log_save_evaluate",
+    "get_state_dict",
 }  # fmt: skip
 THREADS = ("_of_thread", "_thread")  # threading.local
 

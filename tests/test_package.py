@@ -124,6 +124,26 @@ COMPILER = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), r
 
 @COMPILER
 @pytest.mark.long
+def test_a_script_above_an_editable_clone_imports_the_package_and_not_its_folder(
+    sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tarfile.open(sdist) as packed:
+        packed.extractall(tmp_path, filter="data")
+    clone = tmp_path / "agmerge"  # named as the package in it is
+    next(tmp_path.glob("agmerge-*")).rename(clone)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    call([sys.executable, "setup.py", "--quiet", "editable_wheel", "--dist-dir", str(tmp_path)], clone)
+    with ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(tmp_path / "site")
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import importlib.util, site\nsite.addsitedir({str(tmp_path / 'site')!r})\n"
+        "print(importlib.util.find_spec('agmerge').origin)\n"
+    )
+    told = subprocess.run([sys.executable, "-S", str(script)], capture_output=True, text=True, check=True, env={})
+    assert told.stdout.strip() == str(clone / "agmerge" / "__init__.py")
+
+
 def test_one_wheel_holds_every_module_and_the_compiled_loops_for_every_python(fast: Path) -> None:
     assert "-cp310-abi3-" in fast.name
     (name,) = compiled(fast)

@@ -84,3 +84,22 @@ def test_the_doctor_names_a_distribution_that_claims_the_same_package(monkeypatc
     row = doctor.packages_row()
     assert not row.works and "mergers has a package 'merging', too" in row.detail
     assert "-m pip uninstall mergers, then " in row.fix
+
+
+IMPORTS = """
+from agmerge.elastic import Sampler, State
+import agmerge.merging.registry, agmerge.sparsifiers.conformance, agmerge.ops, agmerge.testing, agmerge.integrations.ddp
+import agmerge, merging, sparsifiers, sparsifiers.conformance
+assert agmerge.elastic.State is State and agmerge.merging is merging and agmerge.sparsifiers is sparsifiers
+assert agmerge.merging.registry is merging.registry and agmerge.sparsifiers.conformance is sparsifiers.conformance
+assert sparsifiers.conformance.__spec__.name == sparsifiers.conformance.__name__ == "sparsifiers.conformance"
+try:
+    import agmerge.merging.nonsense
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def test_public_names_that_read_like_modules_are_imported_as_modules(tmp_path: Path) -> None:
+    """As scripts do that come from horovod.torch.elastic. Each is one module under both of its names."""
+    assert run(["-c", IMPORTS], tmp_path) == "No module named 'agmerge.merging.nonsense'"

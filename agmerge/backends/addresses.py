@@ -10,6 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")  # where the user has said which one to take
 MASTERS = ("MASTER_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR")  # where launchers name an address that all reach
+GONE = (
+    "Rank 0 may have ended, too: then this process has come too late, as a second one of its rank does, or one that is "
+    "left over from another job"
+)
 ANYWHERE = "192.0.2.1"  # set aside for documentation (RFC 5737): nothing is sent to it, only the route counts
 
 
@@ -45,7 +49,7 @@ def answers(host: str, port: int, seconds: float) -> bool:
     try:
         with socket.create_connection((host, port), timeout=seconds):
             return True
-    except OSError:
+    except (OSError, ValueError):  # the latter of a name that can be none
         return False
 
 
@@ -84,7 +88,7 @@ def why_unreachable(host: str, port: int, patience: float = 1.0) -> str:
     try:
         socket.create_connection((address, port), patience).close()
     except ConnectionRefusedError:
-        return f"{where} refuses connections: rank 0 does not run there, or a firewall rejects them"
+        return f"{where} refuses connections: rank 0 does not run there, or a firewall rejects them. {GONE}"
     except TimeoutError:
         return f"nothing comes back from {where}: a firewall drops it, or that is no address of rank 0's host"
     except OSError as error:

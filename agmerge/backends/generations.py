@@ -113,10 +113,11 @@ class Generations:
             store = self._connect(max(end - time.monotonic(), ATTEMPT))
             try:
                 with suppress(RuntimeError):  # a lighthouse that is not ready for so long: let it be
-                    store.wait([READY], timedelta(seconds=10 * SETTLES))
-                own = socket.gethostname(), self._address, port
-                rest = {"suspect": options.suspect, "restart": options.restart, "tell": _write}
-                return Membership(store, *own, options.min_workers, _answers, **rest)
+                    store.wait([READY], timedelta(seconds=min(10 * SETTLES, options.patience)))
+                own, least = (socket.gethostname(), self._address, port), options.min_workers
+                return Membership(
+                    store, *own, least, _answers, suspect=options.suspect, restart=options.restart, tell=_write
+                )
             except RuntimeError as error:
                 if time.monotonic() > end:
                     raise self._lighthouse.missing(str(error)) from error

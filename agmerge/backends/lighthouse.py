@@ -14,8 +14,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from agmerge.backends import addresses
-from agmerge.errors import AGMergeError
+from agmerge.backends import addresses, forked
+from agmerge.errors import AGMergeError, shortened
 
 BEAT = 0.2  # seconds between two signs of life, and between two looks for a lighthouse
 ATTEMPT = 1.0  # seconds for which a lighthouse that is gone is looked for at a time
@@ -23,7 +23,7 @@ ANSWER = 10.0  # seconds for the answer to a question
 READY = "ready"  # key in the store, since:
 SETTLES = 3.0  # seconds after its start in which a lighthouse lets no newcomers in: a job may be looking for it
 CONNECTED = ""  # name of the call that only waits for the connection
-SILENT = "a process accepts connections there and says nothing: it is no lighthouse, or is stopped"
+SILENT = "a process accepts connections there and gives no answer of a lighthouse: it is another program, or is stopped"
 
 
 class BoundedStore:
@@ -129,11 +129,11 @@ class Lighthouse:
         def connect() -> Any:
             return self._dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=longest)
 
-        return BoundedStore(connect, max(end - time.monotonic(), ATTEMPT))
+        return BoundedStore(connect, max(end - time.monotonic(), ATTEMPT), min(ANSWER, self._patience))
 
     def missing(self, why: str = "", within: str = "") -> AGMergeError:
         """Return the error that there is no lighthouse. ``why``: if that is known. ``within``: instead of patience."""
-        because = f" ({why})" if why else ""
+        because = f" ({shortened(why)})" if why else ""
         return AGMergeError(
             f"no lighthouse answers at {self.host}, port {self.port}, "
             f"{within or f'within {self._patience:g} s'}{because}: start one "
@@ -147,6 +147,7 @@ def serve(dist: Any, port: int) -> Any:
     Newcomers come in after ``SETTLES`` seconds: first come the workers of a job whose lighthouse was started again.
     """
     store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    forked.close_in_children(store.port)
 
     def let_in() -> None:
         time.sleep(SETTLES)

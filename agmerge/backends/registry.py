@@ -68,6 +68,11 @@ def initialised() -> str | None:
     return next((name for name, backend in BACKENDS.items() if backend.initialised()), None)
 
 
+def inherits() -> bool:
+    """Return whether this process was forked from one with a process group of torch's, and has no other one."""
+    return torch.inherits()
+
+
 def detect(env: Mapping[str, str]) -> str:
     """Return the name of the backend to open when the script names none.
 

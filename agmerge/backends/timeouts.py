@@ -17,19 +17,36 @@ VARIABLE = "AGMERGE_TIMEOUT"
 SECONDS = 300.0
 LONGEST = 1e9  # seconds, 31 years: clocks of the system overflow with more
 
+_of_script = 0.0  # seconds: of the process group that the script has made; 0: it has none; written by take_over alone
+_is_chosen = False  # the script has given that time-out by itself; written by take_over alone
+
 T = TypeVar("T")
 
 
 def default() -> float:
-    """Return the default time-out, seconds: ``AGMERGE_TIMEOUT``, else 300. Raises ``ValueError`` for other text."""
-    text = os.environ.get(VARIABLE) or str(SECONDS)
+    """Return the default time-out, seconds: ``AGMERGE_TIMEOUT``, else 300; that of the script's group if it is longer.
+
+    Where ``AGMERGE_TIMEOUT`` is set, torch's own default of a group does not count. Raises ``ValueError`` for other
+    text.
+    """
+    given = os.environ.get(VARIABLE)
+    text = given or str(SECONDS)
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= LONGEST:
         raise ValueError(f"{VARIABLE}={text!r}: give a number of seconds > 0, and at most {LONGEST:g}")
-    return seconds
+    return max(seconds, _of_script) if _is_chosen or not given else seconds
+
+
+def take_over(seconds: float, *, is_chosen: bool = False) -> None:
+    """Record the time-out of the process group that the script has made; 0: it has none any more.
+
+    A script whose rank 0 evaluates for long has chosen it for that. ``is_chosen``: it is not torch's default.
+    """
+    global _of_script, _is_chosen
+    _of_script, _is_chosen = min(seconds, LONGEST), is_chosen
 
 
 def on_thread(call: Callable[[], T], name: str) -> tuple[threading.Thread, list[T], list[BaseException]]:

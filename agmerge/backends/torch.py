@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -32,6 +34,7 @@ READS_SLURM = True
 # docs/measurements.md: 7 % shorter on a shared link, up to 5 % longer where each rank has a port of 200 Mbit/s.
 AT_ONCE = 8  # ranks, at most: with more of them, as many messages arrive at a rank at the same moment
 LEAST_BY_NEIGHBOURS = 1 << 20  # bytes of a message
+_inherited: Any = None  # process group of the process that has forked this one; written by _after_fork_in_child alone
 PROBE = """
 import json, torch, torch.distributed as dist
 here = dist.is_available()
@@ -45,6 +48,24 @@ def initialised() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
+
+
+def inherits() -> bool:
+    """Return whether the process group is of the process that has forked this one."""
+    import torch.distributed as dist
+
+    return _inherited is not None and initialised() and dist.group.WORLD is _inherited
+
+
+def _after_fork_in_child() -> None:
+    global _inherited
+    _inherited = None
+    if "torch.distributed" in sys.modules and initialised():
+        _inherited = sys.modules["torch.distributed"].group.WORLD
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def workers() -> int:
@@ -145,6 +166,9 @@ def _beside(dist: Any, env: Mapping[str, str], timeout: float) -> TorchBackend:
     alone.
     """
     advice = torch_store.advice("")
+    seconds, is_chosen = torch_groups.timeout_of_script(dist)
+    timeouts.take_over(seconds, is_chosen=is_chosen)
+    timeout = max(timeout, timeouts.default())
     group = timeouts.bounded(lambda: torch_groups.new_group(dist, timeout), timeout, "init()", advice)
 
     def gather(text: bytes, name: str) -> list[bytes]:

@@ -23,6 +23,7 @@ import torch
 from agmerge.backends import shared_gpus
 from agmerge.backends.torch_errors import translated
 
+DEFAULTS = (0.0, 600.0, 1800.0)  # seconds: time-outs of groups for which the script has named none: NCCL's, and Gloo's
 ABORTED_WITHIN = 5.0  # seconds: an abort waits for kernels that it ends, and they may wait for another abort
 
 # Groups of backends that are no longer referred to: finalizers put them here, at any moment; the next start destroys
@@ -51,6 +52,19 @@ def new_group(dist: Any, timeout: float, ranks: list[int] | None = None, label: 
     if isinstance(group, dist.ProcessGroup):  # else this rank is not in it
         own.add(group)
     return group
+
+
+def timeout_of_script(dist: Any) -> tuple[float, bool]:
+    """Return the time-out of the process group that the script has made, in seconds, and whether it is not a default.
+
+    0 where this version of torch does not tell.
+    """
+    seconds = 0.0
+    for device in ("cpu", "cuda"):
+        with suppress(RuntimeError, AttributeError, ValueError, TypeError):  # the group has no such part
+            part = dist.group.WORLD._get_backend(torch.device(device))
+            seconds = max(seconds, part.options._timeout.total_seconds())
+    return seconds, seconds not in DEFAULTS
 
 
 def give_back(dist: Any) -> None:

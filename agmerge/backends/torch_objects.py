@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,31 +38,41 @@ def ranks_of(given: Any) -> list[int] | None:
 def averaged(parameters: Iterable[torch.Tensor]) -> str:
     """Return the name of one of ``parameters`` for which a living ``DistributedDataParallel`` averages gradients.
 
-    Empty if there is none. Nothing keeps a list of them, so all objects are looked at once: some ten milliseconds.
+    Empty if there is none.
+    """
+    ours = {id(parameter): parameter for parameter in parameters}
+    for model in parallel_models(ours.values()):
+        for name, parameter in model.named_parameters():
+            if id(parameter) in ours and parameter.requires_grad:
+                return str(name)
+    return ""
+
+
+def parallel_models(parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """Return the living ``DistributedDataParallel`` models that average gradients of one of ``parameters``.
+
+    Nothing keeps a list of them, so all objects are looked at once: some ten milliseconds.
     """
     if not initialised():
-        return ""
+        return []
     from torch.nn.parallel import DistributedDataParallel
 
     ours = {id(parameter) for parameter in parameters}
-
     is_parallel: dict[type, bool] = {}  # of each class that there is, as asking costs more than looking up
 
-    def found() -> str:
+    def found() -> Iterator[Any]:
         for thing in gc.get_objects():
             kind = type(thing)
             if kind not in is_parallel:
                 is_parallel[kind] = issubclass(kind, DistributedDataParallel)
             if is_parallel[kind] and vars(thing).get("require_backward_grad_sync"):
-                for name, parameter in thing.named_parameters():
-                    if id(parameter) in ours and parameter.requires_grad:
-                        return str(name)
-        return ""
+                if any(id(parameter) in ours and parameter.requires_grad for parameter in thing.parameters()):
+                    yield thing
 
-    if not found():
-        return ""
+    if next(found(), None) is None:
+        return []
     gc.collect()  # one that is unreachable averages nothing
-    return found()
+    return list(found())
 
 
 def saved_tensors(path: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -15,11 +15,15 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from agmerge.backends import addresses, limits, status, timeouts
+from agmerge.backends import addresses, forked, limits, status, timeouts
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, printable
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 PORT = "29500"
+SECOND = (
+    "See what it has printed. Where it has come to its end as it should, this process is one too many: a second one of "
+    "its rank, or left over from another job"
+)
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun's agent serves the store, and has given out the ranks
 
 _opened = 0  # how often this process has met the others: a store outlives the group; written by Meeting alone
@@ -62,7 +66,7 @@ class Meeting:
         """Return a connection to the launcher's store, which rank 0 serves; ``shared``: torchrun's agent does."""
         serves = self.rank == 0 and not shared
         try:
-            return self._dist.TCPStore(
+            store = self._dist.TCPStore(
                 self._host,
                 self._port,
                 self.size,
@@ -71,6 +75,9 @@ class Meeting:
                 wait_for_workers=False,
                 multi_tenant=not shared,
             )
+            if serves:
+                forked.close_in_children(store.port)
+            return store
         except RuntimeError as error:
             if serves and "server socket" in str(error):
                 advice = limits.advice(self.size) or "Set MASTER_PORT to a port that is free there."
@@ -134,7 +141,7 @@ class Meeting:
 
     def _ended(self, error: RuntimeError) -> PeerLost:
         """Return the error that says that the store is served no more."""
-        return PeerLost(f"init(): rank 0, at {self._where}, has ended", error)
+        return PeerLost(f"init(): rank 0, at {self._where}, has ended. {SECOND}", error)
 
     def _missing(self, keys: list[str], error: RuntimeError) -> PeerLost | CollectiveTimeout:
         """Return the error that names the ranks without an entry among ``keys``."""

@@ -95,6 +95,7 @@ def save(reducer: AnyReducer) -> dict[str, Any]:
         "steps": exchange.agreed.steps,
         "merging": exchange.agreed.config.plans_from,
         "plan": current.plan.dumps() if current.plan else None,
+        "trial": exchange.agreed.trial(),
         "partial": dense_cutoff.to_checkpoint(exchange.agreed.config.compression.partial),
         "shares": current.budgets,
         "compressor": (repr(compressor), compressor.state_dict()),
@@ -215,6 +216,7 @@ def _read(reducer: AnyReducer, section: Mapping[str, Any], own: bool) -> Restore
     saved, shard = (section["rank"], section["size"]), section["shard"]
     place = saved if own else _rank_and_size(exchange) or saved
     carried = CarriedState(plan=_saved_plan(exchange, section))
+    carried.trial = section.get("trial", "") if carried.plan else ""
     restored = Restored(shard=exchange.group.shard, carried=carried, steps=section["steps"])
     restored.updates, restored.inner = updates, _at_home(reducer, section.get(INNER))
     if exchange.group.comm is None:

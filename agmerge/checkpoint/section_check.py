@@ -80,7 +80,10 @@ REQUIRED: dict[str, Test] = {
     "window": counted,
     "updates": or_none(mapping),
 }
-OPTIONAL: dict[str, Test] = {"inner": or_none(mapping)}  # where ranks' own optimizers differ
+OPTIONAL: dict[str, Test] = {
+    "inner": or_none(mapping),  # where ranks' own optimizers differ
+    "trial": text,  # of plans, which was under way
+}
 OF_UPDATES: dict[str, Test] = {
     "carry": text,
     "steps": whole,

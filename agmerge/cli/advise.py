@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.multiprocessing
@@ -26,6 +28,9 @@ from agmerge.backends.horovod_mpi import cores
 from agmerge.cli.advise_turns import STEPS, Enough, leave_out_notices
 from agmerge.cli.advisor import NO_ANSWER, Advisor, advised
 
+STOPS = 10  # seconds for workers to print the table so far, until their launcher is told to end them
+TOLD = "it was told to end"
+
 
 def start(script: str, arguments: Sequence[str], flags: Sequence[str], workers: int) -> int:
     """Start workers on this machine, by torchrun, each of which runs ``script``; return the exit code."""
@@ -34,11 +39,28 @@ def start(script: str, arguments: Sequence[str], flags: Sequence[str], workers: 
         file = Path(folder) / "code"
         run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}", "-m", "agmerge", "advise"]
         environment = {"OMP_NUM_THREADS": str(max(1, cores() // workers)), **os.environ}
-        subprocess.run([sys.executable, *run, *flags, "--result", str(file), script, *arguments], env=environment)
+        command = [sys.executable, *run, *flags, "--result", str(file), script, *arguments]
+        # In a session of its own: Ctrl-C comes here alone. Workers see a file, and end without a traceback.
+        with subprocess.Popen(command, env=environment, start_new_session=True) as launcher:
+
+            def stop(number: int, _: object) -> None:
+                if _told_by(file).exists():  # a second time, or after some seconds
+                    launcher.terminate()
+                _told_by(file).touch()
+                signal.alarm(STOPS)
+
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+                signal.signal(number, stop)
+        signal.alarm(0)  # the launcher has ended
         if file.exists():
             return int(file.read_text())
     sys.stderr.write(f"agmerge advise: no answer for {script}: what is above says why\n")
     return NO_ANSWER
+
+
+def _told_by(result: Path) -> Path:
+    """Return the file that tells workers to end, beside the one for the exit code."""
+    return result.with_suffix(".stop")
 
 
 def main(script: str, arguments: Sequence[str], *, as_json: bool, patience: float, workers: int, result: str) -> int:
@@ -58,25 +80,29 @@ def main(script: str, arguments: Sequence[str], *, as_json: bool, patience: floa
     if not registry.has_launcher(os.environ):
         flags = [*(["--json"] if as_json else []), "--patience", str(patience)]
         return start(script, arguments, flags, workers)
-    return watched(Advisor(script, as_json, result), arguments, patience)
+    told_by = _told_by(Path(result)) if result else None
+    return watched(Advisor(script, as_json, result), arguments, patience, told_by)
 
 
-def watched(advisor: Advisor, arguments: Sequence[str], patience: float) -> int:
-    """Run the script of ``advisor`` until it ends; return the exit code."""
+def watched(advisor: Advisor, arguments: Sequence[str], patience: float, told_by: Path | None = None) -> int:
+    """Run the script of ``advisor`` until it ends; return the exit code. ``told_by``: a file that ends it earlier."""
     script = advisor.script
     agmerge.DistributedOptimizer = agmerge.optimizer.DistributedOptimizer = advised(advisor)  # type: ignore[misc]
     for name in ("spawn", "start_processes"):
         setattr(torch.multiprocessing, name, advisor.spawns)
     leave_out_notices()
+    advisor.watch()
+    _when_told_to_end(lambda: advisor.stopped(TOLD))
     hook = register_optimizer_step_post_hook(advisor.stepped)
     over = threading.Event()
 
     def guard() -> None:
-        if not over.wait(patience):
-            told = f"{script}: {advisor.steps} of {STEPS} steps in {patience:g} s (--patience)"
-            sys.stderr.write(f"agmerge advise: {told}\n")
-            sys.stderr.flush()
-            os._exit(NO_ANSWER)
+        end = time.monotonic() + patience
+        while not over.wait(0.2):
+            if told_by is not None and told_by.exists():
+                advisor.stopped(TOLD)
+            if time.monotonic() > end:
+                advisor.stopped(f"{patience:g} s (--patience) were over")
 
     threading.Thread(target=guard, name="agmerge advise", daemon=True).start()
     sys.argv = [script, *arguments]
@@ -96,3 +122,25 @@ def watched(advisor: Advisor, arguments: Sequence[str], patience: float) -> int:
         over.set()
         hook.remove()
     return advisor.exit_code()
+
+
+def _when_told_to_end(tell: Callable[[], object]) -> None:
+    """Call ``tell`` at Ctrl-C and SIGTERM, in a thread: the script may wait in a collective, where no handler runs."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+
+    def wait() -> None:
+        while (heard := os.read(reading, 1)) and heard[0] not in numbers:
+            pass
+        tell()
+
+    def forked() -> None:  # a loader's process, which is told to end by itself
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    os.register_at_fork(after_in_child=forked)
+    threading.Thread(target=wait, name="agmerge advise is told to end", daemon=True).start()

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any
@@ -36,6 +37,52 @@ class Script:
     framework: str  # one of advice.LINES
     scaler: torch.amp.GradScaler | None
     names: Mapping[str, str]
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return all of torch's optimizers that step parameters of ``model``, and no others; the oldest first."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    plain = [each for each in found if getattr(each, "param_groups", None) and not hasattr(each, "optimizer")]
+    return [each for each in plain if holds(model, each)]
+
+
+def known_as(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Callable[[Any], bool]]:
+    """Return by word how to know each of several optimizers: the words are those of :func:`described`."""
+    return {f"optimizer {number}": functools.partial(_is, each) for number, each in enumerate(optimizers)}
+
+
+def _is(known: Any, each: Any) -> bool:
+    return each is known
+
+
+def pairs(file: str, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[str, str]]:
+    """Return the names that one frame of the script has for each optimizer and its model; []: none has all of them.
+
+    A model is one with no more parameters than the optimizer steps, if there is one, else any that has all of them.
+    """
+    frames = list(_callers())
+    for exact in (True, False):
+        wanted: dict[str, Callable[[Any], bool]] = {}
+        for number, optimizer in enumerate(optimizers):
+            wanted[f"optimizer {number}"] = functools.partial(_is, optimizer)
+            wanted[f"model {number}"] = _steps_all_of(optimizer) if exact else holding(optimizer)
+        names = _names(file, frames, wanted)
+        if names:
+            numbers = range(len(optimizers))
+            return [(names[f"optimizer {number}"], names[f"model {number}"]) for number in numbers]
+    return []
+
+
+def _steps_all_of(optimizer: torch.optim.Optimizer) -> Callable[[Any], bool]:
+    """Return a function that knows a model with the parameters of ``optimizer`` and no others that need gradients."""
+    own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+
+    def known(each: Any) -> bool:
+        if not _is_module(each) or not holds(each, optimizer):
+            return False
+        return all(id(parameter) in own for parameter in each.parameters() if parameter.requires_grad)
+
+    return known
 
 
 def models() -> list[DistributedDataParallel]:
@@ -82,8 +129,14 @@ def described(file: str, framework: str, objects: Mapping[str, Callable[[Any], b
         "trainer": lambda each: any(each is trainer for trainer in trainers),
         "accelerator": lambda each: type(each).__name__ == "Accelerator",
     }
-    words = advice.words(framework, scaled=scaler is not None)
+    words = [*advice.words(framework, scaled=scaler is not None)]
+    several = [word for word in objects if word.startswith("optimizer ")]
+    if several and "optimizer" in words:
+        words = [word for word in words if word != "optimizer"] + several
     names = _names(file, frames, {word: found[word] for word in words}) if words else {}
+    if several and names:
+        names = {**names, "optimizer": f"[{', '.join(names[word] for word in several)}]"}
+        names = {word: name for word, name in names.items() if word not in several}
     return Script(framework, scaler, names)
 
 
@@ -137,7 +190,7 @@ def _name(variables: Mapping[str, Any], known: Callable[[Any], bool]) -> str:
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    """Return an object's own attributes; none of a module of torch's, whose parts are not in a script's hands."""
+    """Return an object's own attributes; none of a module of torch's: its parts are not in a script's hands."""
     try:
         found = {} if _is_module(value) else object.__getattribute__(value, "__dict__")
     except AttributeError:

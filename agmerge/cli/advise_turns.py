@@ -41,6 +41,8 @@ class Turns:
     ``begin``: puts an exchange of gradients in place of the script's, for good, and returns it. ``updates``: puts one
     of updates there for a while; None: it cannot.
 
+    ``tell``: is given, after each turn, the compressor and the seconds of its steps.
+
     ``seconds``: of the timed steps on this rank, by compressor; ``""``: as the script was, if ``as_it_is`` was timed,
     and ``UPDATES``.
     """
@@ -52,12 +54,13 @@ class Turns:
         updates: Callable[[torch.optim.Optimizer], AbstractContextManager[None]] | None = None,
         *,
         as_it_is: bool = True,
+        tell: Callable[[str, list[float]], None] = lambda name, seconds: None,
     ) -> None:
         self.seconds: dict[str, list[float]] = {}
         self.defaults = candidates_for(optimizer)
         left_out = "dgc" if sparsifier_for(optimizer) == "topk" else "topk"
         self._names = [*self.defaults, *(name for name in OTHERS if name not in (left_out, *self.defaults))]
-        self._begin, self._as_it_is = begin, as_it_is
+        self._begin, self._as_it_is, self._tell = begin, as_it_is, tell
         self._updates = updates if takes_updates(optimizer) else None
         self._story = self._in_turns(optimizer)
         next(self._story)
@@ -71,15 +74,21 @@ class Turns:
         yield from self._timed(WARM, None)
         for _ in range(ROUNDS):
             if self._as_it_is:
-                yield from self._timed(TURN, self.seconds.setdefault("", []))
+                yield from self._turn("")
             if self._updates is not None:
                 with self._updates(optimizer):
-                    yield from self._timed(TURN, self.seconds.setdefault(UPDATES, []))
+                    yield from self._turn(UPDATES)
         exchange = self._begin(optimizer)
         for _ in range(ROUNDS):
             for name in self._names:
                 exchange.set_compressor(name)
-                yield from self._timed(TURN, self.seconds.setdefault(name, []))
+                yield from self._turn(name)
+
+    def _turn(self, name: str) -> Iterator[bool]:
+        """Yield False until the steps of a turn have ended."""
+        seconds = self.seconds.setdefault(name, [])
+        yield from self._timed(TURN, seconds)
+        self._tell(name, seconds[-TURN:])
 
     def _timed(self, steps: int, seconds: list[float] | None) -> Iterator[bool]:
         """Yield False until so many steps have ended, and one before them; note how long they took."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,9 +18,11 @@ import torch
 import agmerge
 from agmerge.cli import advise_script
 from agmerge.cli.advise_script import Script
-from agmerge.cli.advise_turns import OTHERS, ROUNDS, STEPS, TURN, Enough, Swappable, Turns
+from agmerge.cli.advise_turns import OTHERS, STEPS, TURN, Enough, Swappable, Turns
 from agmerge.cli.advise_updates import exchanging_updates
+from agmerge.cli.advise_watch import WATCHED, Watch
 from agmerge.options.arguments import Options
+from agmerge.options.defaults import candidates_for
 from agmerge.options.named_costs import told_cost, told_cost_of_updates
 from agmerge.options.named_uses import wanted
 from agmerge.planning import advice
@@ -43,6 +46,10 @@ NO_MODEL = (
     "each worker trains by itself. For Horovod and FSDP2 see docs/frameworks.md, else this makes the script one for "
     "several workers; then ask again"
 )
+OTHER_MODEL = (
+    "its {optimizer} steps parameters that are not in its DistributedDataParallel: each worker trains these by itself. "
+    "Put the model with them into DistributedDataParallel, then ask again"
+)
 SPAWNS = (
     "it starts its workers itself, by torch.multiprocessing, where nothing can be watched. Have them started for this "
     "question: call what each of them runs with the rank and the number of workers that torchrun puts into RANK and "
@@ -63,6 +70,9 @@ class Advisor:
         self._link = os.environ.get(LINK, "")  # it would not hold back the script's own exchange
         self._main: torch.optim.Optimizer | None = None
         self._turns: Turns | None = None
+        self._watch: Watch | None = Watch(script)  # None: the script's model is in DistributedDataParallel
+        self._pairs: list[tuple[str, str]] = []  # of a plain script: its names of optimizers and their models
+        self._is_plain = False
         self._found: Script | None = None  # at the first step
 
     # -- what the script has ------------------------------------------------------------------------------------------
@@ -70,18 +80,41 @@ class Advisor:
     def uses_ours(self, *, has_default: bool) -> None:
         """Note that the script has an optimizer of this library's, which tells of its steps by itself."""
         self._ours, self._has_default = True, has_default
+        self._watch_no_more()
+
+    def follows(self, turns: Turns, optimizer: torch.optim.Optimizer) -> None:
+        """Note the turns of the script's own optimizer of this library's, for the table so far."""
+        self._turns, self._main = turns, optimizer
+        self._found = Script(advice.OURS, None, {})
+
+    def watch(self) -> None:
+        """Look, from now on, at what the script does by itself."""
+        if self._watch is not None:
+            self._watch.install()
+
+    def _watch_no_more(self) -> None:
+        if self._watch is not None:
+            self._watch.uninstall()
+            self._watch = None
 
     def stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Count a step of any optimizer of torch's."""
         if self._ours:
             return
         self.leave_if_done()
+        if self._watch is not None:
+            self._watch.stepped(optimizer)
         self._main = self._main or optimizer
         if optimizer is not self._main:
             return
         self.steps += 1
-        if self._turns is None:
+        if self._turns is None and not self._is_plain:
             self._begin(optimizer)
+        if self._watch is not None and self._is_plain:
+            self._pairs = advise_script.pairs(self.script, [*self._watch.habits]) or self._pairs
+            if self.steps > WATCHED:
+                self.give_up(self._plain())
+            return
         assert self._turns is not None and self._found is not None
         try:
             over = self._turns.step()
@@ -97,46 +130,90 @@ class Advisor:
             self.give_up(SEVERAL.format(count=len(models)))
         framework = advice.DDP if models else advice.PLAIN
         holding = advise_script.is_model(models[0]) if models else advise_script.holding(optimizer)
+        all_of_model = advise_script.optimizers_of(models[0]) if models else []
         found = {"model": holding, "optimizer": lambda each: each is optimizer}
+        if len(all_of_model) > 1:
+            found |= advise_script.known_as(all_of_model)
         self._found = script = advise_script.described(self.script, framework, found)
-        if not models or not advise_script.holds(models[0], optimizer):
-            lines = advice.pasted(advice.PLAIN, script.names if not models else {}, scaled=script.scaler is not None)
-            self.give_up("\n".join([NO_MODEL.format(optimizer=type(optimizer).__name__), "", *lines]))
-        model = models[0]
+        if models and not advise_script.holds(models[0], optimizer):
+            self.give_up(OTHER_MODEL.format(optimizer=type(optimizer).__name__))
+        if not models:
+            self._is_plain = True
+            return
+        self._watch_no_more()
+        model, stepping = models[0], all_of_model if len(all_of_model) > 1 else optimizer
+        optimizer = min(all_of_model or [optimizer], key=lambda each: len(candidates_for(each)))  # the strictest
         if model.process_group.size() == 1:
             self.give_up(ONE_WORKER)
 
         def compressed(_: torch.optim.Optimizer) -> Swappable:
             line = agmerge.integrations.ddp.compress
-            exchange: Swappable = line(model, optimizer=optimizer, scaler=script.scaler, **GIVEN)
+            exchange: Swappable = line(model, optimizer=stepping, scaler=script.scaler, **GIVEN)
             return exchange
 
         def updates(_: torch.optim.Optimizer) -> AbstractContextManager[None]:
             return exchanging_updates(model, optimizer, **STILL)
 
         # A GradScaler leaves out steps of one worker then, and the others would count on.
-        refused = model.static_graph or script.scaler is not None
-        self._turns = Turns(optimizer, compressed, None if refused else updates, as_it_is=not self._link)
+        refused = model.static_graph or script.scaler is not None or len(all_of_model) > 1
+        offered = None if refused else updates
+        self._turns = Turns(optimizer, compressed, offered, as_it_is=not self._link, tell=self._tell_turn)
+
+    def _plain(self) -> str:
+        """Return what to do with a script without DistributedDataParallel: lines to paste, and what else to change."""
+        assert self._watch is not None and self._main is not None and self._found is not None
+        watch, scaled = self._watch, self._found.scaler is not None
+        watch.uninstall()
+        told = NO_MODEL.format(optimizer=type(self._main).__name__)
+        edits = watch.edits(self.script, dict(zip(watch.habits, (name for name, _ in self._pairs), strict=False)))
+        if watch.averages is not None:
+            return edits[0]
+        passes = [max(habits.passes, default=1) for habits in watch.habits.values()]
+        if len(self._pairs) != len(passes) or any(len(habits.passes) > 1 for habits in watch.habits.values()):
+            return "\n".join([told, "", *edits, *advice.template(advice.PLAIN, scaled=scaled)])
+        lines = advice.plain_lines(self._pairs, passes, self._found.names.get("scaler", "") if scaled else "")
+        return "\n".join([told, "", *advice.changes(lines, edits, several=len(passes) > 1, scaled=scaled)])
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def conclude(self, turns: Turns, optimizer: torch.optim.Optimizer, script: Script) -> None:
         """Collective. Print the advice on rank 0, and end the script on every rank."""
+        seconds = agmerge.allgather_object(turns.seconds)
+        found = self._facts(turns, optimizer, script, agmerge.size(), seconds)
+        chosen = advice.choose(found)
+        self.code = 0 if chosen.use else NOT_USED
+        if agmerge.rank() == 0:
+            told = json.dumps({**asdict(found), **asdict(chosen)}) if self._as_json else advice.text(found, chosen)
+            sys.stdout.write(told + "\n")
+            sys.stdout.flush()
+        agmerge.barrier()
+        raise Enough
+
+    def _facts(
+        self,
+        turns: Turns,
+        optimizer: torch.optim.Optimizer,
+        script: Script,
+        workers: int,
+        of_workers: Sequence[Mapping[str, list[float]]],
+    ) -> advice.Facts:
+        """Return what was found. ``of_workers``: the seconds of steps by compressor, of those workers that tell."""
         candidates = []
-        for name, own in turns.seconds.items():
+        for name in of_workers[0]:
             told = told_cost(name, OTHERS.get(name), optimizer)
             if name == UPDATES:
-                told = told_cost_of_updates(agmerge.size(), optimizer)
-            everyones = agmerge.allgather_object(own)
-            by_turn = [[each[turn * TURN :][:TURN] for each in everyones] for turn in range(ROUNDS)]
+                told = told_cost_of_updates(workers, optimizer)
+            everyones = [own[name] for own in of_workers]
+            count = max(1, min(map(len, everyones)) // TURN)  # of turns
+            by_turn = [[each[turn * TURN :][:TURN] for each in everyones] for turn in range(count)]
             took = tuple(map(advice.median_of_slowest, by_turn))
             whole = advice.median_of_slowest(everyones)
             candidates.append(advice.Candidate(name, whole, name in turns.defaults, told, took, wanted(name)))
         base = next(one for name in ("", NONE) for one in candidates if one.name == name)
-        found = advice.Facts(
+        return advice.Facts(
             script.framework,
             type(optimizer).__name__,
-            agmerge.size(),
+            workers,
             sum(one.numel() for group in optimizer.param_groups for one in group["params"]),
             base.seconds,
             tuple(one for one in candidates if one.name),
@@ -146,14 +223,26 @@ class Advisor:
             self._has_default,
             self._link,
         )
-        chosen = advice.choose(found)
-        self.code = 0 if chosen.use else NOT_USED
-        if agmerge.rank() == 0:
-            told = json.dumps({**asdict(found), **asdict(chosen)}) if self._as_json else advice.text(found, chosen)
-            sys.stdout.write(told + "\n")
-            sys.stdout.flush()
-        agmerge.barrier()
-        raise Enough
+
+    def stopped(self, why: str) -> NoReturn:
+        """End the process, from another thread: print the table so far, of rank 0's own steps, and no advice."""
+        self.say(f": {why} after {self.steps} of at most {STEPS} steps: no advice, but the table so far")
+        turns, main, script = self._turns, self._main, self._found
+        if os.environ.get("RANK", "0") == "0" and turns is not None and main is not None and script is not None:
+            workers = int(os.environ.get("WORLD_SIZE", "1"))  # the first turns are before agmerge.init()
+            timed = {name: [*own] for name, own in turns.seconds.items() if own}
+            if "" in timed or NONE in timed:
+                sys.stdout.write("\n".join(advice.table(self._facts(turns, main, script, workers, [timed]))) + "\n")
+        self.code = NO_ANSWER
+        code = self.exit_code()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _tell_turn(self, name: str, seconds: list[float]) -> None:
+        """Write a line about a turn that has ended."""
+        took = advice.milliseconds(statistics.median(seconds))
+        self.say(f": step {self.steps} of at most {STEPS}: {took} a step {f'with {name}' if name else 'as it is'}")
 
     def give_up(self, why: str) -> NoReturn:
         """End the script: no advice can be given."""
@@ -184,6 +273,9 @@ class Advisor:
     def exit_code(self) -> int:
         """Return this process's exit code, and write the script's into the file of ``--result``."""
         code = self.code
+        if code is None and self._is_plain:  # a script of few steps has come to its end
+            self.say(f": {self._plain()}")
+            code = NO_ANSWER
         if code is None:  # the script has come to its end
             seen = f"{self.steps} steps of an optimizer, {len(advise_script.models())} DistributedDataParallel"
             hint = ". More epochs, or a smaller batch, would do" if self.steps else ""
@@ -206,7 +298,8 @@ def advised(advisor: Advisor) -> type[agmerge.DistributedOptimizer]:
                 advisor.give_up(
                     "it has sync='updates', merging='dear' or process_set=: only exchanges of gradients are compared"
                 )
-            self._turns = Turns(optimizer, lambda _: self, as_it_is=False)
+            self._turns = Turns(optimizer, lambda _: self, as_it_is=False, tell=advisor._tell_turn)
+            advisor.follows(self._turns, optimizer)
             super()._set_up(optimizer, named, replace(options, **GIVEN, density=None, exchange="auto"), are_new=are_new)
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -87,7 +88,8 @@ class AveragedTwice:
             self._others[self._in_step] += elements
 
 
-def _weakly(note: weakref.WeakMethod[Callable[[list[int], list[torch.Tensor]], None]], *given: object) -> None:
+def _weakly(note: weakref.WeakMethod[Any], *given: object) -> None:
+    """Call a method while its object lives."""
     living = note()
     if living is not None:
-        living(*given)  # type: ignore[arg-type]
+        living(*given)

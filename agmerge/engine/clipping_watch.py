@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from agmerge.engine.sampled_updates import Norms, Place, Sample, norms_of, places_in, sample_of
 from agmerge.engine.scaled_down import NormBound, common_factor
+from agmerge.engine.seen_steps import after_closure
 from agmerge.errors import warn
 from agmerge.exchanges.message.format import Flag
 from agmerge.step.combined import Combined
@@ -120,7 +121,7 @@ class ClippingWatch:
 
         def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             watch = reference()
-            return None if watch is None else _looking_in(watch.look, args, kwargs)
+            return None if watch is None else after_closure(watch.look, args, kwargs)
 
         return optimizer.register_step_pre_hook(before)
 
@@ -171,19 +172,3 @@ class ClippingWatch:
                 compressor=config.compression.compressor.name, step=step, steps=math.ceil(1 / share), **figures
             )
             warn(text, 0)  # where a warning is all that there can be, rank 0 alone looks
-
-
-def _looking_in(look: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``look`` now, or after a step's closure, in which frameworks clip; return new arguments then, else None."""
-    optimizer, *given = args  # a closure is the first argument, or has its name
-    closure = given[0] if given else kwargs.get("closure")
-    if closure is None:
-        look()
-        return None
-
-    def looked() -> Any:
-        loss = closure()
-        look()
-        return loss
-
-    return ((optimizer, looked, *given[1:]), kwargs) if given else (args, {**kwargs, "closure": looked})

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch.optim import optimizer as optimizers
 
+from agmerge.engine import seen_steps
 from agmerge.errors import AGMergeError
 from agmerge.exchanges import InFlight
 from agmerge.step.combined import Combined
+from agmerge.tensors.parameters import gradient_dtype
 
 _PLAIN = (bool, int, float, str, tuple, type(None))  # values of a group that compare with ==
 
@@ -111,7 +113,7 @@ class Updates:
     def _check_same(self, parameter: torch.Tensor) -> None:
         """Raise ``AGMergeError`` if a parameter has another dtype, device or shape than in ``step()``."""
         slot = self._slot_of[parameter]
-        now, then = (parameter.dtype, parameter.device), (slot.tensor_class.dtype, slot.tensor_class.device)
+        now, then = (gradient_dtype(parameter), parameter.device), (slot.tensor_class.dtype, slot.tensor_class.device)
         if now != then or tuple(parameter.shape) != slot.shape:
             raise AGMergeError(
                 f"parameter {slot.name!r} was {then[0]}{list(slot.shape)} on {then[1]} in step() and is "
@@ -135,12 +137,12 @@ class Updates:
 def check_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Raise ``ValueError`` if ``optimizer.step()`` has hooks."""
     hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        optimizers._global_optimizer_pre_hooks,
-        optimizers._global_optimizer_post_hooks,
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *optimizers._global_optimizer_pre_hooks.values(),
+        *optimizers._global_optimizer_post_hooks.values(),
     )
-    if any(hooks):
+    if any(hook not in seen_steps.OWN for hook in hooks):
         raise ValueError(
             f"{type(optimizer).__name__} has step pre- or post-hooks, and merging='dear' steps it once for every "
             "module, so they would run many times a step: remove them, or use another merging"

@@ -31,7 +31,7 @@ class DeltaTable:
     def parameters(self) -> list[ParameterInfo]:
         """Return the parameters that take part."""
         self._taking_part()  # so that frozen ones with a gradient are tracked
-        return self._members.active(self._tracked)
+        return [replace(one, dtype=one.parameter.dtype) for one in self._members.active(self._tracked)]
 
     def _taking_part(self) -> list[torch.Tensor]:
         """Return the script's tensors of :meth:`parameters`; track those that are frozen and have a gradient."""

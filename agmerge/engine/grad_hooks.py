@@ -222,3 +222,4 @@ def _hook(
             tell(parameter)
 
     return hook
+

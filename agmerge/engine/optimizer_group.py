@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from agmerge.engine.followed_optimizer import complete_hooks
 from agmerge.engine.optimizer_states import SECTIONS, StateOfAll, load_state
 from agmerge.engine.optimizer_wrapper import OF_SCALER, SEVERAL, check_optimizer
 
@@ -35,12 +36,14 @@ def inner_of(given: OneOrSeveral, named: Iterable[Any] | None) -> torch.optim.Op
     if not isinstance(given, (list, tuple)):
         check_optimizer(given)
         only: Any = given  # which is an optimizer, then
+        complete_hooks(only)
         return only  # type: ignore[no-any-return]
     if not given:
         raise ValueError("the list of optimizers is empty: give at least one")
     for number, optimizer in enumerate(given):
         try:
             check_optimizer(optimizer)
+            complete_hooks(optimizer)
         except (TypeError, ValueError) as error:
             raise type(error)(f"optimizers[{number}], a {type(optimizer).__name__}: {error}") from None
     pairs = [pair for pair in named or () if isinstance(pair, tuple) and len(pair) == 2]

@@ -35,7 +35,7 @@ class OptimizerHolder:
         """Return the optimizer that the script gave. Raises ``AttributeError`` where it gave several."""
         if self._inner is not None and len(optimizers_of(self._inner)) > 1:
             raise AttributeError(SEVERAL.format(type(self._inner).__name__))
-        return self._inner
+        return getattr(self._inner, "given", self._inner)  # of one that stands for an object of another library
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -129,12 +129,8 @@ OF_OTHERS = {
 }
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Raise unless ``optimizer`` can be wrapped.
-
-    ``TypeError`` for anything but an optimizer, for a wrapper around one and for one that exchanges gradients itself,
-    ``ValueError`` if it needs closures.
-    """
+def refuse_exchanging(optimizer: Any) -> None:
+    """Raise ``TypeError`` for a wrapper around an optimizer, and for one that exchanges gradients itself."""
     if isinstance(optimizer, OptimizerWrapper):
         raise TypeError("this optimizer is a DistributedOptimizer already; wrap the plain one, once")
     for kind in type(optimizer).__mro__:
@@ -143,6 +139,15 @@ def check_optimizer(optimizer: Any) -> None:
                 raise TypeError(
                     f"the optimizer is a {type(optimizer).__name__} of {module.partition('.')[0]}: {advice}"
                 )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise unless ``optimizer`` can be wrapped.
+
+    ``TypeError`` for anything but an optimizer, for a wrapper around one and for one that exchanges gradients itself,
+    ``ValueError`` if it needs closures.
+    """
+    refuse_exchanging(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     closure = inspect.signature(optimizer.step).parameters.get("closure")

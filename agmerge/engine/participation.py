@@ -342,10 +342,11 @@ class Participation:
         """Compare replicas after the next exchange, as after the first one: there are new parameters."""
         self._has_compared = False
 
-    def end_exchange(self, *, compares: bool = True) -> None:
+    def end_exchange(self, *, compares: bool = True, plans: bool = True) -> None:
         """Collective. Compare replicas and plan again, where that is due: an exchange has been committed.
 
         ``compares``: replicas are comparable now. They are after the first exchange, and after every ``check_every``.
+        ``plans``: the plan in use is one that can be planned from.
         """
         exchange, guards = self.exchange, self.exchange.agreed.config.guards
         if exchange.group.kept is not None and self.outdated:
@@ -357,4 +358,5 @@ class Participation:
                 assert exchange.group.comm is not None
                 compare_replicas(exchange.group.comm, self._compared_tensors(), exchange.agreed.steps, guards.timeout)
                 self._has_compared = True
-            exchange.agreed.replan()
+            if plans:
+                exchange.agreed.replan()

@@ -40,7 +40,7 @@ from agmerge.step.combined import Combined
 from agmerge.step.config import Config
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
-from agmerge.tensors.parameters import ParameterTable, optimizers_of
+from agmerge.tensors.parameters import ParameterTable, gradient_dtype, optimizers_of
 
 GAVE_UP = "has called zero_grad() in the middle of a step, when gradients of {missing} had not come{cause}"
 AFTER_BROKEN = (
@@ -114,6 +114,11 @@ class Reducer:
 
     # -- step -----------------------------------------------------------------------------------------------------
 
+    def _join_group(self) -> None:
+        """Collective. Connect, if need be, and prepare what the next agreement takes over."""
+        self.participation.connected(self.connect)
+        take_over(self.exchange, self.members, self.members.optimizer)
+
     @torch.no_grad()
     def synchronize(self) -> None:
         """Collective. Send the remaining messages, receive, and make every ``p.grad`` the combined update.
@@ -121,8 +126,7 @@ class Reducer:
         Connects first, if need be. Raises on every rank for gradients that are not finite, according to ``nonfinite=``,
         and on this rank where the script has changed gradients after they were handed over.
         """
-        self.participation.connected(self.connect)
-        take_over(self.exchange, self.members, self.members.optimizer)
+        self._join_group()
         with self.passes.lock:
             self.exchange.fault.check()
             if self.exchange.group.outside or self.passes.combined:
@@ -270,8 +274,11 @@ class Reducer:
         elif self.exchange.fault:
             raise_broken(self.exchange)
         elif missing := self.passes.missing():
-            if self.exchange.under_way:  # else nothing has left, and this rank begins the step again
-                self.exchange.give_up(GAVE_UP.format(missing=and_more(missing), cause=_surviving()))
+            why = GAVE_UP.format(missing=and_more(missing), cause=_surviving())
+            if not self.exchange.under_way:  # before the first agreement: the others wait for this rank in it
+                self._join_group()
+            if not self.exchange.group.outside:
+                self.exchange.give_up(why)
             self.discard()
         elif self.passes.handed_over.overrun:
             try:
@@ -311,10 +318,11 @@ def check_attachable(combined: Combined, exchange: GradientExchange, *, is_activ
     """
     buffers = combined.buffers
     for slot, parameter in zip(buffers.layout.slots, buffers.flat.parameters, strict=True):
-        if parameter.dtype != slot.tensor_class.dtype or parameter.device != slot.tensor_class.device:
+        dtype = gradient_dtype(parameter)
+        if dtype != slot.tensor_class.dtype or parameter.device != slot.tensor_class.device:
             raise AGMergeError(
                 f"parameter {slot.name!r} changed from {slot.tensor_class.dtype} on {slot.tensor_class.device} to "
-                f"{parameter.dtype} on {parameter.device} between backward() and step(); change it between steps"
+                f"{dtype} on {parameter.device} between backward() and step(); change it between steps"
             )
     if not any(combined.used) and is_active and combined.is_whole:
         warnings.warn(NO_GRADIENT, stacklevel=7)

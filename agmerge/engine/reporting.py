@@ -232,11 +232,9 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
         elif slot.tensor_class.kind is Kind.LOW_RANK and buffers.flat.bases is not None:
             density = f"{buffers.flat.bases.elements(slot) / slot.numel:.3g}"
         shape = "x".join(map(str, slot.shape)) or "scalar"
-        tensor_class, sent = slot.tensor_class.kind.value, sent_as(buffers, config, slot)
+        treated = slot.tensor_class.kind.value, sent_as(buffers, config, slot), density
         elements[kind] += slot.numel
-        rows.append(
-            (str(buffers.buffer_of[slot.index]), slot.name, shape, tensor_class, sent, density, str(slot.numel))
-        )
+        rows.append((str(buffers.buffer_of[slot.index]), slot.name, shape, *treated, str(slot.numel)))
     lines = _aligned(rows)
     total = buffers.flat.tensors.numel
     parts = [

@@ -27,13 +27,13 @@ WRITTEN = (
 READ = (
     "the script reads parameters between two steps ({operation}() of {name!r}). With sync='updates' these are this "
     "rank's own, so that an average of them (EMA, SWA, a teacher), or a copy, is another one on every rank. Read them "
-    "inside of shared(), `with compressed.shared():` or `with optimizer.shared():`, where they are the same on all ranks "
-    "(docs/adaptive.md)"
+    "inside of shared(), `with compressed.shared():` or `with optimizer.shared():`, which has the same ones on all "
+    "ranks (docs/adaptive.md)"
 )
 SAVED = (
-    "state_dict() of a model in training mode has, with sync='updates', this rank's own parameters, which differ between "
-    "ranks. For evaluation and for others save it inside of shared(), or in eval() mode. To resume from it, save and "
-    "load the state_dict() of what exchanges as well, on every rank (docs/adaptive.md)"
+    "state_dict() of a model in training mode has, with sync='updates', this rank's own parameters, which differ "
+    "between ranks. For evaluation and for others save it inside of shared(), or in eval() mode. To resume from it, "
+    "save and load the state_dict() of what exchanges as well, on every rank (docs/adaptive.md)"
 )
 
 
@@ -53,7 +53,7 @@ class ScriptAccess:
 
     def __init__(self, owner: object) -> None:
         self._writes, self._said = ScriptWrites(), set[str]()
-        self._shared: weakref.ReferenceType[Replica] | None = None  # whose parameters may be read
+        self._shared: weakref.ReferenceType[Replica] | None = None  # with the parameters that are looked for
         self._names: dict[int, str] = {}  # by address of the parameter, during a look
         self._reads = ScriptReads(owner, _weakly(self))
 
@@ -88,7 +88,8 @@ class ScriptAccess:
     def saved(self, shared: Replica) -> None:
         """Warn of saved parameters that are this rank's own."""
         if SAVED not in self._said and any(_differs(shared, name) for name in shared.own):
-            self._say(SAVED, SAVED)
+            self._said.add(SAVED)
+            warn(SAVED, workers.rank())
 
     def read(self, operation: str, tensor: torch.Tensor) -> None:
         """Warn of an operation of the script, if it reads a parameter that differs from the shared one."""
@@ -97,15 +98,13 @@ class ScriptAccess:
         if shared is None or shared.is_shown or name is None or READ in self._said:
             return
         if tensor.numel() == shared.own[name].numel() and _differs(shared, name):
-            self._say(READ, READ.format(operation=operation, name=name))
+            self._said.add(READ)
+            warn(READ.format(operation=operation, name=name), workers.rank())
 
     def _say_written(self, shared: Replica, names: Sequence[str] | set[str]) -> None:
         if names and WRITTEN not in self._said:
-            self._say(WRITTEN, WRITTEN.format(names=and_more([name for name in shared.own if name in names])))
-
-    def _say(self, which: str, text: str) -> None:
-        self._said.add(which)
-        warn(text, workers.rank())
+            self._said.add(WRITTEN)
+            warn(WRITTEN.format(names=and_more([name for name in shared.own if name in names])), workers.rank())
 
 
 def _weakly(access: ScriptAccess) -> Callable[[str, torch.Tensor], None]:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from agmerge.errors import NO_SCRIPTS
 from agmerge.tensors.dtensors import is_dtensor, local_of
 
-FIRST, THEN = 8, 100  # the first steps are followed by a look, and later each whose number this divides
+FIRST, THEN = 8, 100  # a look follows each of the first steps, and later every hundredth one
 MOST = 10_000  # operations that one look lasts at most
 # Averages and copies are made by these, also of lists (torch._foreach_lerp_) and in place.
 OPERATIONS = frozenset(("add", "sub", "rsub", "mul", "div", "lerp", "addcmul", "copy", "clone", "_to_copy"))
@@ -49,8 +49,9 @@ class ScriptReads:
         # torch.compile has made does not run under a mode.
         if step > FIRST and step % THEN or _get_current_dispatch_mode_stack() or _compiles():
             return
-        self._mode = _Look(self._found)
-        self._mode.__enter__()
+        mode: Any = _Look(self._found)
+        mode.__enter__()
+        self._mode = mode
         self._handle = register_module_forward_pre_hook(self._end)
 
     def end(self) -> None:
@@ -58,10 +59,11 @@ class ScriptReads:
         if self._handle is not None:
             self._handle.remove()
         self._handle = None
-        if self._mode is not None:
-            self._mode.stop()
-            if _get_current_dispatch_mode_stack()[-1:] == [self._mode]:
-                self._mode.__exit__(None, None, None)
+        mode: Any = self._mode
+        if mode is not None:
+            mode.stop()
+            if _get_current_dispatch_mode_stack()[-1:] == [mode]:
+                mode.__exit__(None, None, None)
                 self._mode = None
 
     def _end(self, *_: object) -> None:
@@ -69,11 +71,11 @@ class ScriptReads:
             self.end()
 
 
-class _Look(TorchDispatchMode):
+class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode in which operations that read tensors are seen."""
 
     def __init__(self, found: Found) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._found: Found | None = found
         self._left, self._process = MOST, os.getpid()
 

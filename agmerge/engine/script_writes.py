@@ -99,8 +99,13 @@ class _Sample:
         differs = (now.view(torch.uint8) != before.view(torch.uint8)).view(now.numel(), -1).any(dim=1)
         if not differs.any():
             return []
-        parts = differs.split([view.numel() for view in self.views])
-        return [name for name, part in zip(self.names, parts, strict=True) if part.any()]
+        changed: list[str] = []
+        begin = 0
+        for name, view in zip(self.names, self.views, strict=True):
+            if differs[begin : begin + view.numel()].any():
+                changed.append(name)
+            begin += view.numel()
+        return changed
 
 
 def _addresses(own: Mapping[str, torch.Tensor]) -> list[tuple[int, int]]:

@@ -193,8 +193,8 @@ class UpdateReducer:
         self.after_step(OwnStep())
         return self.flags_of_all
 
-    def _receive(self) -> None:
-        """Collective. Receive and apply the exchange that is due, or under way."""
+    def _receive(self, *, plans: bool = True) -> None:
+        """Collective. Receive and apply the exchange that is due, or under way. ``plans``: plan anew, where due."""
         announced, self._announced, self._receive_at = self._announced, (), None
         for combined in self.participation.finish(self.connect, self.replica.shared.delta, self._due, announced):
             with self.exchange.fault.recording():
@@ -202,7 +202,7 @@ class UpdateReducer:
                 self.replica.shared.apply(combined)
                 combined.buffers.forget_round()
             self.flags_of_all = combined.flags or int(Flag.ACTIVE)  # without a message all are active
-        self.participation.end_exchange()
+        self.participation.end_exchange(plans=plans)
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -223,7 +223,8 @@ class UpdateReducer:
             buffers = self.exchange.agree()
             self._announced = self.replica.own_steps.drain()
             with self.exchange.sending_whole():
-                self._receive()
+                self._receive(plans=False)  # its plan is of this exchange alone, and costs are of no such plan
+        self.participation.end_exchange(compares=False)
         self.replica.strayed.settled()
         self.replica.left()
 

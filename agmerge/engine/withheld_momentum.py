@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from agmerge.engine.seen_steps import after_closure
 from agmerge.ops import Average
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.momentum import check_dampening, rate, rates
@@ -61,10 +62,13 @@ def _withhold_from(optimizer: torch.optim.Optimizer, has_applied: Callable[[], b
     """Withhold applied momentum from every step of one optimizer; return a function that ends it."""
     hidden = _Hidden(optimizer)
 
-    def hide(*_: Any) -> None:
+    def hide_now() -> None:
         hidden.show()  # the step before has raised
         if has_applied():
             hidden.hide()
+
+    def hide(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return after_closure(hide_now, args, kwargs)  # backward passes in a closure apply it before selection
 
     last, first = optimizer.register_step_pre_hook(hide), optimizer.register_step_post_hook(hidden.show)
     hooks: Any = first.hooks_dict_ref()

@@ -56,8 +56,9 @@ DISTRIBUTED_DATA_PARALLEL = (
 )
 IN_BACKWARD = (
     "gradients are infinite or NaN: {where}. Parameters and residuals are as before this step, and can be saved. "
-    "DistributedDataParallel cannot go on after an error in its hook: start again from a checkpoint. scaler= is for "
-    "float16 under autocast, and leaves out such steps"
+    "DistributedDataParallel cannot go on after an error in its hook: start again from a checkpoint. Where the script "
+    "looks for such gradients, and repairs them or skips the step, pass nonfinite='skip': then p.grad has them on all "
+    "ranks alike. scaler= is for float16 under autocast, and leaves out such steps"
 )
 OTHER_SHARDS = (
     "residuals are shards of other rows than this rank has now (exchange='two-level'): they are dropped and start from "
@@ -68,7 +69,7 @@ NO_GRADIENT = (
     "(load_state_dict(assign=True) replaces the model's)."
 )
 
-NO_SCRIPTS = ("agmerge", "torch")  # packages at whose lines no warning points
+NO_SCRIPTS = ("agmerge", "torch")  # packages: no warning points at a line of theirs
 
 NAMED = 5  # most parameters that an error names
 # Of ECMA-48: a control sequence, a string with its end (a window's title, say), a single escape.

@@ -88,7 +88,8 @@ CHAPTERS = {
 INTRODUCTION = """# Errors and warnings by their words
 
 An error of `agmerge` carries a code, `error.code`. From Python 3.11 on it is printed below the text, with the command
-that shows its entry here without a network: `python -m agmerge explain AGM102`. Warnings, and mistakes in arguments (`ValueError`, `TypeError`), are found here by their words. In these
-an ellipsis stands for names and numbers.
+that shows its entry without a network: `python -m agmerge explain AGM102`. Warnings, and mistakes in arguments
+(`ValueError`, `TypeError`), are found here, or by that command, by their words. In these an ellipsis stands for names
+and numbers.
 
 This page is written by `python tests/support/errors_page.py`, from the catalogue beside `agmerge.errors`."""

@@ -103,6 +103,13 @@ IN_TRAINING: tuple[Row, ...] = (
         "Install what the text names, then run `python -m agmerge build-horovod` again.",
         "backends.md",
     ),
+    (
+        "AGM016",
+        ("this process was forked from", "This process was forked from one that had called it"),
+        "A forked process cannot use its parent's connections, and has no place among the workers.",
+        "Start them before `init()`, or by `start_method='spawn'`. If the parent was alone call `init()` in each.",
+        "launching.md",
+    ),
     # -- steps and gradients ----------------------------------------------------------------------------------------
     (
         "AGM102",
@@ -284,6 +291,41 @@ IN_TRAINING: tuple[Row, ...] = (
         "Clip as the text says, raise the bound, or leave `compression=` out.",
         "compressors.md",
     ),
+    (
+        "AGM131",
+        ("a backward pass has added to the update that the pass before has left in p.grad",),
+        "In DistributedDataParallel with a memory that has a momentum, passes of a step were averaged one by one.",
+        "Put all passes of a step but the last one inside `model.no_sync()`.",
+        "frameworks.md#distributeddataparallel",
+    ),
+    (
+        "AGM132",
+        ("backward passes in a row, and no optimizer has stepped since compress()",),
+        "What the script steps with is not known, so that passes count as thrown away.",
+        "Pass `optimizer=` to `compress()`.",
+        "frameworks.md#distributeddataparallel",
+    ),
+    (
+        "AGM133",
+        ("is about to step parameters with gradients that DistributedDataParallel does not average",),
+        "Parameters were unfrozen, or put into the model, after DistributedDataParallel was made.",
+        "Make it, and call `compress()`, afterwards.",
+        "frameworks.md#distributeddataparallel",
+    ),
+    (
+        "AGM134",
+        ("steps with gradients that this model has not averaged", "is in another DistributedDataParallel by now"),
+        "Forward passes went past the compressed model, or through another DistributedDataParallel.",
+        "Call the model itself; call `compress()` with the new one.",
+        "frameworks.md#distributeddataparallel",
+    ),
+    (
+        "AGM135",
+        ("which is in no DistributedDataParallel: its gradient is averaged by nothing",),
+        "The optimizer of a model in DistributedDataParallel steps other parameters too.",
+        "Put them into the model if they are to be the same on all ranks.",
+        "frameworks.md#distributeddataparallel",
+    ),
     # -- waiting ----------------------------------------------------------------------------------------------------
     (
         "AGM202",
@@ -302,21 +344,21 @@ IN_TRAINING: tuple[Row, ...] = (
     (
         "AGM145",
         ("the script has written parameters between two steps",),
-        "With `sync=\"updates\"` a script writes a rank's own parameters: an average of weights, a bound, the best ones.",
-        "Evaluate and save them before the next step, set bounds inside of `shared()`, `consolidate()` what is to stay.",
+        'With `sync="updates"` a script writes a rank\'s own parameters: averages of weights, bounds, the best ones.',
+        "Evaluate and save them before the next step, set bounds inside of `shared()`; `consolidate()` what stays.",
         "adaptive.md#what-a-script-does-between-two-steps",
     ),
     (
         "AGM146",
         ("the script reads parameters between two steps",),
-        "With `sync=\"updates\"` an average of a rank's own parameters (EMA, SWA, a teacher) differs between ranks.",
+        'With `sync="updates"` an average of a rank\'s own parameters (EMA, SWA, a teacher) differs between ranks.',
         "Read them inside of `shared()`.",
         "adaptive.md#what-a-script-does-between-two-steps",
     ),
     (
         "AGM147",
         ("state_dict() of a model in training mode has",),
-        "With `sync=\"updates\"` a model in training mode has a rank's own parameters, which differ between ranks.",
+        'With `sync="updates"` a model in training mode has a rank\'s own parameters, which differ between ranks.',
         "Save it inside of `shared()`, or in `eval()` mode.",
         "adaptive.md#what-a-script-does-between-two-steps",
     ),

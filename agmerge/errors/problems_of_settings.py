@@ -169,6 +169,20 @@ OF_SETTINGS: tuple[Row, ...] = (
         "frameworks.md",
     ),
     (
+        "AGM140",
+        ("alone, and each rank keeps more than the checkpoint has",),
+        "One rank alone has called a framework's saving, and ranks keep what they have not sent.",
+        "Call it on all ranks: the framework writes the model on rank 0 alone. By default nothing is kept.",
+        "frameworks.md",
+    ),
+    (
+        "AGM141",
+        ("and each would train by itself: the framework has made no process group",),
+        "A launcher has started several processes on machines without GPUs, and the framework has not connected them.",
+        "Ask it to use CPUs, as the text says.",
+        "frameworks.md",
+    ),
+    (
         "AGM602",
         ("the script scales its loss with a GradScaler that compress() does not know",),
         "What ranks keep back would have the scale, which changes.",

@@ -12,6 +12,7 @@ Trackers get what is sent beside the script's own values, in each ``log()``.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from typing import TYPE_CHECKING, Any
@@ -65,7 +66,7 @@ def compress(
     if workers.can_regroup():
         return _elastic(accelerator, model, {**options})
     if accelerator.distributed_type == DistributedType.NO:
-        files.warn_alone()
+        files.warn_alone("Accelerator(cpu=True), or ACCELERATE_USE_CPU=true in the environment")
         return None
     inner: Any = getattr(model, "_orig_mod", model)  # of a compiled model
     numbers = [
@@ -157,7 +158,7 @@ def _keep_in_checkpoints(
     def save(*args: Any, **kwargs: Any) -> Any:
         with compressed.shared():  # also for hooks of the script that write the model themselves
             saved = save_state(*args, **kwargs)
-        files.save(compressed, files_in(noted.pop()), makes_folder=True)
+        files.save(compressed, files_in(noted.pop()), makes_folder=True, is_common=True)
         return saved
 
     @functools.wraps(load_state)

@@ -67,7 +67,9 @@ def distribute(
     return distributed
 
 
-def _combining(accelerator: Accelerator, optimizer: ElasticOptimizer, clip: Callable[..., Any]) -> Callable[..., Any]:
+def _combining(
+    accelerator: Accelerator, optimizer: ElasticOptimizer, clip: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return ``clip``, with the gradients combined before they are clipped."""
 
     @functools.wraps(clip)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from agmerge.checkpoint import rank_state, torch_helpers
 from agmerge.engine import elastic_refusals
 from agmerge.engine.bucket_reducer import BucketReducer
+from agmerge.engine.followed_optimizer import followed
 from agmerge.engine.grad_scaler import LossScale, check_dtypes, refuse_unknown
 from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
 from agmerge.engine.optimizer_states import load_state
@@ -26,7 +27,7 @@ from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.engine.withheld_momentum import withhold
 from agmerge.errors import AGMergeError
 from agmerge.integrations import unsaved
-from agmerge.integrations.ddp_hook import Hook, exchange
+from agmerge.integrations.ddp_hook import Hook, averaged_model, exchange, supersede
 from agmerge.integrations.ddp_refusals import checked_model, checked_options
 from agmerge.integrations.shared_model import show_shared
 from agmerge.options import notices
@@ -92,7 +93,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
     _reducer: BucketReducer | UpdateReducer
 
     def __init__(self, model: DistributedDataParallel, optimizer: OneOrSeveral | None, options: Options) -> None:
-        self._inner = None if optimizer is None else inner_of(optimizer, _named(model, ignored=True))
+        self._inner = None if optimizer is None else inner_of(_followed(optimizer), _named(model, ignored=True))
         if self._inner is not None:
             _check_steps(self._inner, model)
             line = "compressed = agmerge.integrations.ddp.compress(model, optimizer=optimizer, ...)"
@@ -101,7 +102,7 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         self._attached = ExitStack()  # what hangs on the model and the optimizer
         self._note_whole: Callable[[], None] = lambda: None  # to be called when what this rank keeps is saved or loaded
         # To be called with what looks at a checkpoint some steps later.
-        self.look_later: Callable[[Callable[[], str]], None] = lambda look: None
+        self.look_later: Callable[[unsaved.Look], None] = lambda look: None
         self._reducer = self._reducer_for(model, config)
         try:
             if self._steps_alone:
@@ -118,11 +119,12 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         if config.sync.updates is not None:
             if optimizer is None:
                 raise ValueError("sync='updates' exchanges what the optimizer did: pass optimizer=, the one that steps")
+            _check_no_others(optimizer, model)
             return UpdateReducer(ParameterTable(optimizer, _named(model, ignored=True)), config)
         named = _named(model, ignored=False)
         table = ParameterTable(_OneGroup([{"params": [parameter for _, parameter in named]}]), named)
         check_dtypes(table, config.guards.scaled)
-        reducer = BucketReducer(table, config, optimizer)
+        reducer = BucketReducer(table, config, optimizer, averaged_model(model))
         if config.guards.scaled:
             reducer.attach_scaler(LossScale(self._options.scaler))
         return reducer
@@ -138,9 +140,11 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
             self._attached.callback(show_shared(model.module, self._reducer))
             self._attached.callback(model.register_forward_pre_hook(_average_nothing).remove)
             return
-        hook = Hook(model, self._reducer)
+        hook = Hook(model, self._reducer, self._attached)
         model.register_comm_hook(hook, exchange)
         self._attached.callback(hook.close)
+        self._attached.callback(self._reducer.detach)
+        supersede(model.module, hook)
         if self._inner is not None:
             self._attached.callback(withhold(self._reducer.exchange, self._inner))
             self._attached.callback(torch_helpers.hide_momentum(self._reducer.exchange, self._inner))
@@ -196,6 +200,13 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         self._reducer.close()
 
 
+def _followed(given: Any) -> OneOrSeveral:
+    """Return optimizers with hooks for what a script gives; of several in order. Raises as :func:`followed` does."""
+    if isinstance(given, (list, tuple)):
+        return [followed(one) for one in given]
+    return followed(given)
+
+
 def _check_steps(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
     """Raise ``ValueError`` for an optimizer that has no parameter of the model."""
     own = {id(parameter) for parameter in model.parameters()}
@@ -204,6 +215,20 @@ def _check_steps(optimizer: torch.optim.Optimizer, model: DistributedDataParalle
             f"ddp.compress(): the {type(optimizer).__name__} given as optimizer= has no parameter of the model: give "
             "the one that steps it"
         )
+
+
+def _check_no_others(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
+    """Raise ``ValueError`` for an optimizer that steps parameters of other models too."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"sync='updates' exchanges all that {type(optimizer).__name__} does, and it steps a parameter of "
+                    f"another model, of shape {list(parameter.shape)} in group {number}: give each "
+                    "DistributedDataParallel an optimizer of its own, and call compress() with each; or leave sync= "
+                    "out, as one optimizer may step gradients of several models"
+                )
 
 
 def _named(model: DistributedDataParallel, *, ignored: bool) -> list[tuple[str, torch.Tensor]]:

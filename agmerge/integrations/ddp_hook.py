@@ -7,7 +7,7 @@ Its annotations are evaluated: DistributedDataParallel compares those of a hook 
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import torch
 from torch._C._distributed_c10d import GradBucket
@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from agmerge.engine.averaged_steps import AveragedModel
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.errors import AGMergeError
 
@@ -31,8 +32,9 @@ class Hook:
     The model keeps it alive; it does not keep the model alive.
     """
 
-    def __init__(self, model: DistributedDataParallel, reducer: BucketReducer) -> None:
+    def __init__(self, model: DistributedDataParallel, reducer: BucketReducer, attached: ExitStack) -> None:
         self._model = weakref.ref(model)
+        self.attached = attached  # whose end takes everything off the model and the optimizer that is there for it
         self._reducer: BucketReducer | None = reducer  # None: closed
         self._waiting: list[tuple[Updated, torch.Tensor]] = []  # for the last bucket of this pass, with their updates
         # Parameters that got a gradient since the last pass that was averaged; None: all get one.
@@ -92,6 +94,35 @@ class Hook:
 def exchange(hook: Hook, bucket: GradBucket) -> Updated:
     """Collective. Take a bucket, in the form in which DistributedDataParallel calls a hook."""
     return hook.take(bucket)
+
+
+# The hook of each module that is compressed, in the last DistributedDataParallel that it was put into.
+_hooks: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Hook]] = weakref.WeakKeyDictionary()
+
+
+def supersede(module: torch.nn.Module, hook: Hook) -> None:
+    """Make ``hook`` the one of ``module``, and take off the one of another DistributedDataParallel around it."""
+    before = _hooks[module]() if module in _hooks else None
+    _hooks[module] = weakref.ref(hook)
+    if before is not None:
+        before.attached.close()
+
+
+def averaged_model(model: DistributedDataParallel) -> AveragedModel:
+    """Return what checks of steps ask of ``model``, which is held weakly."""
+    reference, ignored = weakref.ref(model), set(model.parameters_to_ignore)
+
+    def named() -> list[tuple[str, torch.Tensor]]:
+        model = reference()
+        return [] if model is None else [one for one in model.module.named_parameters() if one[0] not in ignored]
+
+    apart = [parameter for name, parameter in model.module.named_parameters() if name in ignored]
+    return AveragedModel(named, apart, reference, _is_compressed)
+
+
+def _is_compressed(model: DistributedDataParallel) -> bool:
+    """Return whether a model has a hook of this library."""
+    return any(hook is exchange for hook, _ in getattr(model, "_comm_hooks", ()))
 
 
 def as_laid_out(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -76,10 +76,8 @@ def _problems(model: DistributedDataParallel) -> Iterator[str]:
     if _logged(model).get("comm_hook"):
         hooks = [str(getattr(hook, "__module__", "")) for hook, _ in getattr(model, "_comm_hooks", ())]
         ours = any(module.startswith("agmerge.") for module in hooks)
-        other = (
-            "it is compressed already, by what the first compress() has returned"
-            if ours
-            else ("leave out the other: fp16_compress_hook is compression='fp16'")
+        other = "it is compressed already, by what the first compress() has returned" if ours else (
+            "leave out the other: fp16_compress_hook is compression='fp16'"
         )
         yield f"a hook is registered already, and DistributedDataParallel takes one; {other}"
     if model._delay_all_reduce_params:
@@ -125,11 +123,6 @@ def checked_options(given: Mapping[str, Any], model: DistributedDataParallel) ->
         raise ValueError(
             "sync='updates': DistributedDataParallel(static_graph=True) cannot run its first pass without averaging; "
             "leave static_graph out, as no gradient is averaged"
-        )
-    if options.sync != UPDATES and options.nonfinite == "skip" and options.scaler is None:
-        raise ValueError(
-            "nonfinite='skip' needs scaler=: updates become infinite where a step is to be skipped, and without a "
-            "GradScaler nobody would leave it out"
         )
     return options
 

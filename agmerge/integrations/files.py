@@ -36,16 +36,22 @@ ALONE = (
     "one process trains, without a launcher: it exchanges nothing, nothing is compressed, and what ranks have kept "
     "beside a checkpoint is not loaded (`torchrun --nproc_per_node=1` loads it)"
 )
-UNSAVED = (
-    "{folder} was saved on {saved} alone, and each rank keeps more than the checkpoint has: {missing} not written "
-    "agmerge-{{rank}}-of-{size}.pt, with what it has not sent yet. A training that resumes from there starts all of that "
-    "from zero, with a warning. Save on all ranks, without an `if`: the framework writes the model on rank 0 alone"
+NO_GROUP = (
+    "the launcher has started {launched} processes, and each would train by itself: the framework has made no process "
+    "group of them, and the model is in no DistributedDataParallel. Without GPUs it makes one if it is asked: {advice}"
 )
 _NAME = re.compile(r"agmerge-(\d+)-of-(\d+)\.pt")
 
 
-def warn_alone() -> None:
-    """Warn that a process without others is left as it is."""
+def warn_alone(advice: str) -> None:
+    """Warn that a process without others is left as it is.
+
+    Raises ``ValueError`` where a launcher has started others too, and the framework has not made a group of them: each
+    would train by itself. ``advice``: how the script has the framework make one.
+    """
+    launched = workers.launched()
+    if launched > 1:
+        raise ValueError(NO_GROUP.format(launched=launched, advice=advice))
     warnings.warn(ALONE, stacklevel=3)
 
 
@@ -54,21 +60,29 @@ def keeps_back(compressed: Compressed) -> bool:
     return rank_state.keeps_back(compressed._reducer.exchange.agreed.config)
 
 
-def save(compressed: Compressed, folder: Folder, *, makes_folder: bool = False, flushes: bool = False) -> None:
+def save(
+    compressed: Compressed,
+    folder: Folder,
+    *,
+    makes_folder: bool = False,
+    flushes: bool = False,
+    is_common: bool = False,
+) -> None:
     """Collective. Write this rank's state into ``folder``; where ranks keep nothing of their own, on rank 0 alone.
 
-    No rank waits for another's file. If one of the others writes none, a warning says so some steps later, on the rank
-    that has saved. Rank 0 removes files of other numbers of ranks. Raises :class:`agmerge.AGMergeError` where this rank
-    cannot write, and its older file stays as it was.
+    No rank waits for another's file. Rank 0 removes files of other numbers of ranks. Raises
+    :class:`agmerge.AGMergeError` where this rank cannot write, and its older file stays as it was.
 
     Args:
 
-        compressed: whose state it is.
+        compressed: the object that exchanges for the framework.
         folder: of the checkpoint.
         makes_folder: make it, if it is not there. Else nothing is written then: the framework has removed the
             checkpoint again, to keep few.
         flushes: apply messages under way first, with ``overlap=``: all ranks save, and communicate. Else these messages
             count as not sent, so that one rank may save alone.
+        is_common: ranks of one machine save into the same folder. If one of them writes nothing, a warning says so some
+            steps later, on the rank that has saved.
     """
     rank, size = _place(compressed)
     if flushes:
@@ -92,12 +106,12 @@ def save(compressed: Compressed, folder: Folder, *, makes_folder: bool = False, 
         raise AGMergeError(f"{text}. Other ranks have not waited: what is to be saved is not complete") from error
     if rank == 0:
         _unlink(where, [file for file in _files(where) if file != (0, size) and (file[1] != size or not keeps)])
-    if keeps:
-        compressed.look_later(partial(_why_incomplete, where, rank, size, section["steps"]))
+    if keeps and is_common:
+        compressed.look_later(partial(_what_lacks, where, rank, size, section["steps"]))
 
 
-def _why_incomplete(folder: Path, rank: int, size: int, steps: int) -> str:
-    """Return a warning where other ranks of this machine have not written what they keep at ``steps``; "": they have.
+def _what_lacks(folder: Path, rank: int, size: int, steps: int) -> dict[str, Any]:
+    """Return what fills ``unsaved.SAVED_ALONE`` if other ranks of this machine have written nothing at ``steps``.
 
     Another machine may have a folder of its own. Only the first rank that has saved warns.
     """
@@ -105,10 +119,10 @@ def _why_incomplete(folder: Path, rank: int, size: int, steps: int) -> str:
     near = [other for other in range(begin, min(begin + workers.local_size(), size)) if other != rank]
     lost = [other for other in near if not _is_of(folder, (other, size), steps)]
     if not lost or any(other < rank and other not in lost for other in near) or not folder.is_dir():
-        return ""
+        return {}
     words = "has" if len(lost) == 1 else "have"
     saved = [other for other in (rank, *near) if other not in lost]
-    return UNSAVED.format(folder=folder, saved=_ranks(saved), missing=f"{_ranks(lost)} {words}", size=size)
+    return {"folder": folder, "saved": _ranks(saved), "missing": f"{_ranks(lost)} {words}", "size": size}
 
 
 def _is_of(folder: Path, file: File, steps: int) -> bool:
@@ -211,7 +225,7 @@ def _load_sections(compressed: Compressed, sections: Sequence[dict[str, Any]], *
 
 
 def _without_own(folder: Path, seen: Sequence[File], size: int) -> int | None:
-    """Return of how many ranks the first was whose file says that they kept nothing of their own; None: none was.
+    """Return the number of ranks of the first file that says that they kept nothing of their own; None: none does.
 
     ``seen``: the files in ``folder``. That of ``size`` ranks comes first.
     """

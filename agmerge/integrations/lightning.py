@@ -70,6 +70,7 @@ class CompressedDDPStrategy(DDPStrategy):
         own = {name: given.pop(name) for name in (_OPTIONS - theirs) & given.keys()}
         super().__init__(**given)
         self.compressed: ddp.Compressed | None = None  # of the last fit(); None before there was one
+        self._figures = _Figures()
         self._fitting = False  # and the model is in DDP
         self._options = own
         self._loading: Where | None = None  # the checkpoint that this fit() resumes from
@@ -99,8 +100,8 @@ class CompressedDDPStrategy(DDPStrategy):
         optimizers = self.optimizers or None
         self.compressed = ddp.compress(self.model, optimizer=optimizers, scaler=scaler, **self._options)
         self._fitting = True
-        if not any(isinstance(callback, _Figures) for callback in trainer.callbacks):
-            trainer.callbacks.append(_Figures())
+        if self._figures not in trainer.callbacks:
+            trainer.callbacks.append(self._figures)
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Stop DDP from averaging where updates are exchanged: manual optimisation asks it to, after every forward."""
@@ -132,7 +133,7 @@ class CompressedDDPStrategy(DDPStrategy):
                 files.remove(folder)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         if compressed is not None and folder is not None:
-            files.save(compressed, folder, makes_folder=True, flushes=True)
+            files.save(compressed, folder, makes_folder=True, flushes=True, is_common=True)
 
     def remove_checkpoint(self, filepath: Where) -> None:
         """Remove the checkpoint, and the files of all ranks."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 from agmerge.engine.reporting import plan_status
-from agmerge.metrics.totals import Totals
 
 WHOLE = 32  # bits of a float32 element, which link_bytes_dense counts
 
@@ -15,7 +14,7 @@ class LoggedFigures:
     """Figures of one optimizer, of the steps since they were asked for last. They cost no pass over tensors."""
 
     def __init__(self) -> None:
-        self._of: Totals | None = None  # of which the figures were
+        self._of: object = None  # the totals of which the figures were
         self._sent = self._dense = 0  # its link bytes at the last call, of this rank and of dense float32 gradients
         self._reduction = 1.0  # of the steps before it
 
@@ -28,7 +27,7 @@ class LoggedFigures:
         construction.
         """
         exchange = compressed._reducer.exchange
-        totals: Totals = exchange.agreed.totals
+        totals = exchange.agreed.totals
         figures: dict[str, float] = {"agmerge/density": totals.density, "agmerge/bytes_sent": totals.bytes_sent}
         if totals is not self._of:
             self._of, self._sent, self._dense = totals, 0, 0

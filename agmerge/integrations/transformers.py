@@ -7,8 +7,8 @@
 
 The optimizer stays plain; where ``Trainer(optimizers=([muon, adamw], None))`` gives a list they step as one, in order.
 Accumulation, clipping, bf16, gradient checkpointing and evaluation need nothing: they act on the
-``DistributedDataParallel`` that the Trainer makes, as :mod:`agmerge.integrations.ddp` does. Every rank keeps a file
-beside each checkpoint of the Trainer, and ``train(resume_from_checkpoint=...)`` reads it.
+``DistributedDataParallel`` that the Trainer makes, as :mod:`agmerge.integrations.ddp` does. Ranks keep files
+beside each checkpoint of the Trainer, and ``train(resume_from_checkpoint=...)`` reads them; by default rank 0 alone.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Compression(TrainerExchange):
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
             if workers.can_regroup():
                 raise ValueError(TOO_EARLY)
-            files.warn_alone()
+            files.warn_alone("TrainingArguments(use_cpu=True)")
             return
         if model is not self._model:
             if self.compressed is not None:

@@ -10,7 +10,7 @@ nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,15 @@ NOT_SAVED = (
     "agmerge.gather_state(compressed) returns, called on all ranks), and load it after the model and the optimizer by "
     "compressed.load_state_dict(), where compressed is what compress() has returned (docs/frameworks.md)"
 )
+SAVED_ALONE = (
+    "{folder} was saved on {saved} alone, and each rank keeps more than the checkpoint has: {missing} not written "
+    "agmerge-{{rank}}-of-{size}.pt, with what it has not sent yet. A training that resumes from there starts that from "
+    "zero, with a warning. Save on all ranks, without an `if`: the framework writes the model on rank 0 alone"
+)
 RESIDUALS = "what they have not sent yet"
 UPDATES = "with sync='updates' each has an optimizer state of its own, and updates that it has not sent yet"
+
+Look = Callable[[], Mapping[str, Any]]  # returns what fills SAVED_ALONE; nothing where the checkpoint lacks nothing
 
 
 class _Seen:
@@ -36,7 +43,7 @@ class _Seen:
         self.what = ""  # missing from the saved state of the plain optimizer; "": none was saved, or it has all
         self.whole = False  # ranks' own states were saved, or loaded, too
         self.said = self.said_alone = False
-        self._look: Callable[[], str] | None = None  # returns why the checkpoint that was saved last is incomplete
+        self._look: Look | None = None  # at the checkpoint that was saved last
         self._look_at = 0  # the number of exchanges from which on it is called
 
     def saved(self, what: str) -> None:
@@ -47,10 +54,10 @@ class _Seen:
         """Record that ranks' own states were saved, or loaded, too."""
         self.whole = True
 
-    def saved_alone(self, look: Callable[[], str], exchanges: int) -> None:
+    def saved_alone(self, look: Look, exchanges: int) -> None:
         """Record a checkpoint to be looked at once others must have saved theirs, too.
 
-        ``look``: returns a warning, "" for none. ``exchanges``: made so far. Of the next two one may be under way; when
+        ``exchanges``: made so far. Of the next two one may be under way; when
         both are over, all ranks have gone on with their scripts.
         """
         self._look, self._look_at = look, exchanges + 2
@@ -60,10 +67,10 @@ class _Seen:
         if self._look is None or exchanges < self._look_at:
             return
         look, self._look = self._look, None
-        text = "" if self.said_alone else look()
-        if text:
+        lacks = {} if self.said_alone else look()
+        if lacks:
             self.said_alone = True
-            warn(text, 0)
+            warn(SAVED_ALONE.format(**lacks), 0)
 
     def tell(self) -> None:
         """Warn, once, of a checkpoint without ranks' own states; forget the saved states."""
@@ -75,7 +82,7 @@ class _Seen:
 
 def watch(
     reducer: AnyReducer, optimizers: Sequence[torch.optim.Optimizer]
-) -> tuple[Callable[[], None], Callable[[Callable[[], str]], None], Callable[[], None]]:
+) -> tuple[Callable[[], None], Callable[[Look], None], Callable[[], None]]:
     """Warn, on rank 0, of checkpoints with the state of ``optimizers`` alone; return three functions.
 
     The first is to be called when the state of ``reducer`` is saved, or loaded, too; the second with a function that
@@ -96,7 +103,7 @@ def watch(
         if reducer is not None:
             seen.look(reducer.exchange.agreed.steps)
 
-    def look_later(look: Callable[[], str]) -> None:
+    def look_later(look: Look) -> None:
         reducer = held()
         if reducer is not None:
             seen.saved_alone(look, reducer.exchange.agreed.steps)

@@ -114,7 +114,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
       :class:`agmerge.NonFiniteError` on all; with ``"skip"`` (the default with a scaler) none of them makes the step
       (docs/guarantees.md).
     * ``timeout``: Every wait ends after so many seconds. None stands for ``AGMERGE_TIMEOUT`` of the environment, else
-      300.
+      300, or that of the process group that the script has made, if it is longer.
     * ``check_every``: Replicas are compared every so many steps, and after the first; with 0 after the first alone.
     * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank had a gradient and no residual was sent. ``"zero"``
       makes it zeros, as Horovod does.

@@ -56,7 +56,7 @@ LINES = {
 # Where the script has a GradScaler.
 SCALING = ", scaler={scaler}"
 ALSO = " and GradScaler(...)"
-# What the words stand for where the script's own names are not known, which are these words then.
+# What the words stand for where the script's own names are not known: lines have gaps there then.
 WORDS = {
     "model": "the model, in its DistributedDataParallel where it is in one",
     "optimizer": "the optimizer that the script steps",
@@ -159,9 +159,9 @@ def _least(facts: Facts, one: Candidate) -> float:
 
 
 def filled(framework: str, names: Mapping[str, str], *, scaled: bool) -> tuple[str, tuple[str, ...]]:
-    """Return where to paste what for a framework, with the script's names. ``scaled``: it has a GradScaler."""
+    """Return where to paste what for a framework, with the script's names, or gaps. ``scaled``: it has a GradScaler."""
     where, lines = LINES[framework]
-    known = {**{word: word for word in WORDS}, **names}
+    known = {**{word: f"<{word}>" for word in WORDS}, **names}
     scaling = SCALING.format(**known) if scaled else ""
     return where.format(also=ALSO if scaled else ""), tuple(line.format(**known, scaling=scaling) for line in lines)
 
@@ -175,9 +175,46 @@ def words(framework: str, *, scaled: bool) -> tuple[str, ...]:
 def pasted(framework: str, names: Mapping[str, str], *, scaled: bool) -> list[str]:
     """Return what is printed of the lines for a script: where, the lines, and what words in them stand for."""
     where, lines = filled(framework, names, scaled=scaled)
-    told = [f"Put this {where}:", "", *(f"    {line}" for line in lines)]
-    stand = [f"{word} is {WORDS[word]}" for word in words(framework, scaled=scaled)]
-    return [*told, *(["", f"Write your own names: {'; '.join(stand)}."] if stand and not names else [])]
+    if names or not words(framework, scaled=scaled):
+        return [f"Put this {where}:", "", *(f"    {line}" for line in lines)]
+    return template(framework, scaled=scaled)
+
+
+def template(framework: str, *, scaled: bool) -> list[str]:
+    """Return what is printed where a script's names are not known: lines with gaps, which do not run as they are."""
+    where, lines = filled(framework, {}, scaled=scaled)
+    stand = [f"<{word}> is {WORDS[word]}" for word in words(framework, scaled=scaled)]
+    return [f"With your own names, put this {where}:", "", *(f"  {line}" for line in lines), "", f"{'; '.join(stand)}."]
+
+
+def plain_lines(pairs: Sequence[tuple[str, str]], passes: Sequence[int], scaler: str = "") -> tuple[str, ...]:
+    """Return the lines for a script of plain PyTorch with several optimizers, say.
+
+    Args:
+
+        pairs: the script's names of each optimizer and of its model.
+        passes: the backward passes of each in a step.
+        scaler: the script's name of its GradScaler; empty: it has none.
+    """
+    scaling = SCALING.format(scaler=scaler) if scaler else ""
+    wrapped = []
+    for (optimizer, model), count in zip(pairs, passes, strict=True):
+        more = f", backward_passes_per_step={count}" if count > 1 else ""
+        made = f"agmerge.DistributedOptimizer({optimizer}, {model}.named_parameters(){more}{scaling})"
+        wrapped.append(f"{optimizer} = {made}")
+    models = dict.fromkeys(model for _, model in pairs)
+    sent = [f"agmerge.broadcast_parameters({model}.state_dict(), root_rank=0)" for model in models]
+    return ("import agmerge", "agmerge.init()", *wrapped, *sent)
+
+
+def changes(lines: Sequence[str], edits: Sequence[str], *, several: bool, scaled: bool) -> list[str]:
+    """Return what is printed of ``lines`` for a script of plain PyTorch, and of ``edits`` that it needs besides."""
+    where = LINES[PLAIN][0].format(also=ALSO if scaled else "")
+    where = where.replace("the optimizer", "the optimizers") if several else where
+    if not edits:
+        return [f"Put this {where}:", "", *(f"    {line}" for line in lines)]
+    told = ["It needs more than lines to paste:", "", *(f"{number}. {edit}" for number, edit in enumerate(edits, 1))]
+    return [*told, f"{len(edits) + 1}. Put this {where}:", "", *(f"       {line}" for line in lines)]
 
 
 def milliseconds(seconds: float) -> str:
@@ -195,8 +232,8 @@ def times(gain: float) -> str:
     return f"{gain:.2g} times as fast"
 
 
-def text(facts: Facts, advice: Advice) -> str:
-    """Return the table of what was measured, and the advice."""
+def table(facts: Facts) -> list[str]:
+    """Return the lines of the table of what was measured."""
     about = f"{facts.parameters / 1e6:.3g} million parameters, {facts.optimizer}, {facts.framework}"
     link = f", a pretended link of {facts.link}" if facts.link else ""
     beside = "x dense" if facts.beside_dense else "x now"
@@ -206,7 +243,12 @@ def text(facts: Facts, advice: Advice) -> str:
     for one in sorted(facts.candidates, key=lambda one: one.seconds):
         name = one.argument if one.name == UPDATES else f"{one.name}{' (of the default)' if one.is_default else ''}"
         lines.append(f"{name:26}{1e3 * one.seconds:10.1f}  {facts.now / one.seconds:6.2f}  {one.cost}")
-    lines += ["", advice.why]
+    return lines
+
+
+def text(facts: Facts, advice: Advice) -> str:
+    """Return the table of what was measured, and the advice."""
+    lines = [*table(facts), "", advice.why]
     if advice.lines:
         lines += ["", *pasted(facts.framework, facts.names, scaled=facts.scaled)]
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 """Plans with their measurements, kept in the user's cache, and found again for the same training.
 
 A file is read and written by rank 0 alone. A file that is wrong causes a warning of one line, and new measurements.
+A trial of plans that is under way is kept in checkpoints: a run that resumes goes on with it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import torch
 import merging
 from agmerge.backends.handshake import gather_texts
 from agmerge.backends.registry import BACKENDS
+from agmerge.planning import candidates
+from agmerge.planning.candidates import Candidate
 from agmerge.planning.measuring import number_of_rank_0
 from agmerge.step.agreement import decide_on_rank_0, why_plan_does_not_fit
 from agmerge.step.merge_buffers import MergeBuffers
@@ -32,7 +35,7 @@ from merging import Measurements, storage
 VARIABLE = "AGMERGE_CACHE"  # the folder for kept plans; "off": none are kept
 MOST = 200  # files that are kept, the latest ones
 FRESH = 86400.0  # seconds: measurements of a busy machine shall not last for ever
-_KIND = "agmerge.KnownPlan"
+_KIND, _TRIAL = "agmerge.KnownPlan", "agmerge.Trial"
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,41 @@ class KnownPlan:
 def _build(*, plan: str, measured: str, ratio: Any) -> KnownPlan:
     """Return the plan from the fields of a record."""
     return KnownPlan(merging.Plan.loads(plan), Measurements.loads(measured), float(ratio))
+
+
+@dataclass(frozen=True)
+class KeptTrial:
+    """Trial of plans in an earlier run."""
+
+    place: str  # a digest of what its times depend on: arguments, backend, workers
+    tried: list[Candidate]  # none: costs were being measured, for the first time
+    turns: dict[str, Any]  # and times so far, as :meth:`agmerge.planning.plan_trial.PlanTrial.saved` returns them
+
+    def dumps(self) -> str:
+        """Return the trial as text, with a checksum."""
+        return storage.seal(_TRIAL, {"place": self.place, "tried": candidates.dumps(self.tried), "turns": self.turns})
+
+    @classmethod
+    def loads(cls, text: str) -> KeptTrial | None:
+        """Return the trial of a text; None for a text that is damaged or of another version."""
+        with suppress(ValueError):
+            return storage.unseal(text, _TRIAL, lambda place, tried, turns: cls(place, candidates.loads(tried), turns))
+        return None
+
+    def fits(self, buffers: MergeBuffers) -> bool:
+        """Return whether the trial is of these tensors, and was made among workers as these are."""
+        names = [slot.name for slot in buffers.layout.slots]
+        return self.place == place_of(buffers) and not any(why_plan_does_not_fit(one.plan, names) for one in self.tried)
+
+
+def place_of(buffers: MergeBuffers) -> str:
+    """Return a digest of what times of steps depend on: arguments, backend, workers, and how many of them share a host.
+
+    Other hosts of a cluster are as good as these. Rank 0's counts.
+    """
+    comm = buffers.comm
+    facts = [buffers.config.facts(), comm.name, comm.size, comm.local_size, __version__, torch.get_num_threads()]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 def folder() -> Path | None:

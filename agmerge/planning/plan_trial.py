@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import merging
 
@@ -55,6 +56,22 @@ class PlanTrial:
         self._turns[number] += 1
         self._now, self._steps = number, 0
         return self.plans[number]
+
+    def saved(self) -> dict[str, Any]:
+        """Return the turns and times so far, as plain values, for :meth:`resume`."""
+        return {"counted": self._counted, "turns": self._turns, "now": self._now}
+
+    def resume(self, saved: Mapping[str, Any]) -> merging.Plan:
+        """Go on with a trial of the same plans, saved in an earlier run, and return the plan whose turn it is.
+
+        The turn that was under way begins again. Raises ``ValueError`` for other numbers of plans.
+        """
+        counted, turns, now = saved["counted"], saved["turns"], saved["now"]
+        if not len(counted) == len(turns) == len(self.plans) or not 0 <= now < len(self.plans):
+            raise ValueError(f"a trial of {len(turns)} plans, and there are {len(self.plans)}")
+        self._counted, self._turns = [[*each] for each in counted], [*turns]
+        self._turns[now] -= 1
+        return self.begin_turn(now)
 
     def seconds(self) -> list[float]:
         """Return the seconds of a step with each plan on this rank: the mean of the fastest third."""

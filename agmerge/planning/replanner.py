@@ -24,7 +24,7 @@ from agmerge.planning.codec_costs import SampledValues
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.drift import DriftDetector, Finding
 from agmerge.planning.first_choices import choose_budgets, choose_cutoff
-from agmerge.planning.known_plans import EarlierRun, KnownPlan
+from agmerge.planning.known_plans import EarlierRun, KeptTrial, KnownPlan, place_of
 from agmerge.planning.measurer import Look, Measurer
 from agmerge.planning.measuring import gather_seconds, number_of_rank_0, profile
 from agmerge.planning.plan_choice import FixedCounts, planner_of
@@ -64,6 +64,9 @@ class Replanner:
         self._drift = DriftDetector()  # asked on rank 0
         self._earlier, self._values = EarlierRun(buffers), SampledValues(buffers)
         self._tried: Sequence[Candidate] = ()  # in the last trial, or chosen without one
+        self._trial: PlanTrial | None = None  # of these, while it is under way
+        self._resumed = ""  # a trial of an earlier run, until the first step has ended
+        self._hurries = False  # that run has ended while it measured: now costs are measured at once
         config, kinds = buffers.config, {slot.tensor_class.kind for slot in buffers.layout.slots}
         quantises = bool(config.quantisers) and Kind.QUANTISED in kinds
         self._choice = QuantiserChoice(buffers) if quantises else SparseChoice(buffers, self._values)
@@ -89,6 +92,17 @@ class Replanner:
             yield change
         self._values.begin_step(step, self._state is State.PROBING or self._is_due(self._steps + 1))
         self._measurer.whole.begin()
+
+    def resume(self, trial: str) -> None:
+        """Go on, after the first step, with a trial of an earlier run, if it was made here. The same on all ranks."""
+        self._resumed = trial
+
+    def trial(self) -> str:
+        """Return the trial that is under way, as text; "" if none is."""
+        if self._trial is not None:
+            return KeptTrial(place_of(self.buffers), [*self._tried], self._trial.saved()).dumps()
+        is_first = self._hurries or (self._state is State.PROBING and self._latest is None)
+        return KeptTrial(place_of(self.buffers), [], {}).dumps() if is_first else self._resumed
 
     def measure(self, step: int) -> Measurements:
         """Collective. Measure now, for reports, and return the measurements; the plan stays."""
@@ -131,6 +145,9 @@ class Replanner:
             return
         if self._step == 1 and self._may_recall:
             yield from self._recall()
+            yield None
+        if self._resumed:
+            yield from Replanner._go_on_trying(self)
             yield None
         while True:
             if self._is_due(self._steps):
@@ -204,7 +221,7 @@ class Replanner:
         Before the first plan the cutoff of dense="partial" is chosen, if it still is to be.
         """
         self._state, is_first, latest = State.PROBING, self._latest is None, None
-        for latest in self._measurer.measure(self._step, look):
+        for latest in self._measurer.measure(self._step, look, at_once=self._hurries):
             if latest is None:
                 yield None
         assert latest is not None
@@ -224,7 +241,8 @@ class Replanner:
         """
         self._state = State.PROBING
         buffers, usual = self.buffers, self._measurer.whole.typical()
-        names, share = [slot.name for slot in buffers.layout.slots], share_of(usual)
+        names, share = [slot.name for slot in buffers.layout.slots], math.inf if self._hurries else share_of(usual)
+        self._hurries = False
         search = self._choice.search(self._planner, latest, self._step, usual, stays=self._measured is not None)
         if self._choice.has_measured and share < math.inf:  # that took time, too
             yield None
@@ -251,8 +269,10 @@ class Replanner:
 
     def _try_in_turns(self) -> Changes:
         """Collective. Train with each candidate in turn, and continue with the best one by the slowest rank."""
-        trial, tried = PlanTrial(*(each.plan for each in self._tried)), self._tried
-        following = 0
+        tried = self._tried
+        if self._trial is None:
+            self._trial = PlanTrial(*(each.plan for each in tried))
+        trial, following = self._trial, 0
         while following >= 0:
             yield None
             if trial.count_step():
@@ -263,9 +283,23 @@ class Replanner:
         seconds, doubts = (every.max(axis=0).tolist() for every in columns)
         number = number_of_rank_0(self.buffers, self._choice.best(tried, seconds, doubts))
         self._measured = self._latest = tried[number].measured
-        self._state, self._steps = State.SETTLED, FIRST
+        self._state, self._steps, self._trial = State.SETTLED, FIRST, None
         self.times.restart()
         yield self._changed_to(self._choice.settle(tried, number, seconds, self._step))
+
+    def _go_on_trying(self) -> Changes:
+        """Collective. Go on with the trial of an earlier run, where it was made for these workers. Rank 0 decides."""
+        kept, self._resumed = KeptTrial.loads(self._resumed), ""
+        if kept is None or not number_of_rank_0(self.buffers, kept.fits(self.buffers)):
+            return
+        if not kept.tried:
+            self._hurries = True
+            return
+        self._tried = kept.tried
+        self._latest, self._state = self._tried[0].measured, State.TRYING
+        self._trial = PlanTrial(*(each.plan for each in self._tried))
+        yield self._changed_to(self._trial.resume(kept.turns))
+        yield from Replanner._try_in_turns(self)
 
     def _changed_to(self, plan: merging.Plan) -> Decision:
         """Return the decision for ``plan``: none if it is the one in use. A new codec is noted in the trace."""

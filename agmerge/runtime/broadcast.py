@@ -19,6 +19,7 @@ from agmerge.backends.streams import streams_of
 from agmerge.runtime import process_sets
 from agmerge.runtime.call_agreement import agree
 from agmerge.runtime.collectives import broadcast_object, root_of
+from agmerge.runtime.collectives.raw import expanded
 from agmerge.tensors.dtensors import is_dtensor, like, local_of, shard_of
 
 CHUNK = 32 * 2**20  # bytes of one message, and all the memory that a broadcast needs beside the tensors
@@ -40,7 +41,10 @@ def broadcast_parameters(params: Parameters, root_rank: int | None = None, proce
     root = root_of(comm, where.ranks, root_rank)
     tensors = _named(params)
     facts: list[Fact] = [("root_rank", str(root_rank))]
-    facts += [(name, _described(value)) for name, value in tensors]
+    # The root's are only read.
+    facts += [
+        (name, _described(value) + ("" if comm.rank == root else expanded(local_of(value)))) for name, value in tensors
+    ]
     advice = "Build the same model on every rank."
     agree(comm, "broadcast_parameters", facts, "broadcast_parameters", advice)
     _broadcast_tensors(comm, [local_of(value) for _, value in tensors], root, "broadcast_parameters")

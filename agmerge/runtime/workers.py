@@ -27,8 +27,19 @@ LIGHTHOUSE = "AGMERGE_LIGHTHOUSE"
 _has_left = False  # this worker has left its elastic job; written by shutdown alone
 _looked = False  # the last init() of the process looked for others; the script had not named a backend
 
+_inherited: Backend | None = None  # of the process that has forked this one; written by _after_fork_in_child alone
+
 NOT_INITIALIZED = "AGMerge has not been initialized; use agmerge.init()."
 HAS_LEFT = "\nThis worker has left its elastic job: call nothing of agmerge after commit() has returned False."
+FORKED = (
+    "\nThis process was forked from one that had called it. A fork has no place among the workers: call agmerge.init() "
+    "in it, where a launcher's variables or init_process_group() say who the others are, and make optimizers there"
+)
+FORKED_RANK = (
+    "this process was forked from {who}, and cannot use its connections. Start workers before the parent calls "
+    "agmerge.init() or init_process_group(), or with start_method='spawn'. Workers of a DataLoader need no init(): "
+    "agmerge.rank() and agmerge.size() are their parent's"
+)
 ONE_AGENT = (
     "init(elastic=True): one torchrun has started {count} workers, and ends all of them when one dies. Start each "
     "worker by a torchrun of its own, with --nproc_per_node 1, or without a launcher (docs/elastic.md)"
@@ -51,12 +62,13 @@ def init(backend: str | None = None, *, elastic: bool | Elastic = False) -> None
     unknown or other backend, and :class:`agmerge.AGMergeError` if the backend does not see all the workers that were
     launched.
     """
-    if is_initialized():
+    if bound() is not None or _process is not None:
         if backend not in (None, backend_name()):
             raise ValueError(
                 f"init(backend={backend!r}): already initialised with {backend_name()!r}; call shutdown() first"
             )
         return
+    _refuse_fork()
     env = os.environ
     if elastic:
         _init_elastic(backend, _options_of(elastic, env))
@@ -90,6 +102,14 @@ def init(backend: str | None = None, *, elastic: bool | Elastic = False) -> None
         sys.stderr.write(f"agmerge: {pretended_link.VARIABLE}={rate}: each worker's link is pretended to be so slow\n")
     linked = pretended_link.linked(opened, rate) if opened.size > 1 else opened
     _set_process(linked, looked=backend is None and not env.get("AGMERGE_BACKEND"))
+
+
+def _refuse_fork() -> None:
+    """Raise :class:`agmerge.AGMergeError` in a fork of a process that has joined workers."""
+    if _inherited is not None and _inherited.name != ALONE:
+        raise AGMergeError(FORKED_RANK.format(who=f"rank {_inherited.rank} of {_inherited.size}"))
+    if registry.inherits():
+        raise AGMergeError(FORKED_RANK.format(who="one with a process group of torch.distributed"))
 
 
 def listen() -> None:
@@ -147,7 +167,7 @@ def adopt() -> None:
     name = registry.initialised()
     if name is None or bound() is not None:
         return
-    if not is_initialized():
+    if _process is None:
         init()
     elif _looked and backend_name() == ALONE and registry.BACKENDS[name].workers() > 1:
         call = "hvd.init()" if name == "horovod" else "init_process_group()"
@@ -165,6 +185,7 @@ def shutdown() -> None:
             _job.close()
         _process.close()
         _set_process(None)
+        timeouts.take_over(0.0)
 
 
 def _set_process(backend: Backend | None, *, looked: bool = False, job: Generations | None = None) -> None:
@@ -198,7 +219,8 @@ def world() -> Backend:
     """
     backend = bound() or _process
     if backend is None:
-        raise AGMergeError(NOT_INITIALIZED + (HAS_LEFT if _has_left else ""))
+        _refuse_fork()
+        raise AGMergeError(NOT_INITIALIZED + (HAS_LEFT if _has_left else FORKED if _inherited is not None else ""))
     if backend is _process and backend.stale:
         renew()
         return world()
@@ -266,34 +288,60 @@ def regroup(*, lets_in: bool = False) -> Backend:
 def current(backend: Backend | None) -> bool:
     """Return whether ``backend`` is the group of now. Autograd's own threads do not know of an in-memory group."""
     now = bound() or _process
-    return backend is not None and not backend.stale and (now is backend or now is None)
+    if backend is None or backend is _inherited:
+        return False
+    return not backend.stale and (now is backend or now is None)
+
+
+def _after_fork_in_child() -> None:
+    """Forget the workers of the parent: its connections are its own, and a lone one's child may have others."""
+    global _inherited, _has_left
+    _inherited, _has_left = bound() or _process or _inherited, False
+    _set_process(None)
+    if bound() is not None:
+        bind(None)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _numbering() -> Backend:
+    """Return the communicator with the numbers of this worker: in a DataLoader's worker, a fork, its parent's."""
+    return _inherited if _inherited is not None and (bound() or _process) is None else world()
 
 
 def is_initialized() -> bool:
-    """Return whether :func:`init` has been called."""
-    return (bound() or _process) is not None
+    """Return whether :func:`init` has been called; in a fork, whether that of its parent has found other workers."""
+    return (bound() or _process) is not None or (_inherited is not None and _inherited.size > 1)
 
 
 def backend_name() -> str:
     """Return ``"horovod"``, ``"torch"``, ``"mpi"`` or ``"local"``."""
-    return world().name
+    return _numbering().name
 
 
 def rank() -> int:
-    """Return this worker's number, 0 to ``size() - 1``."""
-    return world().rank
+    """Return this worker's number, 0 to ``size() - 1``. In a fork, such as a DataLoader's worker, its parent's."""
+    return _numbering().rank
 
 
 def size() -> int:
     """Return how many workers there are."""
-    return world().size
+    return _numbering().size
+
+
+def launched() -> int:
+    """Return how many workers the launcher says that it has started: 1 without a launcher."""
+    variable = registry.size_variable(os.environ, ALONE)
+    return int(os.environ[variable]) if variable else 1
 
 
 def local_rank() -> int:
     """Return this worker's number among those on the same machine, from 0."""
-    return world().local_rank
+    return _numbering().local_rank
 
 
 def local_size() -> int:
     """Return how many workers there are on this machine."""
-    return world().local_size
+    return _numbering().local_size

@@ -60,6 +60,12 @@ class Plans(Protocol):
     def after_step(self, step: int) -> Iterable[Decision]:
         """Collective. Yield changes before ``step``, the one to come; each is applied before the next one is made."""
 
+    def resume(self, trial: str) -> None:
+        """Go on with a trial of plans, if it is of these tensors and workers. The same on all ranks."""
+
+    def trial(self) -> str:
+        """Return the trial of plans that is under way, for :meth:`resume` in a later run; "" if none is."""
+
     def measure(self, step: int) -> merging.Measurements:
         """Collective. Measure costs now, before ``step``, for reports; the plan stays."""
 
@@ -142,17 +148,19 @@ class AgreedState:
         carried = self.carried
         members = self.members()
         self.config = with_cutoff_for(self.config, members, warns=group.comm.rank == 0)
-        buffers, self.steps = open_merge_buffers(
+        buffers, self.steps, trial = open_merge_buffers(
             group, self.config, members, order, self.steps, carried, self.totals.left
         )
         if before is not None and (carried.tensors or self.config.sync.updates is not None):
             check_shapes(before.layout.slots, buffers.layout.slots)
-        self.step, carried.plan, carried.budgets = self.steps, None, None
+        self.step, carried.plan, carried.budgets, carried.trial = self.steps, None, None, ""
         buffers.flat.restore(carried.tensors, buffers.across, self.config.guards.timeout)
         carried.forget_all_but(self.table.names())
         self.buffers, self._snapshot, self._stale = buffers, self.table.snapshot(), False
         self._forget_measurements(buffers)
         self.plans = self._on_agreement(buffers, self.times)
+        if self.plans is not None and trial:
+            self.plans.resume(trial)
         return buffers
 
     def reconfigure(self, config: Config, what: str, advice: str) -> None:
@@ -239,7 +247,13 @@ class AgreedState:
         if buffers is None or self._stale:
             return carried
         budgets = buffers.budgets.by_name() if carried.budgets is None else carried.budgets
-        return CarriedState({**carried.tensors, **buffers.flat.state()}, buffers.plan, budgets, carried.origin)
+        return CarriedState({**carried.tensors, **buffers.flat.state()}, buffers.plan, budgets, origin=carried.origin)
+
+    def trial(self) -> str:
+        """Return the trial of plans that is under way, or waits for the next agreement; "" if there is none."""
+        if self.buffers is None or self._stale:
+            return self.carried.trial
+        return "" if self.plans is None else self.plans.trial()
 
     def residual_of(self, name: str) -> torch.Tensor | None:
         """Return the residual of one tensor, in the shape in which it is kept: a view; None: there is none."""

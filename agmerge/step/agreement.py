@@ -60,8 +60,10 @@ def open_merge_buffers(
     steps: int,
     carried: CarriedState,
     count: Count,
-) -> tuple[MergeBuffers, int]:
-    """Collective. Agree on members, order and plan, and allocate memory; return the merge buffers and the step count.
+) -> tuple[MergeBuffers, int, str]:
+    """Collective. Agree on members, order and plan, and allocate memory.
+
+    Returns the merge buffers, the step count, and the trial of plans to go on with.
 
     Args:
 
@@ -70,7 +72,7 @@ def open_merge_buffers(
         members: this rank's tensors, each with its class.
         order: names in the order in which this rank saw them ready; other tensors go last. Rank 0's counts.
         steps: committed exchanges so far. Rank 0's counts.
-        carried: this rank's state of before, which is only read. Rank 0's plan and budgets count.
+        carried: this rank's state of before, which is only read. Rank 0's plan, budgets and trial count.
         count: as in :class:`MergeBuffers`.
 
     Raises :class:`agmerge.RankMismatchError` on every rank if the models differ, and ``ValueError`` on every rank if
@@ -90,6 +92,7 @@ def open_merge_buffers(
             "plan": _make_plan(config, members, order, carried.plan).dumps(),
             "steps": steps,
             "shares": carried.budgets,
+            "trial": carried.trial,
         },
         reject=lambda decision: why_plan_does_not_fit(merging.Plan.loads(decision["plan"]), names),
         timeout=config.guards.timeout,
@@ -98,7 +101,7 @@ def open_merge_buffers(
     plan = merging.Plan.loads(decision["plan"])
     buffers = MergeBuffers(comm, config, members, plan, group.side, group.nodes, group.second_across, count, unsent)
     buffers.budgets.restore(decision["shares"] or {})
-    return buffers, decision["steps"]
+    return buffers, decision["steps"], decision["trial"]
 
 
 def check_shapes(before: Iterable[Slot], now: Iterable[Slot]) -> None:

@@ -22,6 +22,7 @@ class CarriedState:
     tensors: State = field(default_factory=dict)  # without a place in the merge buffers of now
     plan: merging.Plan | None = None  # to go on with, if it still fits
     budgets: dict[str, int] | None = None  # elements to send by name, by importance; None if not known of every tensor
+    trial: str = ""  # of plans, to go on with, as Plans.trial() has returned it; "": none was under way
     origin: tuple[int, int] | None = None  # rank and size of the group that the state is of, until it is fitted
 
     def copied(self) -> CarriedState:

@@ -52,6 +52,10 @@ class Combined:
 
     def _computed(self) -> Mapping[str, torch.Tensor | None]:
         """Return the combined tensors, see :attr:`updates`."""
+        if self.skipped:
+            for slot in self._round.slots():
+                if slot.index in self.buffers.flat.in_place:
+                    self.buffers.flat.updates.of(slot).fill_(torch.inf)
         received = {slot.name for segment, *_ in self.buffers.store.received for slot in segment.slots}
         updates = {
             slot.name: self.buffers.flat.update(slot) if self._zero_unused or self._round.has_update(slot) else None

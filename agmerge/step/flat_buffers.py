@@ -156,6 +156,11 @@ class FlatBuffers:
             self._copies[key] = torch.empty_like(local, dtype=update.dtype, requires_grad=False)
         return (self._copies[key] if own is None else own).copy_(update)
 
+    @property
+    def keeps_state(self) -> bool:
+        """Return whether a residual or a momentum of any tensor is kept from step to step."""
+        return any(arena.keeps_state for arena in self.arenas.values())
+
     # -- a step ends ----------------------------------------------------------------------------------------------
 
     def settle(self, used: Sequence[bool]) -> None:

@@ -10,7 +10,7 @@ raises a flag in its messages; then every rank discards the round, agrees again 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -233,11 +233,12 @@ class GradientExchange:
         """Collective. End the round under way with nothing, on all ranks: theirs raise :class:`agmerge.AGMergeError`.
 
         Messages that have left are received; a later message carries the news, so at least one must not have left.
-        ``why``: the reason, for the errors of the others. Nothing is raised here, unless the exchange breaks.
+        Before the first agreement ranks agree first. ``why``: the reason, for the errors of the others. Nothing is
+        raised here, unless the exchange breaks.
         """
-        assert self._round is not None
         self._why_given_up = why
-        self._round.guard.give_up(why)
+        if self._round is not None:
+            self._round.guard.give_up(why)
         try:
             self.finish()
         except AGMergeError:
@@ -246,18 +247,23 @@ class GradientExchange:
             self._why_given_up = ""
         self.discard()
 
-    def commit(self, *, drops_unused: bool = False) -> None:
+    def commit(self, *, drops_unused: bool = False, dropped: Container[str] = ()) -> None:
         """End the step: ``work`` becomes the residual, and the next step begins.
 
         ``drops_unused``: the update of a tensor that no rank had, which stems from residuals, is not applied: its
-        residual and momentum stay as before the step.
+        residual and momentum stay as before the step. ``dropped``: names of tensors with updates that are not applied.
         """
         assert self._round is not None
         is_part = not self._is_received
-        self.agreed.end_step(self._round.left_out(unused=drops_unused), counts=not is_part)
+        self.agreed.end_step(self._round.left_out(unused=drops_unused, dropped=dropped), counts=not is_part)
         self._round = None
         if not is_part:
             self._end_round()
+
+    def commit_some(self, names: Container[str]) -> None:
+        """Make ``work`` of some tensors, those that a rank had, the residual; :meth:`commit` ends the step later."""
+        assert self._round is not None
+        self._round.keep(names)
 
     def discard(self) -> None:
         """Discard the step: residuals and the compressor's state are as before it."""

@@ -54,8 +54,8 @@ class Group:
         """Collective. Exchange among the ranks of ``comm`` (None: not this one), and compare ``facts`` first (G1).
 
         ``comm`` is a communicator of this exchange's own among the workers of ``world``, and ``second`` another one of
-        the same ranks, for the second phases of messages. ``devices``: those outside the host's memory whose tensors
-        are exchanged. Raises :class:`agmerge.RankMismatchError` on every rank where facts differ.
+        the same ranks, for the second phases of messages. ``devices``: those outside the host's memory with tensors
+        that are exchanged. Raises :class:`agmerge.RankMismatchError` on every rank where facts differ.
         """
         self.world, self.comm, self.second, self.outside = world, comm, second, comm is None
         self._devices = devices

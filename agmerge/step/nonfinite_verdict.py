@@ -41,7 +41,8 @@ def resolve_nonfinite(attempt: Round) -> AGMergeError | None:
         totals.skipped(buffers.layout.numel, buffers.flat.tensors.numel)
         if totals.skipped_in_a_row < MOST_IN_A_ROW:
             for slot in buffers.layout.slots:
-                buffers.flat.updates.of(slot).fill_(torch.inf)
+                if slot.index not in buffers.flat.in_place:  # a gradient of this rank, until its update is read
+                    buffers.flat.updates.of(slot).fill_(torch.inf)
             return None
     own = json.dumps([attempt.guard.given_up, attempt.guard.parameters_found()])
     texts = gather_texts(buffers.comm, own.encode(), "nonfinite", buffers.config.guards.timeout)

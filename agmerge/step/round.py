@@ -7,7 +7,7 @@ residuals are as they were, so a round can be discarded and repeated after a new
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 
 import torch
 
@@ -81,12 +81,21 @@ class Round:
             return iter(slots if due else ())
         return (slot for slot in slots if (self.buffers.buffer_of[slot.index] in self._due) is due)
 
-    def left_out(self, *, unused: bool) -> Iterator[Slot]:
-        """Yield the tensors that are not exchanged in this round and, with ``unused``, those that no rank had."""
+    def left_out(self, *, unused: bool, dropped: Container[str] = ()) -> Iterator[Slot]:
+        """Yield the tensors that are not exchanged in this round, those ``dropped``, by name, and others.
+
+        ``unused``: those that no rank had, too.
+        """
         yield from self.slots(due=False)
-        for slot in self.slots() if unused else ():
-            if not self.used[slot.index]:
+        for slot in self.slots() if unused or dropped else ():
+            if (unused and not self.used[slot.index]) or slot.name in dropped:
                 yield slot
+
+    def keep(self, names: Container[str]) -> None:
+        """Make ``work`` of some tensors, those that a rank had, the residual; the round has been received."""
+        for slot in self.slots():
+            if slot.name in names and self.used[slot.index]:
+                self.buffers.flat.arena_of[slot.index].keep(slot)
 
     @property
     def comes_to_nothing(self) -> bool:

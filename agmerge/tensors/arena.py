@@ -265,6 +265,16 @@ class Arena:
         for halves in self._state.values():
             halves.revert(slot)
 
+    def keep(self, slot: Slot) -> None:
+        """Make residual and momentum of one tensor those of the end of this step, before the other tensors' are."""
+        for halves in self._state.values():
+            halves.keep(slot)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Return whether a residual or a momentum is kept from step to step."""
+        return bool(self._state)
+
     def swap(self) -> None:
         """Make ``work`` the residual. Called in ``step()`` and nowhere else."""
         for halves in self._state.values():

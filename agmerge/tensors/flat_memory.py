@@ -38,6 +38,10 @@ class Halves:
         """Make one tensor in front what it is at the back."""
         self.front_of[slot.index].copy_(self.back_of[slot.index])
 
+    def keep(self, slot: Slot) -> None:
+        """Make one tensor at the back what it is in front, before :meth:`swap`."""
+        self.back_of[slot.index].copy_(self.front_of[slot.index])
+
 
 def zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a 1-D tensor of zeros on a cache line's boundary. On the host, pages take memory once written to.

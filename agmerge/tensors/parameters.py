@@ -21,7 +21,7 @@ class ParameterInfo:
 
     name: str
     parameter: torch.Tensor  # the script's own, perhaps a DTensor
-    dtype: torch.dtype
+    dtype: torch.dtype  # of its gradient
     device: torch.device
     shape: tuple[int, ...]  # of `local`
     kind: Kind = Kind.DENSE  # of its tensor class
@@ -42,6 +42,11 @@ class ParameterInfo:
         treatment = self.kind.value
         treatment += "" if self.density is None else f" at {self.density}"
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} {self.device.type} {treatment}"
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a gradient is accumulated: the parameter's, or its ``grad_dtype`` (torch 2.10)."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 class Grouped(Protocol):
@@ -70,10 +75,10 @@ def why_not_usable(parameter: torch.Tensor) -> str:
             "is the result of operations, as for an optimizer with differentiable=True: what workers combine could not "
             "be differentiated. Give the optimizer leaf tensors, such as model.parameters()"
         )
-    if parameter.requires_grad and str(parameter.dtype).startswith(("torch.float8", "torch.float4")):
+    if parameter.requires_grad and str(gradient_dtype(parameter)).startswith(("torch.float8", "torch.float4")):
         return (
-            f"is {parameter.dtype}, in which gradients cannot be added up: hold it in 16 or 32 bits, or freeze it by "
-            "requires_grad_(False)"
+            f"is {gradient_dtype(parameter)}, in which gradients cannot be added up: hold it in 16 or 32 bits, or "
+            "freeze it by requires_grad_(False)"
         )
     return ""
 
@@ -207,7 +212,7 @@ class ParameterTable:
     def active(self, also: Container[str] = ()) -> list[ParameterInfo]:
         """Return the parameters that need a gradient now, and those named ``also``, in the order of the groups."""
         return [
-            ParameterInfo(self._names[p], p, p.dtype, p.device, tuple(local_of(p).shape))
+            ParameterInfo(self._names[p], p, gradient_dtype(p), p.device, tuple(local_of(p).shape))
             for p in self.name_all()
             if p.requires_grad or self._names[p] in also
         ]
@@ -215,7 +220,7 @@ class ParameterTable:
     def snapshot(self) -> list[tuple[Any, ...]]:
         """Return membership, dtypes, devices and shapes, to be compared by ``==``: ranks agree anew if they differ."""
         return [
-            (id(p), p.dtype, p.device, p.shape)
+            (id(p), gradient_dtype(p), p.device, p.shape)
             for group in self._owner.param_groups
             for p in group["params"]
             if p.requires_grad

@@ -34,7 +34,7 @@ class Row:
     metric: str
     unit: str  # of samples
     best: Spread  # of the metric
-    train_seconds: Spread  # of training steps, to the target
+    train_seconds: Spread  # of training steps, to the target, here and below; of all where there is none
     wall_seconds: Spread  # of everything, to the target
     steps: Spread  # to the target
     megabytes: Spread  # 10^6 bytes that have left a worker, to the target
@@ -96,8 +96,8 @@ def _base(group: Sequence[Run], groups: Sequence[list[Run]], dense: str | None) 
 
 
 def _to_target(group: Iterable[Run], target: float | None, name: str) -> Spread:
-    """Return a figure of a point, where each run reached the target."""
-    points = [run.reached(target) for run in group]
+    """Return a figure of a point, where each run reached the target; of its last one where there is no target."""
+    points = [run.judged(target) for run in group]
     return spread([math.inf if point is None else getattr(point, name) for point in points])
 
 
@@ -106,6 +106,8 @@ def _row(group: Sequence[Run], runs: Sequence[Run], target: float | None, base: 
     seconds, sent = (_to_target(group, target, name) for name in ("train_seconds", "link_bytes"))
     dense_seconds = _to_target(base, target, "train_seconds").median
     comparable = math.isfinite(dense_seconds) and 0 < seconds.median < math.inf
+    if target is None and any(run.start["settings"].get("target") is None for run in (*group, *base)):
+        comparable &= _to_target(group, None, "step") == _to_target(base, None, "step")  # else one trained longer
     return Row(
         runs=[run.name for run in group],
         job=first.start["job"],

@@ -54,7 +54,7 @@ def draw(runs: Sequence[Run], path: Path, target: float | None = None) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError("--picture needs matplotlib: pip install matplotlib") from error
+        raise ImportError("--picture needs matplotlib: pip install matplotlib, or '.[pictures]' here") from error
     matplotlib.use("agg")
     from matplotlib import pyplot
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reporting import others
+
 LESS_IS_BETTER = frozenset({"perplexity", "loss"})  # as in jobs/base.py, which needs torch
 WITHOUT_DENSITY = frozenset(  # compressors, by the names that the library gives them
     "none fp16 bf16 powersgd acpsgd auto eden-1 eden-2 eden-3 eden-4 int8 int4 fp8 qsgd terngrad onebit".split()
@@ -87,7 +89,7 @@ class Run:
 
     def samples_per_second(self) -> float | None:
         """Return the median over epochs, of all workers together; None before the first one."""
-        rates = [line["samples_per_second"] for line in self.epochs]
+        rates = [line["samples_per_second"] for line in self.epochs if "samples_per_second" in line]
         return statistics.median(rates) if rates else None
 
     def exposed_ms(self) -> float | None:
@@ -104,13 +106,23 @@ class Run:
         less = self.metric in LESS_IS_BETTER
         return next((one for one in self.points if (one.value <= target if less else one.value >= target)), None)
 
+    def judged(self, target: float | None) -> Point | None:
+        """Return the point that figures are of: the first one at the target, the last one where there is none."""
+        if target is None and self.start["settings"].get("target") is None:
+            return self.points[-1] if self.points else None
+        return self.reached(target)
 
-def read(path: Path) -> Run:
-    """Return the run of a file. A line that was cut off, when a run was killed, is left out, and ``note`` says so.
+
+def read(path: Path, metric: str = "loss") -> Run:
+    """Return the run of a file; ``metric``: of a log of another script than ``train.py``.
+
+    A line that was cut off, when a run was killed, is left out, and ``note`` says so.
 
     Raises ``ValueError`` with file and line for one that is broken or has no start, ``FileNotFoundError`` for none.
     """
-    lines, note = _lines(path)
+    text = path.read_text(encoding="utf-8")
+    foreign = others.lines(path, text, metric)
+    lines, note = _lines(path, text) if foreign is None else (foreign, "")
     if not lines or lines[0]["kind"] != "start":
         raise ValueError(f"{path}:1: a log begins with a line of kind 'start'; is this one of train.py?")
     start, end = lines[0], None
@@ -127,10 +139,10 @@ def read(path: Path) -> Run:
     return Run(path, start, [line for line in kept if line["kind"] == "epoch"], points, end, note)
 
 
-def _lines(path: Path) -> tuple[list[dict[str, Any]], str]:
+def _lines(path: Path, text: str) -> tuple[list[dict[str, Any]], str]:
     """Return the objects of a file, each with what :data:`REQUIRED` says, and a note on what was left out."""
     found: list[dict[str, Any]] = []
-    texts = path.read_text(encoding="utf-8").splitlines()
+    texts = text.splitlines()
     cut = ""
     for number, text in enumerate(texts, start=1):
         try:

@@ -18,7 +18,7 @@ _SOURCE, _TARGET = FIELDS.index("source"), FIELDS.index("target")
 
 
 class BlockRun(NamedTuple):
-    """Consecutive blocks of one tensor, whose records lie side by side."""
+    """Consecutive blocks of one tensor, with their records side by side."""
 
     number: int  # 64 bits, of the tensor: its words are drawn under a key of its own, see `key_within`
     size: int  # coordinates of a block

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantise and read blocks of many tensors on a device: `eden`, whose records are the same on every machine.
+"""Quantise and read blocks of many tensors on a device: `eden`, with the same records on every machine.
 
 All of them return False, with nothing done, where torch must do it. One launch each, and a copy of 64 bytes a run and
 8 a sender to the device before it; where tensors have several dtypes, so much for each. Nothing waits.

@@ -31,10 +31,12 @@ enum { HALF_STREAM = 2 }; /* of the random words that choose a half */
 
 /* How records are written and read; a level has one of its own.
 
-   encode: float32[count * size] as count records; the squares of all are added to `squares` unless it is NULL.
+   encode: float32[count * size] as count records, none of them mixed, at most 64; the squares of all are added to
+   `squares` unless it is NULL. Returns a bit for each block of eden that has a zero.
    decode: the values of count records, plus `before` unless it is NULL, all of it times `scale`: float32[count * size].
    `to` may be `before`. streamed: write past the caches, `to` is on a 64-byte boundary. */
-typedef void encode_loop(const struct blocks *of, const float *values, int64_t count, uint8_t *out, double *squares);
+typedef uint64_t encode_loop(const struct blocks *of, const float *values, int64_t count, uint8_t *out,
+                             double *squares);
 typedef void decode_loop(const struct blocks *of, const uint8_t *data, int64_t count, const float *before, float scale,
                          float *to, int streamed);
 encode_loop kernel_eden_encode, kernel_integers_encode;
@@ -47,8 +49,7 @@ decode_loop kernel_eden_decode_avx2, kernel_eden_decode_avx512, kernel_integers_
 #endif
 
 /* One half of a block with one bit, which counts twice: rotated by itself, by its own part of the block's words. */
-void kernel_eden_encode_half(const struct blocks *of, int64_t block, int second, const float *values, uint8_t *out,
-                             double *squares);
+void kernel_eden_encode_half(const struct blocks *of, int64_t block, int second, const float *values, uint8_t *out);
 void kernel_eden_decode_half(const struct blocks *of, int64_t block, int second, const uint8_t *data, float *read);
 
 /* As encode, with the loop for the level in use, and zeros that stay zeros. length: elements, without what fills up the
@@ -162,10 +163,11 @@ INLINE void draw(uint64_t counter, int size, uint64_t *words)
     {MIDDLE(0.1284, 0.3881), MIDDLE(0.3881, 0.6568), MIDDLE(0.6568, 0.9424), MIDDLE(0.9424, 1.2562),                 \
      MIDDLE(1.2562, 1.6181), MIDDLE(1.6181, 2.0690), MIDDLE(2.0690, 2.7326)}
 
-/* Whether a block with the largest square `highest` is to be rotated twice. */
-INLINE int is_spiked(int bits, float highest, float energy)
+/* Whether a block with the largest square `highest` is to be rotated twice: one coordinate stands out, or none does. */
+INLINE int is_uneven(int bits, int size, float highest, float energy)
 {
-    return highest > (bits == 1 ? 1.0f / 16 : 1.0f / 8) * energy && highest < energy;
+    return (highest > (bits == 1 ? 1.0f / 16 : 1.0f / 8) * energy && highest < energy) ||
+           highest * (float)size < 4 * energy;
 }
 
 /* The scale of a block in 16 bits, of which the last one is 0. inner: the sum of products of coordinates and levels; exponent: of its largest. */

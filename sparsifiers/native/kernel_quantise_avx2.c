@@ -160,31 +160,39 @@ LOOP __m256 levels_of(__m256 v, int bits, __m256 bounds, __m256 levels, uint8_t 
 
 /* -- blocks -------------------------------------------------------------------------------------------------------- */
 
-LOOP int32_t largest_of(const float *values, int size)
+/* zero: set to whether there is one. */
+LOOP int32_t largest_of(const float *values, int size, int *zero)
 {
     const __m256i magnitude = _mm256_set1_epi32(MAGNITUDE);
     __m256i most[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+    __m256i few[4] = {magnitude, magnitude, magnitude, magnitude};
     for (int i = 0; i < size; i += 4 * LANES)
         EACH(int r = 0; r < 4; r++)
         {
             __m256i bits = _mm256_loadu_si256((const __m256i *)(values + i + r * LANES));
-            most[r] = _mm256_max_epi32(most[r], _mm256_and_si256(bits, magnitude));
+            bits = _mm256_and_si256(bits, magnitude);
+            most[r] = _mm256_max_epi32(most[r], bits);
+            few[r] = _mm256_min_epi32(few[r], bits);
         }
+    few[0] = _mm256_min_epi32(_mm256_min_epi32(few[0], few[1]), _mm256_min_epi32(few[2], few[3]));
+    *zero = _mm256_movemask_epi8(_mm256_cmpeq_epi32(few[0], _mm256_setzero_si256())) != 0;
     most[0] = _mm256_max_epi32(_mm256_max_epi32(most[0], most[1]), _mm256_max_epi32(most[2], most[3]));
     __m128i all = _mm_max_epi32(_mm256_castsi256_si128(most[0]), _mm256_extracti128_si256(most[0], 1));
     all = _mm_max_epi32(all, _mm_shuffle_epi32(all, 0x4e));
     return _mm_cvtsi128_si32(_mm_max_epi32(all, _mm_shuffle_epi32(all, 0xb1)));
 }
 
-LOOP void encode_block(const struct blocks *of, int bits, int size, const float *values, int64_t block, uint8_t *out,
-                       double *squares)
+/* Returns whether there is a zero. */
+LOOP int encode_block(const struct blocks *of, int bits, int size, const float *values, int64_t block, uint8_t *out,
+                      double *squares)
 {
     enum { FAR = LARGEST / TOGETHER };
     float rows[LARGEST];
     uint64_t words[WORDS];
     __m256 sums[GROUP];
     draw(first_counter(of, block, 0), size, words);
-    const int32_t largest = largest_of(values, size);
+    int zero;
+    const int32_t largest = largest_of(values, size, &zero);
     const int exponent = largest >> 23;
     const float power = power_of_two(254 - exponent);
     const __m256 powers = _mm256_set1_ps(power);
@@ -201,7 +209,7 @@ LOOP void encode_block(const struct blocks *of, int bits, int size, const float 
     const float energy = _mm_cvtss_f32(folded(sums)), most = float_of((uint32_t)largest) * power;
     if (squares)
         *squares += unscaled(energy, power);
-    const int again = is_spiked(bits, most * most, energy);
+    const int again = is_uneven(bits, size, most * most, energy);
     rotate_near(values, size, powers, words, rows);
     if (__builtin_expect(again, 0)) {
         rotate_columns(rows, size);
@@ -219,19 +227,22 @@ LOOP void encode_block(const struct blocks *of, int bits, int size, const float 
         sums[column] = added(v, size / TOGETHER);
     }
     write_scale(eden_scale(energy, _mm_cvtss_f32(folded(sums)), exponent, again), out);
+    return zero;
 }
 
-LOOP void encode_all(const struct blocks *of, int bits, int size, const float *values, int64_t count, uint8_t *out,
-                     double *squares)
+LOOP uint64_t encode_all(const struct blocks *of, int bits, int size, const float *values, int64_t count, uint8_t *out,
+                         double *squares)
 {
-    for (int64_t block = 0; block < count; block++)
-        encode_block(of, bits, size, values + block * size, block, out + block * record_bytes(bits, size), squares);
+    uint64_t zeros = 0;
+    for (int64_t block = 0; block < count; block++, values += size, out += record_bytes(bits, size))
+        zeros |= (uint64_t)encode_block(of, bits, size, values, block, out, squares) << block;
+    return zeros;
 }
 
-TARGET void kernel_eden_encode_avx2(const struct blocks *of, const float *values, int64_t count, uint8_t *out,
-                                    double *squares)
+TARGET uint64_t kernel_eden_encode_avx2(const struct blocks *of, const float *values, int64_t count, uint8_t *out,
+                                        double *squares)
 {
-#define ENCODE(bits, size) encode_all(of, bits, size, values, count, out, squares)
+#define ENCODE(bits, size) return encode_all(of, bits, size, values, count, out, squares)
     FOR_BITS(ENCODE)
 }
 #endif

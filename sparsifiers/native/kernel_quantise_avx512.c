@@ -65,16 +65,19 @@ LOOP __m512 folded(__m512 *v, int n)
     return _mm512_add_ps(sum, _mm512_permute_ps(sum, 0xb1));
 }
 
-/* In each lane the bits of the largest magnitude. */
-LOOP __m512i largest_of(const float *values, int n)
+/* In each lane the bits of the largest magnitude. zero: set to whether there is one. */
+LOOP __m512i largest_of(const float *values, int n, int *zero)
 {
     const __m512i magnitude = _mm512_set1_epi32(MAGNITUDE);
-    __m512i most[4];
+    __m512i most[4], few[4];
     EACH(int r = 0; r < n; r++)
     {
         __m512i key = _mm512_and_si512(_mm512_loadu_si512(values + r * LANES), magnitude);
         most[r % 4] = r < 4 ? key : _mm512_max_epi32(most[r % 4], key);
+        few[r % 4] = r < 4 ? key : _mm512_min_epi32(few[r % 4], key);
     }
+    few[0] = _mm512_min_epi32(_mm512_min_epi32(few[0], few[1]), _mm512_min_epi32(few[2], few[3]));
+    *zero = _mm512_testn_epi32_mask(few[0], few[0]) != 0;
     most[0] = _mm512_max_epi32(_mm512_max_epi32(most[0], most[1]), _mm512_max_epi32(most[2], most[3]));
     most[0] = _mm512_max_epi32(most[0], _mm512_shuffle_i64x2(most[0], most[0], 0x4e));
     most[0] = _mm512_max_epi32(most[0], _mm512_shuffle_i64x2(most[0], most[0], 0xb1));
@@ -147,9 +150,10 @@ AVX512 void kernel_rotate_again_avx512(float *rows, int size, uint64_t counter)
         AGAIN(4);
 }
 
-/* largest: as `largest_of` the block. Returns that of the block at `next`, which is looked for meanwhile. */
+/* largest: as `largest_of` the block. Returns that of the block at `next`, which is looked for meanwhile, and sets
+   `zero` to whether that block has one. */
 LOOP __m512i encode_block(const struct blocks *of, int bits, int size, const float *values, const float *next,
-                          __m512i largest, int64_t block, uint8_t *out, double *squares)
+                          __m512i largest, int64_t block, uint8_t *out, double *squares, int *zero)
 {
     const int n = size / LANES, half = n / 2;
     __m512 v[MOST_REGISTERS], sums[MOST_REGISTERS / 2];
@@ -169,10 +173,10 @@ LOOP __m512i encode_block(const struct blocks *of, int bits, int size, const flo
     const float most = _mm512_cvtss_f32(_mm512_mul_ps(_mm512_castsi512_ps(largest), power));
     if (squares)
         *squares += unscaled(energy, _mm512_cvtss_f32(power));
-    const __m512i later = largest_of(next, n);
+    const __m512i later = largest_of(next, n, zero);
     flip(v, n, words);
     rotate(v, n);
-    const int again = is_spiked(bits, most * most, energy);
+    const int again = is_uneven(bits, size, most * most, energy);
     if (__builtin_expect(again, 0)) {
         float rows[LARGEST];
         EACH(int r = 0; r < n; r++)
@@ -194,21 +198,26 @@ LOOP __m512i encode_block(const struct blocks *of, int bits, int size, const flo
     return later;
 }
 
-LOOP void encode_all(const struct blocks *of, int bits, int size, const float *values, int64_t count, uint8_t *out,
-                     double *squares)
+LOOP uint64_t encode_all(const struct blocks *of, int bits, int size, const float *values, int64_t count, uint8_t *out,
+                         double *squares)
 {
-    __m512i largest = largest_of(values, size / LANES);
-    for (int64_t block = 0; block < count; block++, values += size, out += record_bytes(bits, size))
+    uint64_t zeros = 0;
+    int zero;
+    __m512i largest = largest_of(values, size / LANES, &zero);
+    for (int64_t block = 0; block < count; block++, values += size, out += record_bytes(bits, size)) {
+        zeros |= (uint64_t)zero << block;
         largest = encode_block(of, bits, size, values, block + 1 < count ? values + size : values, largest, block, out,
-                               squares);
+                               squares, &zero);
+    }
+    return zeros;
 }
 
 /* -- exported functions -------------------------------------------------------------------------------------------- */
 
-AVX512 void kernel_eden_encode_avx512(const struct blocks *of, const float *values, int64_t count, uint8_t *out,
-                                      double *squares)
+AVX512 uint64_t kernel_eden_encode_avx512(const struct blocks *of, const float *values, int64_t count, uint8_t *out,
+                                          double *squares)
 {
-#define ENCODE(bits, size) encode_all(of, bits, size, values, count, out, squares)
+#define ENCODE(bits, size) return encode_all(of, bits, size, values, count, out, squares)
     FOR_BITS(ENCODE)
 }
 #endif

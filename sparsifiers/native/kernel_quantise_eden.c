@@ -73,15 +73,17 @@ INLINE void pack_plane(const uint8_t *codes, int size, int plane, uint8_t *out)
 }
 
 /* Write `size` coordinates, from number `from` of their block on, and read them `factor` times, a power of two. */
-INLINE void encode_block(const struct blocks *of, int bits, int size, int from, float factor, const float *values,
-                         int64_t block, uint8_t *out, double *squares)
+/* Returns whether there is a zero. */
+INLINE int encode_block(const struct blocks *of, int bits, int size, int from, float factor, const float *values,
+                        int64_t block, uint8_t *out, double *squares)
 {
     float rows[LARGEST], products[LARGEST], levels[LARGEST];
-    int32_t numbers[LARGEST], largest = 0;
+    int32_t numbers[LARGEST], largest = 0, zero = 0;
     uint8_t codes[LARGEST];
     for (int i = 0; i < size; i++) { /* of floats without their sign NaN has the largest bits */
         int32_t key = (int32_t)(bits_of(values[i]) & 0x7fffffff);
         largest = key > largest ? key : largest;
+        zero |= key == 0;
     }
     const int exponent = largest >> 23;
     const float power = power_of_two(254 - exponent);
@@ -92,7 +94,7 @@ INLINE void encode_block(const struct blocks *of, int bits, int size, int from, 
     const float energy = folded(products, size), most = float_of((uint32_t)largest) * power;
     if (squares)
         *squares += unscaled(energy, power);
-    const int again = is_spiked(bits, most * most, energy);
+    const int again = is_uneven(bits, size, most * most, energy);
     for (int times = 0; times <= again; times++) {
         flip(rows, size, from, first_counter(of, block, times));
         rotate(rows, size);
@@ -117,6 +119,7 @@ INLINE void encode_block(const struct blocks *of, int bits, int size, int from, 
     write_scale(eden_scale(energy * factor, folded(products, size), exponent, again), out);
     for (int plane = 0; plane < bits; plane++)
         pack_plane(codes, size, plane, out + SCALE + plane * size / 8);
+    return zero;
 }
 
 INLINE void decode_block(const struct blocks *of, int bits, int size, int from, const uint8_t *data, int64_t block,
@@ -150,12 +153,15 @@ INLINE void decode_block(const struct blocks *of, int bits, int size, int from, 
         read[i] *= float_of(scale & 0x7fffffff);
 }
 
-INLINE void encode_all(const struct blocks *of, int bits, int size, const float *values, int64_t count, uint8_t *out,
-                       double *squares)
+INLINE uint64_t encode_all(const struct blocks *of, int bits, int size, const float *values, int64_t count,
+                           uint8_t *out, double *squares)
 {
+    uint64_t zeros = 0;
     for (int64_t block = 0; block < count; block++)
-        encode_block(of, bits, size, 0, 1.0f, values + block * size, block, out + block * record_bytes(bits, size),
-                     squares);
+        zeros |= (uint64_t)encode_block(of, bits, size, 0, 1.0f, values + block * size, block,
+                                        out + block * record_bytes(bits, size), squares)
+                 << block;
+    return zeros;
 }
 
 INLINE void decode_all(const struct blocks *of, int bits, int size, const uint8_t *data, int64_t count,
@@ -171,9 +177,9 @@ INLINE void decode_all(const struct blocks *of, int bits, int size, const uint8_
     }
 }
 
-void kernel_eden_encode(const struct blocks *of, const float *values, int64_t count, uint8_t *out, double *squares)
+uint64_t kernel_eden_encode(const struct blocks *of, const float *values, int64_t count, uint8_t *out, double *squares)
 {
-#define ENCODE(bits, size) encode_all(of, bits, size, values, count, out, squares)
+#define ENCODE(bits, size) return encode_all(of, bits, size, values, count, out, squares)
     FOR_SIZE(ENCODE, of->codec);
 }
 
@@ -185,15 +191,10 @@ void kernel_eden_decode(const struct blocks *of, const uint8_t *data, int64_t co
     FOR_SIZE(DECODE, of->codec);
 }
 
-void kernel_eden_encode_half(const struct blocks *of, int64_t block, int second, const float *values, uint8_t *out,
-                             double *squares)
+void kernel_eden_encode_half(const struct blocks *of, int64_t block, int second, const float *values, uint8_t *out)
 {
     const int half = of->size / 2, from = second * half;
-    if (squares) { /* of the other half, too, as a block of half the size has them */
-        uint8_t record[SCALE + LARGEST / 16];
-        encode_block(of, EDEN_1, half, half - from, 2.0f, values + half - from, block, record, squares);
-    }
-    encode_block(of, EDEN_1, half, from, 2.0f, values + from, block, out, squares);
+    encode_block(of, EDEN_1, half, from, 2.0f, values + from, block, out, 0);
 }
 
 void kernel_eden_decode_half(const struct blocks *of, int64_t block, int second, const uint8_t *data, float *read)

@@ -107,9 +107,11 @@ FOR_EACH_LEVEL(void, decode,
                 float *to),
                (of, data, count, before, scale, to))
 
-void kernel_integers_encode(const struct blocks *of, const float *values, int64_t count, uint8_t *out, double *squares)
+uint64_t kernel_integers_encode(const struct blocks *of, const float *values, int64_t count, uint8_t *out,
+                                double *squares)
 {
     encode(of, values, count, out, squares);
+    return 0;
 }
 
 void kernel_integers_decode(const struct blocks *of, const uint8_t *data, int64_t count, const float *before,

@@ -30,66 +30,49 @@ static int has_second_half(const struct blocks *of, int64_t block)
     return word & 1;
 }
 
-static int bit_of(const uint8_t *mask, int i) { return mask[i / 8] >> i % 8 & 1; }
-
 /* -- written ------------------------------------------------------------------------------------------------------- */
-
-/* The first block from `block` on with a zero in it; else `count`. */
-INLINE int64_t next_zero_body(const float *values, int64_t block, int64_t count, int size)
-{
-    for (; block < count; block++) {
-        int32_t zero = 0;
-        for (int i = 0; i < size; i++)
-            zero |= values[block * size + i] == 0;
-        if (zero)
-            break;
-    }
-    return block;
-}
-FOR_EACH_LEVEL(int64_t, next_zero, (const float *values, int64_t block, int64_t count, int size),
-               (values, block, count, size))
-
-/* The first block from `block` on of which not all coordinates are held; else `count`. */
-static int64_t next_gap(const uint8_t *held, int64_t block, int64_t count, int size)
-{
-    for (const int bytes = size / 8; block < count; block++)
-        for (int i = 0; i < bytes; i++)
-            if (held[block * bytes + i] != 0xff)
-                return block;
-    return count;
-}
 
 /* Write which coordinates a mixed record has, and return whether the block has one. Behind the first `length` there is
    nothing to keep. */
-static int mask_of(const float *values, int size, int64_t length, const uint8_t *held, uint8_t *mask)
+INLINE int mask_of_body(const float *values, int size, int64_t length, const uint8_t *held, uint8_t *mask)
 {
+    uint8_t kept[LARGEST];
     int32_t largest = 0, gaps = 0;
-    for (int i = 0; i < size; i += 8) {
-        int bits = 0;
-        for (int j = 0; j < 8; j++) {
-            const int32_t key = (int32_t)(bits_of(values[i + j]) & 0x7fffffff);
-            largest = key > largest ? key : largest;
-            bits |= (values[i + j] != 0 || i + j >= length) << j;
-        }
-        mask[i / 8] = held ? held[i / 8] : (uint8_t)bits;
-        gaps |= mask[i / 8] ^ 0xff;
+    for (int i = 0; held && i < size / 8; i++)
+        gaps |= held[i] ^ 0xff;
+    if (held && !gaps)
+        return 0;
+    for (int i = 0; i < size; i++) {
+        const int32_t key = (int32_t)(bits_of(values[i]) & 0x7fffffff);
+        largest = key > largest ? key : largest;
+    }
+    for (int i = 0; i < size; i++)
+        kept[i] = values[i] != 0;
+    for (int64_t i = length; i < size; i++)
+        kept[i] = 1;
+    for (int i = 0; i < size / 8; i++) {
+        uint64_t eight;
+        memcpy(&eight, kept + 8 * i, sizeof eight);
+        mask[i] = held ? held[i] : (uint8_t)(eight * UINT64_C(0x0102040810204080) >> 56);
+        gaps |= mask[i] ^ 0xff;
     }
     return gaps && largest && largest < 0x7f800000;
 }
+FOR_EACH_LEVEL(int, mask_of, (const float *values, int size, int64_t length, const uint8_t *held, uint8_t *mask),
+               (values, size, length, held, mask))
 
-static void write_mixed(const struct blocks *of, int64_t block, const float *values, const uint8_t *mask, uint8_t *out,
-                        double *squares)
+static void write_mixed(const struct blocks *of, int64_t block, const float *values, const uint8_t *mask, uint8_t *out)
 {
     uint8_t record[SCALE + 3 * LARGEST / 8];
     int masked = of->size / 8, planes = (of->codec - 1) * masked;
     if (of->codec > EDEN_1) {
         const struct blocks narrower = {of->codec - 1, of->size, of->key, of->first + block};
-        encoder(narrower.codec)(&narrower, values, 1, record, squares);
+        encoder(narrower.codec)(&narrower, values, 1, record, 0);
     } else {
         const int second = has_second_half(of, block);
         masked = planes = of->size / 16;
         mask += second * masked;
-        kernel_eden_encode_half(of, block, second, values, record, squares);
+        kernel_eden_encode_half(of, block, second, values, record);
     }
     memcpy(out, record, SCALE);
     out[0] |= MIXED;
@@ -100,28 +83,34 @@ static void write_mixed(const struct blocks *of, int64_t block, const float *val
 void kernel_write_blocks(const struct blocks *of, const float *values, int64_t count, int64_t length,
                          const uint8_t *held, uint8_t *out, double *squares)
 {
-    encode_loop *encode = encoder(of->codec);
     const int64_t size = of->size, bytes = record_bytes(of->codec, of->size);
-    struct blocks rest = *of;
-    int64_t start = 0;
-    for (int64_t block = of->codec < INT_4 ? 0 : count; block < count; block++) {
-        block = held ? next_gap(held, block, count, of->size) : next_zero(values, block, count, of->size);
+    uint64_t zeros = encoder(of->codec)(of, values, count, out, squares);
+    for (int64_t block = 0; zeros; block++, zeros >>= 1) {
         uint8_t mask[LARGEST / 8];
-        if (block == count ||
-            !mask_of(values + block * size, of->size, length - block * size, held ? held + block * size / 8 : 0, mask))
-            continue;
-        rest.first = of->first + start;
-        if (block > start)
-            encode(&rest, values + start * size, block - start, out + start * bytes, squares);
-        write_mixed(of, block, values + block * size, mask, out + block * bytes, squares);
-        start = block + 1;
+        const uint8_t *known = held ? held + block * size / 8 : 0;
+        const float *from = values + block * size;
+        if (zeros & 1 && mask_of(from, of->size, length - block * size, known, mask))
+            write_mixed(of, block, from, mask, out + block * bytes);
     }
-    rest.first = of->first + start;
-    if (count > start)
-        encode(&rest, values + start * size, count - start, out + start * bytes, squares);
 }
 
 /* -- read ---------------------------------------------------------------------------------------------------------- */
+
+/* Set coordinates to zero of which the mask has no bit. */
+INLINE void keep_body(const uint8_t *mask, int size, float *read)
+{
+    int8_t kept[LARGEST]; /* 0 or -1 */
+    for (int i = 0; i < size / 8; i++) {
+        uint64_t eight = mask[i];
+        eight |= eight << 28;
+        eight |= eight << 14;
+        eight = ((eight | eight << 7) & UINT64_C(0x0101010101010101)) * 0xff;
+        memcpy(kept + 8 * i, &eight, sizeof eight);
+    }
+    for (int i = 0; i < size; i++)
+        read[i] = float_of(bits_of(read[i]) & (uint32_t)(int32_t)kept[i]);
+}
+FOR_EACH_LEVEL(void, keep, (const uint8_t *mask, int size, float *read), (mask, size, read))
 
 static void read_mixed(const struct blocks *of, int64_t block, const uint8_t *data, float *read)
 {
@@ -144,31 +133,43 @@ static void read_mixed(const struct blocks *of, int64_t block, const uint8_t *da
         read += second * size;
         kernel_eden_decode_half(of, block, second, record, read);
     }
-    for (int i = 0; i < size; i++)
-        read[i] = bit_of(mask, i) ? read[i] : 0.0f;
+    keep(mask, size, read);
 }
+
+INLINE void add_body(const float *before, const float *read, int64_t n, float scale, float *to)
+{
+    if (before)
+        for (int64_t i = 0; i < n; i++)
+            to[i] = (before[i] + read[i]) * scale;
+    else
+        for (int64_t i = 0; i < n; i++)
+            to[i] = read[i] * scale;
+}
+FOR_EACH_LEVEL(void, add, (const float *before, const float *read, int64_t n, float scale, float *to),
+               (before, read, n, scale, to))
 
 void kernel_read_blocks(const struct blocks *of, const uint8_t *data, int64_t count, const float *before, float scale,
                         float *to, int streamed)
 {
-    decode_loop *decode = decoder(of->codec);
     const int64_t size = of->size, bytes = record_bytes(of->codec, of->size);
+    uint8_t heads = 0;
+    for (int64_t block = 0; block < count; block++)
+        heads |= data[block * bytes];
+    const int some = of->codec < INT_4 && heads & MIXED;
     struct blocks rest = *of;
-    int64_t start = 0;
-    for (int64_t block = of->codec < INT_4 ? 0 : count; block <= count; block++) {
+    for (int64_t start = 0, block = some ? 0 : count; start < count; block++) {
         if (block < count && !(data[block * bytes] & MIXED))
             continue;
         rest.first = of->first + start;
         if (block > start)
-            decode(&rest, data + start * bytes, block - start, before ? before + start * size : 0, scale,
-                   to + start * size, streamed);
+            decoder(of->codec)(&rest, data + start * bytes, block - start, before ? before + start * size : 0, scale,
+                               to + start * size, streamed);
+        if (block < count) {
+            float read[LARGEST];
+            read_mixed(of, block, data + block * bytes, read);
+            add(before ? before + block * size : 0, read, size, scale, to + block * size);
+        }
         start = block + 1;
-        if (block == count)
-            break;
-        float read[LARGEST];
-        read_mixed(of, block, data + block * bytes, read);
-        for (int64_t i = 0; i < size; i++)
-            to[block * size + i] = (before ? before[block * size + i] + read[i] : read[i]) * scale;
     }
 }
 

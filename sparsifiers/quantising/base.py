@@ -18,7 +18,14 @@ from sparsifiers.gpu.block_table import BlockRun, BlockTable
 from sparsifiers.quantising.blocks import blocks_in
 from sparsifiers.quantising.draws import Draws, key_within
 
-WRITTEN = ("__init__", "record_bytes", "_encode", "_encode_known", "_decode", "_zeros")  # methods that compiled loops replace
+WRITTEN = (
+    "__init__",
+    "record_bytes",
+    "_encode",
+    "_encode_known",
+    "_decode",
+    "_zeros",
+)  # methods that compiled loops replace
 PART = 1024  # blocks that the host quantises at once: intermediate results stay in the cache
 
 

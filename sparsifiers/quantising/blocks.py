@@ -16,7 +16,8 @@ def block_size(shape: Sequence[int]) -> int:
 
     It is the largest of these that divides a row, so that no block spans two of them: a row without a gradient,
     of an embedding or an expert, stays exactly zero, and small rows are not drowned by large ones. Where none does, it
-    is 256, and blocks go across rows. A row has one index of the first dimension.
+    is 256, and blocks go across rows. A row has one index of the first dimension. Where blocks mix zeros and others,
+    quantisers keep the zeros.
     """
     row = math.prod(shape[1:]) if len(shape) > 1 else math.prod(shape)
     size = math.gcd(row, LARGEST)

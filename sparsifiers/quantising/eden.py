@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsifiers.quantising.base import Quantiser
 from sparsifiers.quantising.draws import Draws
-from sparsifiers.quantising.levels import LEAST, LEVELS, MOST, SPIKE, thresholds
+from sparsifiers.quantising.levels import FLAT, LEAST, LEVELS, MOST, SPIKE, thresholds
 from sparsifiers.quantising.rotation import folded, hadamard
 from sparsifiers.quantising.scales import NAN, SCALE
 
@@ -54,14 +54,11 @@ class Eden(Quantiser):
         self._encode_known(blocks, blocks == 0, draws, out)
 
     def _encode_known(self, blocks: Tensor, zeros: Tensor, draws: Draws, out: Tensor) -> None:
-        size = blocks.shape[1]
         largest = blocks.abs().amax(dim=1)
         mixed = zeros.any(dim=1) & (largest > 0) & largest.isfinite()
-        some = blocks.device.type != "cpu" or bool(mixed.any())  # a device would be waited for
         record = self._written(self.bits, blocks, _signs(draws, blocks, 0), _signs(draws, blocks, 1))
-        if some:
-            other = self._mixed(blocks, zeros, draws)
-            record = torch.where(mixed.unsqueeze(1), other, record)
+        if blocks.device.type != "cpu" or bool(mixed.any()):  # a device would be waited for
+            record = torch.where(mixed.unsqueeze(1), self._mixed(blocks, zeros, draws), record)
         out.copy_(record)
 
     def _mixed(self, blocks: Tensor, zeros: Tensor, draws: Draws) -> Tensor:
@@ -72,8 +69,8 @@ class Eden(Quantiser):
         else:
             later = _is_later(draws, blocks)
             kept = _half(kept, later)
-            halves = (_half(each, later) for each in (blocks, once, twice))
-            record = self._written(1, *halves, factor=2.0)
+            blocks, once, twice = (_half(each, later) for each in (blocks, once, twice))
+            record = self._written(1, blocks, once, twice, factor=2.0)
         return torch.cat([record[:, :1] | MIXED, record[:, 1:SCALE], _packed(kept), record[:, SCALE:]], dim=1)
 
     def _written(self, bits: int, blocks: Tensor, once: Tensor, twice: Tensor, factor: float = 1.0) -> Tensor:
@@ -88,7 +85,7 @@ class Eden(Quantiser):
         blocks = blocks * _power_of_two(254 - exponents).unsqueeze(1)
         squares = blocks.square()
         energy, highest = folded(squares), squares.amax(dim=1)
-        again = (highest > SPIKE[bits] * energy) & (highest < energy)
+        again = (highest > SPIKE[bits] * energy) & (highest < energy) | (highest * size < FLAT * energy)
         rotated = hadamard(blocks * once)
         rotated = torch.where(again.unsqueeze(1), hadamard(rotated * twice), rotated)
         root = torch.where(again, energy * size, energy).sqrt_().unsqueeze(1)
@@ -159,7 +156,8 @@ class Eden(Quantiser):
 
 def _signs(draws: Draws, blocks: Tensor, stream: int) -> Tensor:
     """Return random signs for all of ``blocks``, alike."""
-    return draws.signs(*blocks.shape, stream, blocks.device)
+    count, size = blocks.shape
+    return draws.signs(count, size, stream, blocks.device)
 
 
 def _is_later(draws: Draws, blocks: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ LEVELS = {1: (30,), 2: (30, 100), 3: (12, 36, 64, 103), 4: (6, 18, 30, 43, 58, 7
 # A rotation does not hide one coordinate of more than this share of a block's energy: it would arrive with a gain of
 # 1.02 and more. Such a block is rotated twice.
 SPIKE = {1: 1 / 16, 2: 1 / 8, 3: 1 / 8, 4: 1 / 8}
+# Nor does it hide that all are alike: few sums come of it, some next to the end of a level, and the mean would be off
+# by 5 % of the norm. A block is rotated twice if its largest square is less than so many times its mean square.
+FLAT = 4.0
 LEAST = 2.0**-118  # a smaller scale is 0, so that no value read is subnormal: some machines make that zero
 MOST = 2.0**104  # a larger one is this, so that no sum over up to 2**8 senders is infinite
 

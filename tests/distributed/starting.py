@@ -2,6 +2,7 @@
 """One worker's ``init()``, and what became of it: a line of JSON, the last that it prints.
 
 With the argument ``children``: two workers, as children of multiprocessing, of which one raises; the other says so.
+With ``stays``: a worker that has joined others ends once its standard input does.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 import agmerge
 
 
-def worker(fails: bool = False) -> None:
-    """Join the others, add up, say so."""
+def worker(fails: bool = False) -> bool:
+    """Join the others, add up, say so; return whether that went well."""
     begun = time.monotonic()
     try:
         agmerge.init()
@@ -30,6 +31,7 @@ def worker(fails: bool = False) -> None:
     except agmerge.AGMergeError as error:
         said = {"error": type(error).__name__, "text": str(error), "missing": getattr(error, "missing", ())}
     print(json.dumps({**said, "took": time.monotonic() - begun}), flush=True)
+    return "error" not in said
 
 
 def child(rank: int) -> None:
@@ -46,4 +48,6 @@ if __name__ == "__main__":
         for one in children:
             one.join()
     else:
-        worker()
+        has_joined = worker()
+        if has_joined and sys.argv[1:] == ["stays"]:
+            sys.stdin.read()

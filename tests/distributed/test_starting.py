@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +30,15 @@ STEP = {  # one step of Slurm with two tasks on this machine
 def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(HERE / "starting.py"), *arguments]
     given = environment(**{"AGMERGE_TIMEOUT": str(TIMEOUT), **env})
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=given)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, **pipes, text=True, cwd=ROOT, env=given)  # type: ignore[call-overload,no-any-return]
+
+
+def await_end(*workers: subprocess.Popen[str]) -> None:
+    """Wait until one of ``workers`` has ended: the others of its job stay until their standard input ends."""
+    end = time.monotonic() + 90
+    while all(worker.poll() is None for worker in workers) and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +64,12 @@ def started() -> Iterator[dict[str, dict[str, Any]]]:
             "children": start("children", **HAND, MASTER_PORT=reserved_port(), AGMERGE_TIMEOUT="60"),
             "no answer": start(**HAND, RANK="1", MASTER_PORT=str(silent.getsockname()[1])),
             **{
-                name: start(**HAND, RANK=name[5], MASTER_PORT=twice, AGMERGE_TIMEOUT="60")
+                name: start("stays", **HAND, RANK=name[5], MASTER_PORT=twice, AGMERGE_TIMEOUT="60")
                 for name in ("rank 0", "rank 1", "rank 1 again")
             },
         }
         try:
+            await_end(workers["rank 1"], workers["rank 1 again"])
             said = {name: worker.communicate(timeout=100) for name, worker in workers.items()}
         finally:
             for worker in workers.values():

@@ -24,6 +24,14 @@ class Restless(Int8):
         return super()._decode(data, draws, size) + 1e-9
 
 
+class Muddy(Int8):
+    """Int8 that reads noise beside other values, and zeros in blocks that have nothing else."""
+
+    def _decode(self, data: Tensor, draws: Draws, size: int) -> Tensor:
+        read = super()._decode(data, draws, size)
+        return read + 1e-3 * read.abs().amax(dim=1, keepdim=True)
+
+
 class Inverted(Int8):
     """Int8 that flips the bits of what it writes."""
 
@@ -205,6 +213,7 @@ class Unscaled(Int8):
     ("broken", "words"),
     [
         (Restless, "a block of zeros is not read as zeros: .* input 'zeros'"),
+        (Muddy, "zeros beside other values are not read as zeros: .* input 'normal, 10% of all elements"),
         (Inverted, "bytes of 0, for no gradient, are not read as zeros"),
         (Silent, "not read as NaN: .* input 'one nan'"),
         (Infectious, "a block that is not finite changes another one"),

@@ -16,11 +16,17 @@ from sparsifiers.quantising.draws import Draws, key_of, mixed, unmixed
 from sparsifiers.quantising.eden import Eden
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # of numpy, in the interpreter
-KINDS = ["normal", "cauchy", "few", "zeros", "subnormal", "specials"]
+KINDS = ["normal", "mixed", "cauchy", "few", "zeros", "subnormal", "specials"]
 
 
 def values_of(kind: str, n: int, seed: int = 0) -> Tensor:
     """Hard inputs; with a spike here and there, so that some blocks are rotated twice."""
+    if kind == "mixed":
+        values, chosen = vector("normal", n, seed), vector("normal", n, 40)
+        values[chosen.abs() < 0.5] = 0.0  # where all senders have a zero
+        values[(chosen > 0.5) & (vector("normal", n, seed + 50) > 0.5)] = 0.0
+        values[: n // 4 : 2 + seed] = -0.0
+        return values
     values = vector(kind, n, seed)
     if kind == "normal":
         values[:: n // 3 + 1] *= 50
@@ -58,15 +64,18 @@ def test_records_have_the_same_bytes(kind: str, count: int, n: int, size: int) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["normal", "mixed"])
 @pytest.mark.parametrize("count, second", [(2, 2), (4, 1), (1, 3)])
-def test_sums_have_the_same_bits_and_so_have_they_in_bits_again(count: int, second: int, dtype: torch.dtype) -> None:
+def test_sums_have_the_same_bits_and_so_have_they_in_bits_again(
+    count: int, second: int, kind: str, dtype: torch.dtype
+) -> None:
     n, size, senders, first, then = 3333, 256, 3, Eden(count), Eden(second)
     draws = [Draws(key_of(2, sender), 2) for sender in range(senders)]
 
     def call() -> tuple[Tensor, ...]:
         messages = []
         for sender in range(senders):
-            given = values_of("normal", n, sender)
+            given = values_of(kind, n, sender)
             message = torch.zeros(-(-n // size) * first.record_bytes(size), dtype=torch.uint8)
             first.encode(given if dtype != torch.float16 else given.half(), size, draws[sender], message)
             messages.append(message)

@@ -29,6 +29,7 @@ class Table:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = dict(tensors)
+        self.frozen: set[str] = set()  # names of others, which are still in a group
 
     def active(self) -> list[ParameterInfo]:
         return [
@@ -37,7 +38,7 @@ class Table:
         ]
 
     def names(self) -> Collection[str]:
-        return self.tensors.keys()
+        return self.tensors.keys() | self.frozen
 
     def snapshot(self) -> object:
         return [(name, id(tensor)) for name, tensor in self.tensors.items()]

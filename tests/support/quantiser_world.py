@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
-from support import agreed, mlp, on_ranks, seeded, train, wrap
+from support import agreed, mlp, on_ranks, seeded, through_a_file, train, wrap
 
 MODEL = seeded(mlp)
 SIZES = {"int8": 1.0, "eden-4": 0.5, "eden-2": 0.25, "eden-1": 0.125}  # bytes of an element
@@ -115,3 +116,30 @@ def trained(rank: int, model: nn.Module, optimizer: Any, steps: Iterable[int]) -
         assert stats["quantiser"] == name_of(optimizer.plan) or optimizer.plan.labels[0].count("quantiser=") == 0
         names.append(stats["quantiser"])
     return names, seen
+
+
+def resumed(size: int, state: Any, steps: int = 1, **options: Any) -> tuple[list[str], list[str]]:
+    """In what gradients travel, and the states of planning, after each step from a checkpoint."""
+
+    def body(rank: int, model: nn.Module) -> tuple[list[str], list[str]]:
+        optimizer, names, states = wrapped(model, **options), [], []
+        optimizer.load_state_dict(copy.deepcopy(state))
+        for step in range(steps):
+            names += trained(rank, model, optimizer, [step])[0]
+            states.append(optimizer.stats()["planning"])
+        return names, states
+
+    return agreed(on_ranks(size, MODEL, body))
+
+
+def saved(size: int, steps: int = FIRST + 1, state: Any = None) -> Any:
+    """Rank 0's checkpoint, of a run that has gone on from ``state``."""
+
+    def body(rank: int, model: nn.Module) -> Any:
+        optimizer = wrapped(model)
+        if state is not None:
+            optimizer.load_state_dict(copy.deepcopy(state))
+        train(model, optimizer, rank, range(steps))
+        return through_a_file(optimizer.state_dict())
+
+    return on_ranks(size, MODEL, body)[0]

@@ -12,7 +12,7 @@ from agmerge.backends import Backend, Handle
 from agmerge.backends.handshake import Fact
 from agmerge.ops import Average
 from agmerge.runtime.collectives.operation import Operation, Pending, run, start
-from agmerge.runtime.collectives.raw import byte_view, copied, described
+from agmerge.runtime.collectives.raw import byte_view, copied, described, expanded
 from agmerge.runtime.collectives.reduce import reduced_gradients
 
 
@@ -28,7 +28,9 @@ class Broadcast(Operation):
 
     def facts(self) -> list[Fact]:
         """Return the root, and the tensor's dtype and shape."""
-        return [("root_rank", str(self.root)), ("tensor", described(self.tensors[0]))]
+        tensor = self.tensors[0]
+        written = expanded(tensor) if self.in_place else ""
+        return [("root_rank", str(self.root)), ("tensor", described(tensor) + written)]
 
     def begin(self, message: str) -> list[Handle]:
         """Collective. Start one message, into the tensor itself where that can be."""

@@ -32,6 +32,14 @@ def row_kind(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype}{_elsewhere(tensor)}"
 
 
+EXPANDED = " expanded, of which several elements are one number, so that it cannot be written to: give its clone()"
+
+
+def expanded(tensor: torch.Tensor) -> str:
+    """Return, for the facts of a call that writes to ``tensor``, why this rank cannot; "" if it can."""
+    return EXPANDED if torch._debug_has_internal_overlap(tensor) == 1 else ""  # 1: yes; 2: perhaps, which torch allows
+
+
 def described(tensor: torch.Tensor) -> str:
     """Return, for agreements, dtype and shape as ``float32[2, 3]``, and the kind of device where that is no CPU."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{_elsewhere(tensor)}"

@@ -11,7 +11,7 @@ from agmerge.backends.handshake import Fact
 from agmerge.ops import Average, Compression, Sum
 from agmerge.runtime.collectives import arguments
 from agmerge.runtime.collectives.operation import Operation
-from agmerge.runtime.collectives.raw import copied, described
+from agmerge.runtime.collectives.raw import copied, described, expanded
 from agmerge.runtime.process_sets import Group
 
 _INTEGERS = {torch.uint8: torch.int32, torch.int8: torch.int32, torch.int16: torch.int32}
@@ -62,7 +62,8 @@ class Reduction(Operation):
     def facts(self) -> list[Fact]:
         """Return the operation, the factors, every tensor's dtype and shape."""
         several = len(self.tensors) > 1
-        tensors = [(f"tensor {i}" if several else "tensor", described(tensor)) for i, tensor in enumerate(self.tensors)]
+        texts = [described(tensor) + (expanded(tensor) if self.in_place else "") for tensor in self.tensors]
+        tensors = [(f"tensor {i}" if several else "tensor", text) for i, text in enumerate(texts)]
         factors = [("prescale_factor", str(self.prescale)), ("postscale_factor", str(self.postscale))]
         return [("op", self.op.value), *factors, *tensors]
 

@@ -49,9 +49,7 @@ def heads_kernel(
     tl.store(said + 3, ranks.to(tl.int64) * 0)
 
 
-def run(
-    words: Tensor, figures: Tensor, own: int, key: int, out: tuple[Tensor, Tensor], free: int, used: int
-) -> None:
+def run(words: Tensor, figures: Tensor, own: int, key: int, out: tuple[Tensor, Tensor], free: int, used: int) -> None:
     """Launch the kernel of `sparsifiers.gpu.merge_heads`."""
     low = key & 0xFFFFFFFF
     launch(

@@ -14,34 +14,23 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsifiers.gpu.block_table import FIELDS, TILE, BlockTable
+from sparsifiers.gpu.kernels.blocks import bfloat16_bits, read_blocks, write_blocks
 from sparsifiers.gpu.kernels.launching import launch
-from sparsifiers.gpu.kernels.rotation import flipped, folded, largest, mixed, rotated, signs, spread
+from sparsifiers.gpu.kernels.rotation import mixed
 from sparsifiers.quantising import levels
 from sparsifiers.quantising.draws import WORDS
-from sparsifiers.quantising.scales import NAN, SCALE
 
 REGISTERS = 128  # of a thread, at most: so two programs have room in a processor
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_WORDS, _NAN, _SCALE, _FIELDS = (tl.constexpr(one) for one in (WORDS, NAN, SCALE, len(FIELDS)))
-_LEAST, _MOST = tl.constexpr(levels.LEAST), tl.constexpr(levels.MOST)
+_WORDS, _FIELDS = tl.constexpr(WORDS), tl.constexpr(len(FIELDS))
 # By bits: levels, and the ends of all but the last; as constants, of which unused ones are 0.
-_LEVELS = {bits: (*some, *[0] * (8 - len(some))) for bits, some in levels.LEVELS.items()}
-_ENDS = {bits: (*levels.thresholds(bits), *[0.0] * (8 - len(some))) for bits, some in levels.LEVELS.items()}
-
-
-@triton.jit
-def power_of_two(exponents: tl.tensor) -> tl.tensor:
-    """Return 2**(e - 127), e of 1 to 254: float32."""
-    bounded = tl.minimum(tl.maximum(exponents, 1), 254)
-    return (bounded << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def bfloat16_bits(values: tl.tensor) -> tl.tensor:
-    """Return the bits of float32 values as bfloat16, to nearest, the even one of two; of NaN always the same."""
-    bits = values.to(tl.int32, bitcast=True)
-    nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _NAN, nearest)
+_OWN_LEVELS = {bits: (*some, *[0] * (8 - len(some))) for bits, some in levels.LEVELS.items()}
+_OWN_ENDS = {bits: (*levels.thresholds(bits), *[0.0] * (9 - len(some))) for bits, some in levels.LEVELS.items()}
+# Behind each eight those of one bit less, for mixed records.
+_LEVELS, _ENDS = (
+    {bits: own[bits] + own[max(bits - 1, 1)] for bits in levels.LEVELS} for own in (_OWN_LEVELS, _OWN_ENDS)
+)
+_SPIKE = {bits: (levels.SPIKE[bits], levels.SPIKE[max(bits - 1, 1)]) for bits in levels.LEVELS}
 
 
 @triton.jit
@@ -79,86 +68,6 @@ def key_of(keys: tl.tensor, row: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def write_blocks(
-    values: tl.tensor, key: tl.tensor, out: tl.tensor, block: tl.tensor, inside: tl.tensor, word: tl.tensor,
-    live: tl.tensor,
-    BITS: tl.constexpr, LEVELS: tl.constexpr, ENDS: tl.constexpr, SPIKE: tl.constexpr, DOUBLINGS: tl.constexpr,
-    TILE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Write the records of a tile, of those groups that are `live`; return the sum of its squares, float64."""
-    GROUPS: tl.constexpr = TILE // 64
-    exponents = largest(values, DOUBLINGS, TILE).to(tl.int32, bitcast=True) >> 23
-    values = values * spread(power_of_two(254 - exponents), TILE)
-    squares = values * values
-    energy = folded(squares, DOUBLINGS, TILE)
-    highest = largest(squares, DOUBLINGS, TILE)
-    again = (highest > energy * SPIKE) & (highest < energy)
-    turned = rotated(flipped(values, signs(key, word, False, TILE)), DOUBLINGS, TILE)
-    if tl.max(again.to(tl.int32), axis=0) > 0:
-        twice = rotated(flipped(turned, signs(key, word, True, TILE)), DOUBLINGS, TILE)
-        turned = tl.where(spread(again, TILE), twice, turned)
-    root = spread(tl.sqrt_rn(tl.where(again, energy * (64 << DOUBLINGS), energy)), TILE)
-    sizes = tl.abs(turned)
-    number = tl.zeros([TILE], tl.int32)
-    level = tl.full([TILE], LEVELS[0], tl.float32)
-    for step in tl.static_range((1 << (BITS - 1)) - 1):
-        above = sizes > root * ENDS[step]
-        number += above.to(tl.int32)
-        level = tl.where(above, tl.full([TILE], LEVELS[step + 1], tl.float32), level)
-    scale = tl.div_rn(energy, folded(sizes * level, DOUBLINGS, TILE)) * power_of_two(exponents)
-    scale = tl.where(scale >= _LEAST, tl.minimum(scale, _MOST), 0.0)
-    scale = tl.where(exponents == 255, float("nan"), scale)
-    head = bfloat16_bits(scale) | (again.to(tl.int32) << 15)
-    record = out + block * (_SCALE + BITS * (8 << DOUBLINGS))
-    is_first = live & (inside == 0)
-    tl.store(record, (head & 255).to(tl.uint8), mask=is_first)
-    tl.store(record + 1, ((head >> 8) & 255).to(tl.uint8), mask=is_first)
-    column = inside[:, None] * 8 + tl.arange(0, 8)[None, :]
-    for plane in tl.static_range(BITS):
-        bits = (turned < 0).to(tl.int32) if plane == 0 else (number >> (plane - 1)) & 1
-        packed = tl.sum(tl.reshape(bits, [GROUPS, 8, 8]) << tl.arange(0, 8)[None, None, :], axis=2)
-        place = record[:, None] + (_SCALE + plane * (8 << DOUBLINGS)) + column
-        tl.store(place, packed.to(tl.uint8), mask=live[:, None])
-    back = 1023 + 127 - tl.minimum(tl.maximum(254 - exponents, 1), 254)  # squares are of values as they were
-    unit = (back.to(tl.int64) << 52).to(tl.float64, bitcast=True)
-    return tl.sum(tl.where(is_first, energy.to(tl.float64) * unit * unit, 0.0), axis=0)
-
-
-@triton.jit
-def read_blocks(
-    data: tl.tensor, key: tl.tensor, block: tl.tensor, inside: tl.tensor, word: tl.tensor, live: tl.tensor,
-    BITS: tl.constexpr, LEVELS: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return the values of a tile of one sender, whose records of the run begin at `data`: float32[TILE]."""
-    record = data + block * (_SCALE + BITS * (8 << DOUBLINGS))
-    head = tl.load(record, mask=live, other=0).to(tl.int32) | (
-        tl.load(record + 1, mask=live, other=0).to(tl.int32) << 8
-    )
-    column = inside[:, None] * 8 + tl.arange(0, 8)[None, :]
-    number = tl.zeros([TILE], tl.int32)
-    minus = tl.zeros([TILE], tl.int32)
-    for plane in tl.static_range(BITS):
-        place = record[:, None] + (_SCALE + plane * (8 << DOUBLINGS)) + column
-        packed = tl.load(place, mask=live[:, None], other=0).to(tl.int32)
-        bits = tl.reshape((packed[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1, [TILE])
-        if plane == 0:
-            minus = bits << 31
-        else:
-            number += bits << (plane - 1)
-    level = tl.full([TILE], LEVELS[0], tl.float32)
-    for step in tl.static_range((1 << (BITS - 1)) - 1):
-        level = tl.where(number > step, tl.full([TILE], LEVELS[step + 1], tl.float32), level)
-    read = rotated(flipped(level, minus), DOUBLINGS, TILE)
-    again = (head >> 15) & 1
-    if tl.max(again, axis=0) > 0:
-        twice = rotated(flipped(read, signs(key, word, True, TILE)), DOUBLINGS, TILE)
-        read = tl.where(spread(again, TILE) > 0, twice, read)
-    read = flipped(read, signs(key, word, False, TILE))
-    scale = ((head & 0x7FFF) << 16).to(tl.float32, bitcast=True)
-    return read * spread(scale, TILE)
-
-
-@triton.jit
 def encode_tile(
     table: tl.tensor, runs: tl.tensor, row: tl.tensor, out: tl.tensor, squares: tl.tensor,
     FROM: tl.constexpr, SQUARES: tl.constexpr,
@@ -171,8 +80,9 @@ def encode_tile(
     place = task * TILE + tl.arange(0, TILE)
     length = tl.where(address != 0, tl.load(row + 5), 0)
     values = tl.load(address.to(tl.pointer_type(FROM)) + place, mask=place < length, other=0.0).to(tl.float32)
+    gaps = ((values == 0.0) & (place < length)).to(tl.int32)
     found = write_blocks(
-        values, key_of(table + _FIELDS * runs, row), out + tl.load(row + 7), block, inside, word, live,
+        values, gaps, key_of(table + _FIELDS * runs, row), out + tl.load(row + 7), block, inside, word, live,
         BITS, LEVELS, ENDS, SPIKE, DOUBLINGS, TILE,
     )  # fmt: skip
     if SQUARES:
@@ -184,15 +94,22 @@ def sum_of(
     table: tl.tensor, runs: tl.tensor, row: tl.tensor, rows: tl.tensor, stride: tl.tensor, senders: tl.tensor,
     scale: tl.tensor, block: tl.tensor, inside: tl.tensor, word: tl.tensor, live: tl.tensor,
     BITS: tl.constexpr, LEVELS: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return `scale` times the sum of the values of a tile of all senders, in their order: float32[TILE]."""
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Return `scale` times the sum of the values of a tile of all senders, in their order: float32[TILE].
+
+    And where one of them is held, int32[TILE], see `read_blocks`.
+    """
     data = rows + tl.load(row + 6)
     keys = table + _FIELDS * runs
-    total = read_blocks(data, key_of(keys, row), block, inside, word, live, BITS, LEVELS, DOUBLINGS, TILE)
+    total, held = read_blocks(data, key_of(keys, row), block, inside, word, live, BITS, LEVELS, DOUBLINGS, TILE)
     for sender in range(1, senders):
         data += stride
-        total += read_blocks(data, key_of(keys + sender, row), block, inside, word, live, BITS, LEVELS, DOUBLINGS, TILE)
-    return total * scale
+        read, some = read_blocks(
+            data, key_of(keys + sender, row), block, inside, word, live, BITS, LEVELS, DOUBLINGS, TILE
+        )  # fmt: skip
+        total += read
+        held |= some
+    return total * scale, held
 
 
 @triton.jit
@@ -203,7 +120,7 @@ def decode_tile(
 ) -> None:  # fmt: skip
     """Write the sum of one tile of all senders to its tensor. `TO`: its dtype, but for bfloat16 int16."""
     task, block, inside, word, live = groups_of(row, DOUBLINGS, TILE)
-    total = sum_of(
+    total, _ = sum_of(
         table, runs, row, rows, stride, senders, scale, block, inside, word, live, BITS, LEVELS, DOUBLINGS, TILE
     )  # fmt: skip
     place = task * TILE + tl.arange(0, TILE)
@@ -225,12 +142,13 @@ def encode_sum_tile(
 ) -> None:  # fmt: skip
     """Write the records of the sum of one tile of all senders. The last key is that of what is written."""
     _, block, inside, word, live = groups_of(row, DOUBLINGS, TILE)
-    total = sum_of(
+    total, held = sum_of(
         table, runs, row, rows, stride, senders, scale, block, inside, word, live, FROM, FROM_LEVELS, DOUBLINGS, TILE
     )  # fmt: skip
     key = key_of(table + _FIELDS * runs + senders, row)
     write_blocks(
-        total, key, out + tl.load(row + 7), block, inside, word, live, BITS, LEVELS, ENDS, SPIKE, DOUBLINGS, TILE
+        total, 1 - held, key, out + tl.load(row + 7), block, inside, word, live, BITS, LEVELS, ENDS, SPIKE, DOUBLINGS,
+        TILE,
     )  # fmt: skip
 
 
@@ -330,7 +248,7 @@ def encode_sum(
 
 def _levels(bits: int) -> dict[str, object]:
     """Return the constants of a quantiser that writes."""
-    return {"BITS": bits, "LEVELS": _LEVELS[bits], "ENDS": _ENDS[bits], "SPIKE": levels.SPIKE[bits]}
+    return {"BITS": bits, "LEVELS": _LEVELS[bits], "ENDS": _ENDS[bits], "SPIKE": _SPIKE[bits]}
 
 
 def _runs(table: BlockTable) -> tuple[int, int]:

@@ -39,6 +39,15 @@ def signs(key: tl.tensor, words: tl.tensor, SECOND: tl.constexpr, TILE: tl.const
 
 
 @triton.jit
+def is_later(key: tl.tensor, first: tl.tensor) -> tl.tensor:
+    """Return whether mixed records of one bit have the second half of their blocks: int32[TILE // 64], 0 or 1.
+
+    first: the number of the first word of each group's block in the tensor.
+    """
+    return (mixed(first.to(tl.uint64) * _GOLDEN + key + _STREAM + _STREAM) & 1).to(tl.int32)
+
+
+@triton.jit
 def flipped(values: tl.tensor, bits: tl.tensor) -> tl.tensor:
     """Return float32 `values` with another sign where `bits` have one."""
     return (values.to(tl.int32, bitcast=True) ^ bits).to(tl.float32, bitcast=True)
@@ -54,15 +63,37 @@ def butterfly(values: tl.tensor, DISTANCE: tl.constexpr, TILE: tl.constexpr) -> 
 
 
 @triton.jit
-def rotated(values: tl.tensor, DOUBLINGS: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
-    """Return the products of the blocks of a tile with the Hadamard matrix: `hadamard` of float32[TILE]."""
-    for level in tl.static_range(6):
+def rotated(
+    values: tl.tensor, halves: tl.tensor, HALVES: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """Return the products of the blocks of a tile with the Hadamard matrix: `hadamard` of float32[TILE].
+
+    HALVES: of some blocks, `halves` of each coordinate, each half is rotated by itself.
+    """
+    for level in tl.static_range(5 + DOUBLINGS):
         values = butterfly(values, 1 << level, TILE)
+    whole = butterfly(values, 32 << DOUBLINGS, TILE)
+    return tl.where(halves, values, whole) if HALVES else whole
+
+
+@triton.jit
+def exchanged(values: tl.tensor, DOUBLINGS: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
+    """Return the blocks of a tile with their halves in the other order: [TILE]."""
+    HALF: tl.constexpr = 32 << DOUBLINGS
+    pairs = tl.reshape(values, [TILE // (2 * HALF), 2, HALF])
+    left, right = tl.split(tl.permute(pairs, [0, 2, 1]))
+    return tl.reshape(tl.permute(tl.join(right, left), [0, 2, 1]), [TILE])
+
+
+@triton.jit
+def any_of(flags: tl.tensor, DOUBLINGS: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
+    """Return the largest of the flags of each block, int32[TILE], of 0 and 1: int32[TILE // 64]."""
+    keys = tl.max(tl.reshape(flags, [TILE // 64, 64]), axis=1)
     if DOUBLINGS > 0:
-        values = butterfly(values, 64, TILE)
+        keys = larger_of_pairs(keys, 1, TILE // 64)
     if DOUBLINGS > 1:
-        values = butterfly(values, 128, TILE)
-    return values
+        keys = larger_of_pairs(keys, 2, TILE // 64)
+    return keys
 
 
 @triton.jit

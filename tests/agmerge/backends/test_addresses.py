@@ -29,7 +29,8 @@ def test_why_a_port_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         port = server.getsockname()[1]
         assert "lets connections in by now" in addresses.why_unreachable("127.0.0.1", port)
     own = "127.0.0.1, this machine itself, refuses connections: rank 0 does not run there"
-    assert own in addresses.why_unreachable("127.0.0.1", port)
+    said = addresses.why_unreachable("127.0.0.1", port)
+    assert own in said and "a second one of its rank" in said, "which of the two it is cannot be known here"
     for error, words in (
         (TimeoutError(), "nothing comes back from 192.0.2.1: a firewall"),
         (OSError(113, "No route to host"), "no way leads to 192.0.2.1 (No route to host)"),

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import mlp, on_ranks, seeded, train, wrap
 from torch import nn
 
@@ -27,6 +29,34 @@ def test_the_default_is_five_minutes_unless_the_environment_says_otherwise(monke
     assert timeouts.default() == 300.0
     monkeypatch.setenv("AGMERGE_TIMEOUT", "2.5")
     assert timeouts.default() == 2.5
+
+
+@pytest.mark.parametrize(
+    ("group", "ours", "counts"),
+    [
+        (timedelta(hours=2), "", 7200.0),
+        (timedelta(minutes=1), "", 300.0),
+        (None, "", 1800.0),  # torch's: so long plain DistributedDataParallel waits
+        (timedelta(minutes=1), "2.5", 60.0),
+        (None, "2.5", 2.5),  # chosen by the user, where the group's was not
+    ],
+)
+def test_the_longer_time_out_counts_of_ours_and_of_the_group_that_the_script_has_made(
+    monkeypatch: pytest.MonkeyPatch, group: timedelta | None, ours: str, counts: float
+) -> None:
+    """Its rank 0 may evaluate for longer than five minutes, and has been given the time."""
+    monkeypatch.setenv("AGMERGE_TIMEOUT", ours)
+    chosen = {} if group is None else {"timeout": group}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, **chosen)
+    try:
+        agmerge.init("torch")
+        assert timeouts.default() == counts
+        optimizer = agmerge.DistributedOptimizer(torch.optim.SGD(seeded(mlp).parameters(), lr=0.1), timeout=7.0)
+        assert optimizer._reducer.exchange.agreed.config.guards.timeout == 7.0
+    finally:
+        agmerge.shutdown()
+        dist.destroy_process_group()
+    assert timeouts.default() == float(ours or 300)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "soon"])

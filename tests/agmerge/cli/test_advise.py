@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -93,7 +94,7 @@ def test_a_gain_that_not_every_turn_shows_is_none(now: tuple[float, ...], best: 
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("framework", LINES)
 def test_there_are_lines_for_every_framework(framework: str, scaled: bool) -> None:
-    """With the script's names, or with words and a sentence that says what they stand for."""
+    """With the script's names, or with gaps and a sentence that says what they stand for."""
     measured = replace(facts(1.0, framework, none=1.0, eden_2=0.5), scaled=scaled)
     wanted = advice.words(framework, scaled=scaled)
     assert ("scaler" in wanted) is (scaled and framework in (DDP, OURS, advice.PLAIN))
@@ -102,9 +103,11 @@ def test_there_are_lines_for_every_framework(framework: str, scaled: bool) -> No
         chosen = advice.choose(one)
         told = advice.text(one, chosen)
         assert "agmerge" in "".join(chosen.lines) and "{" not in chosen.where + "".join(chosen.lines)
-        assert all(f"    {line}" in told for line in chosen.lines) and f"Put this {chosen.where}:" in told
+        runs = one is own or not wanted  # as it is printed: what does not has gaps, and no four blanks before it
+        assert all((f"    {line}" in told) is runs for line in chosen.lines)
+        assert (f"Put this {chosen.where}:" in told) is runs and f"ut this {chosen.where}:" in told
         for word in wanted:
-            assert (f"{word} is {advice.WORDS[word]}" in told) is (one is measured)
+            assert (f"<{word}> is {advice.WORDS[word]}" in told) is (one is measured)
             assert (f"my_{word}" in told) is (one is own)
         assert ("GradScaler(...)" in chosen.where) is (scaled and framework in (DDP, advice.PLAIN))
 
@@ -319,6 +322,27 @@ def test_a_script_that_catches_everything_ends_all_the_same(tmp_path: Path) -> N
     code, out, error = asked(tmp_path, "stubborn", "--json")
     assert code in (0, advisor.NOT_USED), error
     assert out.count('"framework"') == 1 and out.count("caught") == 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_one_that_is_told_to_end_prints_a_line_a_turn_and_the_table_so_far(tmp_path: Path) -> None:
+    """By a signal that comes to the command alone, as ``kill`` sends it; there is no traceback of the launcher."""
+    slow = SCRIPTS["ddp"].replace("optimizer.step()", "optimizer.step(); time.sleep(0.3)")  # half a minute for all
+    (tmp_path / "train.py").write_text(f"import time\n{slow}")
+    started = {key: value for key, value in os.environ.items() if key not in {*registry._sizes(), "AGMERGE_LINK"}}
+    with subprocess.Popen(
+        [sys.executable, "-m", "agmerge", "advise", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**started, "PYTHONPATH": str(ROOT)},
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        turn = next(line for line in process.stderr if "a step as it is" in line)
+        assert re.search(r"train.py: step \d+ of at most \d+: [\d.e+]+ ms a step as it is", turn)
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=100)
+    assert process.returncode == advisor.NO_ANSWER, error
+    assert "it was told to end after" in error and "Traceback" not in error
+    assert "as it is" in out and "costs of the loss" in out and "agmerge." not in out
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ from torch import nn
 import agmerge
 import merging
 from agmerge import testing
+from agmerge.engine.averaged_steps import AveragedModel
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.grad_scaler import LossScale
 from agmerge.options.arguments import Options
@@ -34,11 +35,15 @@ class Groups:
 
 
 def connected(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None, **options: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    around: AveragedModel | None = None,
+    **options: Any,
 ) -> BucketReducer:
     """A reducer of all parameters."""
     config = with_momentum_of(resolve(Options(scaler=scaler, **{**COMMON, **options})), optimizer)
-    reducer = BucketReducer(ParameterTable(Groups(model), model.named_parameters()), config, optimizer)
+    reducer = BucketReducer(ParameterTable(Groups(model), model.named_parameters()), config, optimizer, around)
     if scaler is not None:
         reducer.attach_scaler(LossScale(scaler))
     reducer.connect()
@@ -125,18 +130,21 @@ def test_what_no_rank_has_used_keeps_what_is_kept_of_it(memory: str) -> None:
             model.zero_grad()
             backward(model, rank, step)
             passed(reducer, model)
+            inner.step()
         unused = ("2.weight", "2.bias")
         before = {name: kept(reducer, name) for name in unused}
         assert before["2.weight"]["residual"].abs().max() > 0
         model.zero_grad()
         backward(model, rank, 3)
         passed(reducer, model, unused)
+        inner.step()
         for name in unused:
             after = kept(reducer, name)
             assert before[name].keys() == after.keys()
             assert all(same_bits(before[name][kind], after[kind]) for kind in after)
         backward(model, rank, 4)
         passed(reducer, model, unused[:1] if rank else ())  # one rank has one
+        inner.step()
         assert not same_bits(before["2.weight"]["residual"], kept(reducer, "2.weight")["residual"])
 
     on_ranks(2, MODEL, body)
@@ -187,6 +195,8 @@ def test_a_scale_reaches_neither_residuals_nor_what_is_left_out() -> None:
             passed(plain, twin)
             for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
                 assert same_bits(ours.grad, theirs.grad * 1024.0)
+            for net in (model, twin):
+                torch.optim.SGD(net.parameters(), lr=0.0).step()
         before = kept(scaled, "0.weight")["residual"]
         model[4].bias.grad[0] = torch.inf if rank else 0.0
         passed(scaled, model)

@@ -289,3 +289,22 @@ def total(results: list[Any], step: int, moment: int, name: str) -> torch.Tensor
         if all(name in rests for *_, rests in node):
             whole = whole - torch.cat([rests[name] for *_, rests in node])[: whole.numel()]
     return whole
+
+
+@pytest.mark.parametrize("steps", [9, 99])
+def test_consolidate_is_no_step_to_plan_from(steps: int) -> None:
+    """It is the exchange after which ranks measure and plan anew, and all of it goes dense."""
+
+    def body(rank: int, model: nn.Module) -> str:
+        optimizer = updating(model, exchange="sparse")
+        for step in range(steps):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            optimizer.step()
+        optimizer.consolidate()
+        backward(model, rank, steps)
+        optimizer.step()
+        optimizer.close()
+        return digest(model)
+
+    agreed(on_ranks(2, MODEL, body))

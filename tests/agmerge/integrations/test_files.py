@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from support import mlp, on_ranks, residuals, seeded, sgd, train, wrap
 
 import agmerge
 from agmerge.checkpoint import rank_state
-from agmerge.integrations import files
+from agmerge.integrations import files, unsaved
 
 STEPS = 3
 SMALL: dict[str, Any] = {"compression": "topk", "density": 0.05, "merging": "threshold"}
@@ -25,9 +25,9 @@ class Kept:
 
     def __init__(self, wrapper: agmerge.DistributedOptimizer) -> None:
         self._reducer = wrapper._reducer
-        self.looks: list[Callable[[], str]] = []  # what is to be looked at some steps later
+        self.looks: list[unsaved.Look] = []  # what is to be looked at some steps later
 
-    def look_later(self, look: Callable[[], str]) -> None:
+    def look_later(self, look: unsaved.Look) -> None:
         self.looks.append(look)
 
     def flush(self) -> None: ...
@@ -171,7 +171,7 @@ def test_where_nothing_is_kept_one_rank_saves_and_each_loads_by_itself(tmp_path:
         optimizer = trained(model, rank, STEPS, **DEFAULT)
         kept = Kept(optimizer)
         if rank == 0:
-            files.save(kept, tmp_path)
+            files.save(kept, tmp_path, is_common=True)
         assert kept.looks == []
         agmerge.barrier()
         again = seeded(mlp)
@@ -226,16 +226,32 @@ def test_who_saves_alone_what_all_keep_is_told_some_steps_later(
     def body(rank: int, model: Any) -> list[str]:
         kept = Kept(trained(model, rank, STEPS + 1))
         if rank in callers:
-            files.save(kept, tmp_path)
+            files.save(kept, tmp_path, is_common=True)
         agmerge.barrier()
-        return [look() for look in kept.looks]
+        return [unsaved.SAVED_ALONE.format(**lacks) if (lacks := look()) else "" for look in kept.looks]
 
     said = on_ranks(2, seeded(mlp), body)
     for rank, texts in enumerate(said):
         assert len(texts) == (rank in callers)
-        assert all(
-            (f"{missing} not written what it has not sent yet" in text) if missing else not text for text in texts
-        )
+        words = f"{missing} not written agmerge-{{rank}}-of-2.pt, with what it has not sent yet"
+        assert all(words in text if missing else not text for text in texts)
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_a_framework_that_connects_no_processes_is_an_error_in_each(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Accelerate under torchrun on a machine without GPUs: each process would train by itself."""
+    for count in ("1", "2"):
+        monkeypatch.setenv(variable, count)
+        with (
+            pytest.warns(UserWarning, match="one process trains")
+            if count == "1"
+            else pytest.raises(
+                ValueError, match=r"has started 2 processes, and each would train by itself.*Accelerator\(cpu=True\)"
+            )
+        ):
+            files.warn_alone("Accelerator(cpu=True)")
 
 
 def test_a_damaged_file_is_an_error_of_all_ranks(tmp_path: Path) -> None:

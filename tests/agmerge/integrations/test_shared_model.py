@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With ``sync="updates"`` a model shows what the script asks for: its own weights, the shared ones, or others put in."""
+"""With ``sync="updates"`` a model shows what the script asks for: its own weights, shared ones, or others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READS, WRITTEN, SAVED = "the script reads", "the script has written", "state_dic
 class Script:
     """Model with an optimizer whose updates are exchanged, after some steps."""
 
-    def __init__(self, rank: int, model: nn.Module, sync: agmerge.LocalSync) -> None:
+    def __init__(self, rank: int, model: Any, sync: agmerge.LocalSync) -> None:
         self.rank, self.model, self.sync, self.inner = rank, model, sync, sync._inner
         self.steps = 0
 
@@ -39,13 +39,13 @@ class Script:
             self.inner.step()
             self.steps += 1
 
-    def shared(self) -> nn.Module:
+    def shared(self) -> Any:
         """A model of its own with the shared parameters."""
         with self.sync.shared():
             return copied(self.model)
 
 
-def copied(model: nn.Module) -> nn.Module:
+def copied(model: nn.Module) -> Any:
     """A copy without hooks, made by no operation on the parameters."""
     copy = mlp()
     values = [torch.from_numpy(parameter.detach().numpy().copy()) for parameter in model.parameters()]
@@ -111,7 +111,7 @@ def test_gradients_in_eval_mode_are_those_at_the_shared_parameters() -> None:
             at(given).square().sum().backward()
         assert torch.equal(x.grad, other.grad)  # type: ignore[arg-type]
         for parameter, expected in zip(model.parameters(), shared.parameters(), strict=True):
-            assert torch.equal(parameter.grad, expected.grad)  # type: ignore[arg-type]
+            assert torch.equal(parameter.grad, expected.grad)
         assert digest(model) == digest(own)
         with torch.no_grad():
             old = model(X)
@@ -140,7 +140,7 @@ def test_a_pass_between_another_one_and_its_backward_changes_no_gradient(between
         pending.square().sum().backward()
         expected.square().sum().backward()
         for parameter, other in zip(model.parameters(), own.parameters(), strict=True):
-            assert torch.equal(parameter.grad, other.grad)  # type: ignore[arg-type]
+            assert torch.equal(parameter.grad, other.grad)
 
     assert scripts(body) == []
 
@@ -169,7 +169,7 @@ def test_a_script_that_trains_in_eval_mode_computes_with_its_own() -> None:
 
 def swap(model: nn.Module, given: list[Tensor], way: str) -> None:
     """Put weights into a model."""
-    parameters = list(model.parameters())
+    parameters: Any = list(model.parameters())
     if way == "p.data = ...":
         for parameter, value in zip(parameters, given, strict=True):
             parameter.data = value.clone()
@@ -281,7 +281,7 @@ def test_an_average_of_a_ranks_own_parameters_is_told_once(kind: str) -> None:
 
 
 def test_the_warning_points_at_the_line_of_the_script_and_names_the_remedy() -> None:
-    def body(rank: int, model: nn.Module) -> None:
+    def body(rank: int, model: Any) -> None:
         with script(rank, model) as made:
             made.model[0].weight.detach().clone()
 
@@ -335,7 +335,9 @@ def test_nothing_is_said_where_ranks_have_the_same_parameters_after_each_step() 
 def test_a_look_ends_with_the_next_forward_pass_and_leaves_the_scripts_own_modes() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-    class Mode(TorchDispatchMode):
+    base: Any = TorchDispatchMode
+
+    class Mode(base):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 

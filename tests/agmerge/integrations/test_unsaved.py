@@ -134,9 +134,10 @@ def test_a_checkpoint_of_one_rank_is_looked_at_when_all_have_gone_on(alone: bool
     """Not before two more exchanges are over: the other ranks may be about to save. Once."""
     looked: list[int] = []
 
-    def look() -> str:
+    def look() -> dict[str, Any]:
         looked.append(1)
-        return "ranks keep more than that: rank 1" if alone else ""
+        lacks = {"folder": "ranks keep more than that", "saved": "rank 0", "missing": "rank 1 has", "size": 2}
+        return lacks if alone else {}
 
     def body(rank: int, model: nn.Module) -> None:
         script = Script(model, rank, {"compression": "topk"})

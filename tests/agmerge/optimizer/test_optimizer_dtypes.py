@@ -283,3 +283,31 @@ def test_all_frozen_is_an_error_that_says_so() -> None:
 
     model = seeded(mlp).requires_grad_(False)
     on_ranks(2, model, body)
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@pytest.mark.parametrize("options", [*({"compression": name} for name in COMPRESSIONS), {"sync": "updates"}], ids=str)
+def test_gradients_wider_than_their_parameters_are_exchanged_as_they_are(options: dict[str, Any]) -> None:
+    """`grad_dtype` keeps gradients of 16-bit parameters in 32 bits; plain SGD steps with them."""
+    model = seeded(mlp).to(torch.bfloat16)
+
+    def body(rank: int, model: nn.Module) -> tuple[str, list[Tensor]]:
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
+        optimizer = wrap(model, inner, **options)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            local = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+        optimizer.close()
+        return digest(model), [*local, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    ranks = on_ranks(2, model, body)
+    assert ranks[0][0] == ranks[1][0]
+    if options == {"compression": "none"}:
+        count = len(ranks[0][1]) // 2
+        for i in range(count):
+            assert torch.equal(ranks[0][1][count + i], (ranks[0][1][i] + ranks[1][1][i]) / 2)

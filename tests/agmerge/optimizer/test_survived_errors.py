@@ -187,15 +187,31 @@ def test_with_nonfinite_skip_all_skip_it() -> None:
     agreed(on_ranks(2, MODEL, body))
 
 
-def test_a_rank_that_breaks_before_ranks_have_agreed_begins_its_first_step_anew() -> None:
-    def body(rank: int, model: nn.Module) -> list[str]:
-        optimizer = wrapped(model, "topk")
-        if rank == 1:
-            with pytest.raises(OutOfMemory):
-                broken_backward(model, rank, 9)
-        return train(model, optimizer, rank, range(4))
+@pytest.mark.parametrize("compression", [*COMPRESSIONS, "dear"])
+@pytest.mark.parametrize("broken", [{1}, {0, 1}], ids=["one rank", "all ranks"])
+def test_a_first_backward_pass_that_breaks_is_given_up_on_all_ranks(compression: str, broken: set[int]) -> None:
+    """Ranks have not agreed on anything yet; all the same none is a batch ahead of the others afterwards."""
 
-    agreed(on_ranks(2, MODEL, body))
+    def body(rank: int, model: nn.Module) -> tuple[list[str], int]:
+        if compression == "dear":
+            more: dict[str, Any] = {"compression": "none", "merging": "dear", "model": model, "timeout": 20.0}
+            optimizer = agmerge.DistributedOptimizer(sgd(model), model.named_parameters(), **more)
+        else:
+            optimizer = wrapped(model, compression)
+        told = ""
+        try:
+            optimizer.zero_grad()
+            (broken_backward if rank in broken else lambda *_: loss_of(*_).backward())(model, rank, 0)
+            optimizer.step()
+        except OutOfMemory:
+            assert rank in broken
+        except agmerge.AGMergeError as error:
+            told = str(error)
+        assert ("given up on all ranks: rank 1 has called zero_grad()" in told) is (rank not in broken)
+        seen = train(model, optimizer, rank, range(1, 4))
+        return ([] if compression == "dear" else seen), optimizer.stats()["steps"]  # its updates come a step later
+
+    assert agreed(on_ranks(2, MODEL, body))[1] == 3
 
 
 def test_a_survived_exception_behind_a_whole_backward_pass_is_an_error_that_says_what_to_call() -> None:

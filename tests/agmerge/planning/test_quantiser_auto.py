@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from pathlib import Path
@@ -11,8 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from support import agreed, on_ranks, through_a_file, train
-from support.quantiser_world import LOOK, MODEL, TRIAL, World, chosen, name_of, trained, wrapped
+from support import agreed, on_ranks, train
+from support.quantiser_world import (
+    LOOK,
+    MODEL,
+    TRIAL,
+    World,
+    chosen,
+    name_of,
+    resumed,
+    saved,
+    trained,
+    wrapped,
+)
 from torch import nn
 
 import merging
@@ -206,31 +216,6 @@ def test_a_script_that_measures_by_itself_leaves_the_choice_to_be_made(world: Wo
 # -- what is kept -----------------------------------------------------------------------------------------------------
 
 
-def resumed(size: int, state: Any, steps: int = 1, **options: Any) -> tuple[list[str], list[str]]:
-    """In what gradients travel, and the states of planning, after each step from a checkpoint."""
-
-    def body(rank: int, model: nn.Module) -> tuple[list[str], list[str]]:
-        optimizer, names, states = wrapped(model, **options), [], []
-        optimizer.load_state_dict(copy.deepcopy(state))
-        for step in range(steps):
-            names += trained(rank, model, optimizer, [step])[0]
-            states.append(optimizer.stats()["planning"])
-        return names, states
-
-    return agreed(on_ranks(size, MODEL, body))
-
-
-def saved(size: int, steps: int = FIRST + 1) -> Any:
-    """Rank 0's checkpoint."""
-
-    def body(rank: int, model: nn.Module) -> Any:
-        optimizer = wrapped(model)
-        train(model, optimizer, rank, range(steps))
-        return through_a_file(optimizer.state_dict())
-
-    return on_ranks(size, MODEL, body)[0]
-
-
 def test_a_checkpoint_keeps_the_choice_for_as_many_workers_however_old_it_is(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,12 +236,6 @@ def test_with_other_workers_it_begins_there_and_chooses_anew(world: World) -> No
     names, states = resumed(3, state, END)
     assert names[: FIRST - 1] == ["eden-2"] * (FIRST - 1) and names[-1] == "none"
     assert world.tried == [["eden-4", "eden-2", "none"]] and states[-1] == "settled"
-
-
-def test_a_checkpoint_of_a_trial_goes_by_nothing_that_was_tried(world: World) -> None:
-    world.start = NEAR
-    state = saved(2, FIRST + 7)  # "none" has its turn
-    assert resumed(2, state)[0] == ["eden-4"]
 
 
 @pytest.mark.parametrize("compression", ["eden-4", "eden", "int8"])

@@ -265,3 +265,31 @@ def test_a_flag_does_not_pass_for_a_name() -> None:
             agmerge.allgather(torch.ones(2), False)  # type: ignore[arg-type]
 
     testing.run(1, body)
+
+
+@pytest.mark.parametrize("call", ["broadcast_parameters", "broadcast_", "allreduce_"])
+def test_a_tensor_that_one_rank_alone_cannot_write_to_is_an_error_on_all(call: str) -> None:
+    """A buffer that was expanded has several elements in one place. Asked before anything is sent."""
+
+    def body(rank: int) -> str:
+        tensor = torch.ones(1).expand(8) if rank == 1 else torch.arange(8.0)
+        with pytest.raises(agmerge.RankMismatchError, match="expanded.*clone") as caught:
+            if call == "broadcast_parameters":
+                agmerge.broadcast_parameters({"table": tensor})
+            else:
+                getattr(agmerge, call)(tensor, *([0] if call == "broadcast_" else []))
+        return str(caught.value)
+
+    said = testing.run(2, body)
+    assert said[0] == said[1] and "on rank 1" in said[0]
+
+
+def test_the_root_may_have_an_expanded_tensor() -> None:
+    """It is only read."""
+
+    def body(rank: int) -> bool:
+        tensor = torch.ones(1).expand(8) if rank == 0 else torch.arange(8.0)
+        agmerge.broadcast_parameters({"table": tensor})
+        return torch.equal(tensor, torch.ones(8))
+
+    assert testing.run(2, body) == [True, True]

@@ -55,15 +55,17 @@ def changing(change: Callable[[int, Table], None]) -> Callable[[int], Change]:
     return body
 
 
-def test_after_a_change_of_the_table_all_agree_anew_and_residuals_move_by_name() -> None:
+@pytest.mark.parametrize("frozen", [True, False])
+def test_after_a_change_of_the_table_all_agree_anew_and_residuals_move_by_name(frozen: bool) -> None:
     def change(rank: int, there: Table) -> None:
         kept = {name: tensor for name, tensor in reversed(there.tensors.items()) if name != "b"}
-        there.tensors = {"new": torch.zeros(40, 40), **kept}
+        there.tensors, there.frozen = {"new": torch.zeros(40, 40), **kept}, {"b"} if frozen else set()
 
     seen = testing.run(2, changing(change))
     assert set(agreed([rank.names for rank in seen])) == {"new", "a", "c", "small"}
     for rank in seen:
-        assert same_bits(rank.after["b"], rank.before["b"])  # takes no part any more: carried
+        assert ("b" in rank.after) is frozen  # the state of what is in no group any more is dropped
+        assert not frozen or same_bits(rank.after["b"], rank.before["b"])
         assert rank.anew and not rank.after["new"].any()
         assert all(rank.sent_of_residual(name) for name in ("a", "c", "small"))
 

@@ -155,7 +155,7 @@ def test_a_node_adds_up_and_hands_round(
             arenas[slot.tensor_class].update[slot.offset : slot.offset + slot.numel] = 2 * shard.flatten()
         size += here.gather(arenas)
         assert size == sum(length for _, _, length in testing.calls()[before:])
-        return mine, [here.gradients[i].clone() for i in range(4)], controls, size
+        return mine, [here.of(here.whole.slots[i]).clone() for i in range(4)], controls, size
 
     seen = testing.run(2 * places, body)  # two nodes
     for rank, (_, updates, controls, _) in enumerate(seen):

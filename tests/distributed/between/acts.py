@@ -365,7 +365,7 @@ class NoGradBetween(Act):
 
 @act
 class OtherWeights(Act):
-    """Run forward passes with other weights between a forward pass and its backward pass: a copy, a call with others."""
+    """Run forward passes with other weights between a forward pass and its backward pass: a copy, a call."""
 
     harmless = True
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One table: acts of a script between two steps, on every road, with gradients and with updates; two real workers.
 
-A cell is a short training that does one thing more than train (`acts.py`), held against plain DistributedDataParallel in
-the same loop (`roads.py`): bitwise equal with ``compression="none"``, unharmed with the default, with a compressor by
+A cell is a short training with one act more (`acts.py`), held against plain DistributedDataParallel in the same loop
+(`roads.py`): bitwise equal with ``compression="none"``, unharmed with the default, with a compressor by
 name and with ``sync="updates"``, or a clear error on all ranks. All cells of a road are one launch.
 """
 

@@ -55,12 +55,13 @@ def _conserved(compression: str) -> dict[str, float]:
         model, compression=compression, **(OPTIONS if compression != "none" else {"merging": "single"})
     )
     given, applied = ([torch.zeros_like(p, dtype=torch.float64) for p in net.parameters()] for _ in range(2))
-    left_alone = 0
+    still, left_alone = torch.optim.SGD(net.parameters(), lr=0.0), 0
     for step in range(STEPS):
         for module, forward, sums in ((twin, twin, given), (net, model, applied)):
             run(forward, agmerge.rank(), step)
             for total, p in zip(sums, module.parameters(), strict=True):
                 total += 0 if p.grad is None else p.grad.double()
+        still.step()
         left_alone += net.seldom.weight.grad is None
     kept = compressed.state_dict()["agmerge"]["residuals"]
     compressed.close()

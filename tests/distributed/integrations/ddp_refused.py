@@ -126,7 +126,6 @@ REFUSALS: dict[str, Callable[[], Any]] = {
     "unknown": lambda: ddp.compress(parallel(), colour="red"),
     "density": lambda: ddp.compress(parallel(), density=0.01),
     "dgc": lambda: ddp.compress(parallel(), compression="dgc"),
-    "skip": lambda: ddp.compress(parallel(), compression="topk", nonfinite="skip"),
     "updates": lambda: ddp.compress(parallel(), sync="updates"),
     "updates, static": lambda: ddp.compress(parallel(static_graph=True), sync="updates"),
     "every": lambda: ddp.compress(parallel(), compression="topk", every=4),

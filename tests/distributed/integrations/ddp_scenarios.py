@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 TESTS = Path(__file__).parents[2]  # which has folders of the library's names
 sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS.parent / "examples")]
 from ddp_awkward import awkward, leaves_alone, unused  # noqa: E402
+from ddp_decided import added_up, averaged, decided, repaired  # noqa: E402
 from ddp_harms import harms  # noqa: E402
 from ddp_pairs import CASES, MATRIX, pair, train  # noqa: E402
 from ddp_refused import guarded, refused  # noqa: E402
@@ -73,6 +74,7 @@ def rebuilt() -> dict[str, Any]:
 def conserved(net: nn.Module, model: nn.Module, compressed: Any, steps: int) -> float:
     """The largest difference of what was applied, and the mean of gradients less what is kept."""
     twin = copy.deepcopy(net)  # parameters do not move, so that it has this rank's own gradients
+    still = torch.optim.SGD(net.parameters(), lr=0.0)
     given = [torch.zeros_like(p, dtype=torch.float64) for p in net.parameters()]
     applied = [torch.zeros_like(total) for total in given]
     for step in range(steps):
@@ -81,6 +83,7 @@ def conserved(net: nn.Module, model: nn.Module, compressed: Any, steps: int) -> 
             loss_of(forward, agmerge.rank(), step).backward()
             for total, p in zip(sums, module.parameters(), strict=True):
                 total += p.grad.double()
+        still.step()
     kept = compressed.state_dict()["agmerge"]["residuals"]
     worst = 0.0
     for (name, _), mine, done in zip(net.named_parameters(), given, applied, strict=True):
@@ -292,6 +295,10 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
         refused,
         guarded,
         infinite,
+        decided,
+        added_up,
+        repaired,
+        averaged,
     )
 }
 

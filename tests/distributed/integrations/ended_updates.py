@@ -28,19 +28,21 @@ OPTIONS: dict[str, Any] = {"sync": "updates", "compression": "topk", "density": 
 def looked(model: Any, net: torch.nn.Module) -> dict[str, str]:
     """What a script sees of the model in the middle of training."""
     x = batch(0, 99)[0]
+    training = model(x)  # the worker's own
+    model.eval()
     with torch.no_grad():
         evaluated = model(x)
         inside = digest(net)
-    training = model(x)  # with gradients: the worker's own
-    saved = model.state_dict()
+    saved, by_name = model.state_dict(), net.state_dict()
     copied = pickle.loads(pickle.dumps(copy.deepcopy(net)))
     with torch.no_grad():
         assert not torch.equal(copied(x), evaluated)  # a copy is one of the worker's own, without hooks
+    model.train()
     return {
         "evaluated": digest([evaluated]),
         "trained": digest([training.detach()]),
         "saved": digest(list(saved.values())),
-        "saved by name": digest(list(net.state_dict().values())),
+        "saved by name": digest(list(by_name.values())),
         "own": digest(net),
         "own behind evaluation": inside,
     }

@@ -192,7 +192,6 @@ SAID = {
     "unknown": "TypeError: .* unexpected keyword argument 'colour'",
     "density": "ValueError: .* pass optimizer=",
     "dgc": "ValueError: .* pass optimizer=",
-    "skip": "ValueError: .* scaler=",
     "updates": "ValueError: .* pass optimizer=",
     "updates, static": "ValueError: .* static_graph",
     "every": "ValueError: .* sync='updates'",
@@ -224,3 +223,36 @@ def test_an_infinite_gradient_ends_the_run_on_every_rank_alike(found: Found) -> 
     first, second = found["infinite"]
     assert first["said"] == second["said"] and "rank 1: " in first["said"] and "from a checkpoint" in first["said"]
     assert first["kept"] and second["kept"]
+
+
+def test_gradients_that_a_script_throws_away_leave_no_trace(found: Found) -> None:
+    """A GAN's, those of a step that is left out, and of the first pass of sharpness-aware steps."""
+    for seen in found["decided"]:
+        assert len(seen["moved"]) == 16 and all(moved < 1e-6 for moved in seen["moved"].values()), seen["moved"]
+        assert len(seen["bits"]) == 7 and all(seen["bits"].values()), seen["bits"]
+        assert len(seen["plain"]) == 3 and all(seen["plain"].values()), seen["plain"]
+
+
+def test_passes_that_add_up_without_no_sync_lose_nothing_and_a_velocity_is_an_error(found: Found) -> None:
+    for seen in found["added_up"]:
+        for views in (False, True):
+            assert seen[f"worst, {views}"] < 1e-6 < 1e-3 < seen[f"kept, {views}"]
+        assert "with memory 'dgc' that is a velocity" in seen["velocity"]
+    assert found["added_up"][0]["velocity"] == found["added_up"][1]["velocity"]
+
+
+def test_a_script_repairs_or_skips_what_is_not_finite_as_in_plain_ddp(found: Found) -> None:
+    assert found["repaired"] == [{"repairs False": [True] * 3, "repairs True": [True] * 3}] * 2
+
+
+def test_steps_with_gradients_that_the_model_has_not_averaged_are_said(found: Found) -> None:
+    """An error on all ranks where they would train different models, else one warning; none where all is well."""
+    first, second = found["averaged"]
+    assert first["replaced"] == second["replaced"] and "'1.weight', '1.bias'" in first["replaced"][0]
+    assert len(first["past"]) == len(first["anew"]) == len(first["on each rank"]) == 1
+    assert "forward passes of model.module" in first["past"][0] and "'0.weight'" in first["past"][0]
+    assert "nothing is compressed any more" in first["anew"][0]
+    assert "shape [32, 32], which is in no DistributedDataParallel" in first["on each rank"][0]
+    for silent in ("again", "two models", "ignored"):
+        assert first[silent] == second[silent] == []
+    assert all(second[said] == [] for said in ("past", "anew", "on each rank"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with several compressors in turn, and compare them: what ``--each`` of the synthetic benchmark does."""
+"""Names and the table of ``--each`` of the synthetic benchmark, which trains with several compressors in turn."""
 
 from __future__ import annotations
 

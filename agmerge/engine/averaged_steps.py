@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check that optimizers step with gradients that a model in buckets has averaged, at the cost of a look at each.
+
+A parameter that was unfrozen, or put into the model, after the buckets were made is in none of them: ranks would train
+different models. A forward pass that goes past the model, or through another one, fills no bucket at all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from agmerge.backends import torch_objects
+from agmerge.errors import AGMergeError, and_more, warn
+from agmerge.step.gradient_exchange import GradientExchange
+
+UNFROZEN = (
+    "{optimizer} is about to step parameters with gradients that DistributedDataParallel does not average: {names}. "
+    "They were frozen, or not in the model yet, when it was made. No parameter was stepped; the ranks would train "
+    "different models. Make DistributedDataParallel, and call compress(), after parameters are unfrozen or replaced; "
+    "or make both while they need gradients, and freeze them afterwards, with find_unused_parameters=True"
+)
+APART = (
+    "{optimizer} steps {what}, which is in no DistributedDataParallel: its gradient is averaged by nothing, here as "
+    "without agmerge. If it is to be the same on all ranks, put it into the model; if each rank is to have its own, "
+    "nothing is wrong"
+)
+PAST = (
+    "{optimizer} steps with gradients that this model has not averaged ({name!r}, for one): there was no backward pass "
+    "through it since the last step. Ranks train different models, as in plain DistributedDataParallel: forward passes "
+    "of model.module, and those in model.no_sync(), average nothing. Call the model itself"
+)
+ANEW = (
+    "the model that compress() was given is in another DistributedDataParallel by now, which averages whole gradients "
+    "({name!r}, for one), so that nothing is compressed any more. Call compress() again, with the new one"
+)
+
+
+@dataclass(frozen=True)
+class AveragedModel:
+    """Model with gradients that come in buckets, as checks of steps see it. Nothing here keeps it alive."""
+
+    named: Callable[[], Iterable[tuple[str, torch.Tensor]]]  # all parameters that it has now, but for ignored ones
+    ignored: Collection[torch.Tensor] = ()  # that it was told not to average
+    itself: Callable[[], Any] = lambda: None  # the model
+    is_compressed: Callable[[Any], bool] = lambda model: False  # whether gradients of another model are, too
+
+    def others(self, parameter: torch.Tensor) -> list[Any]:
+        """Return the other models that average the gradients of a parameter. Takes some ten milliseconds."""
+        return [one for one in torch_objects.parallel_models([parameter]) if one is not self.itself()]
+
+
+class AveragedSteps:
+    """Check of the steps of all optimizers that have some of the ``members``, which ``model`` averages."""
+
+    def __init__(self, exchange: GradientExchange, members: Iterable[torch.Tensor], model: AveragedModel) -> None:
+        self._exchange, self._model = exchange, model
+        self._members = {id(parameter) for parameter in members}
+        self._known = self._members | {id(parameter) for parameter in model.ignored}
+        # Parameters of no bucket that were asked about: whether another model averages them.
+        self._apart: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._passes = 0  # that have filled the buckets
+        # By optimizer, after its last step: how many passes there were, and which gradient it stepped with.
+        self._after: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, tuple[int, int]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._said = False
+
+    def count_pass(self) -> None:
+        """Record that a pass has filled the buckets."""
+        self._passes += 1
+
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the parameters of ``optimizer``, which is about to step.
+
+        Raises :class:`agmerge.AGMergeError` for gradients of parameters of the model that are in no bucket; warns once
+        where plain DistributedDataParallel would go on.
+        """
+        if self._exchange.group.alone:
+            return
+        strange = [
+            parameter
+            for group in optimizer.param_groups
+            if not self._known.issuperset(map(id, group["params"]))  # in C: this is asked in every step
+            for parameter in group["params"]
+            if id(parameter) not in self._known and parameter.grad is not None and parameter not in self._apart
+        ]
+        if strange:
+            self._judge(optimizer, strange)
+        passes, gradient = self._after.get(optimizer, (0, None))
+        if passes == self._passes and not self._said:
+            own = self._first(optimizer)
+            if own is not None and _seen(own) != gradient:
+                self._tell(optimizer, own)
+
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record a step of ``optimizer``."""
+        own = self._first(optimizer)
+        if own is not None:
+            self._after[optimizer] = self._passes, _seen(own)
+
+    def also_equal(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Return the parameters of ``optimizer`` that are in no bucket, and the same on all ranks nevertheless.
+
+        Those of the model, and those that another one averages. Others may be each rank's own.
+        """
+        inside = {id(parameter) for _, parameter in self._model.named()}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        others = [parameter for parameter in parameters if id(parameter) not in self._known]
+        return [one for one in others if id(one) in inside or one in self._apart and self._apart[one]]
+
+    def _first(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        """Return the first parameter of ``optimizer`` that this model averages and that has a gradient."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) in self._members:
+                    return parameter  # type: ignore[no-any-return]
+        return None
+
+    def _judge(self, optimizer: torch.optim.Optimizer, strange: list[torch.Tensor]) -> None:
+        """Raise or warn about parameters with gradients that are in no bucket."""
+        inside = {id(parameter): name for name, parameter in self._model.named()}
+        apart = [parameter for parameter in strange if not self._model.others(parameter)]
+        unfrozen = [inside[id(parameter)] for parameter in apart if id(parameter) in inside]
+        if unfrozen:
+            raise AGMergeError(UNFROZEN.format(optimizer=type(optimizer).__name__, names=and_more(unfrozen)))
+        for parameter in strange:
+            self._apart[parameter] = not any(parameter is one for one in apart)
+        if apart:
+            what = f"a parameter of shape {list(apart[0].shape)}"
+            warn(APART.format(optimizer=type(optimizer).__name__, what=what), self._rank())
+
+    def _tell(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        """Warn of a step with gradients that have filled no bucket, unless another compressed model averages them."""
+        self._said, others = True, self._model.others(parameter)
+        if any(map(self._model.is_compressed, others)):
+            return
+        name = next((name for name, one in self._model.named() if one is parameter), "")
+        if others:
+            warn(ANEW.format(name=name), self._rank())
+        else:
+            warn(PAST.format(optimizer=type(optimizer).__name__, name=name), self._rank())
+
+    def _rank(self) -> int:
+        comm = self._exchange.group.comm
+        return 0 if comm is None else comm.rank
+
+
+def _seen(parameter: torch.Tensor) -> tuple[int, int]:
+    """Return what differs when a gradient is replaced or written to."""
+    assert parameter.grad is not None
+    return parameter.grad.data_ptr(), parameter.grad._version

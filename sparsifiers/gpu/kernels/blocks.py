@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write and read the blocks of a tile, in bits of the quantiser `eden`, mixed records among them: the host's bytes.
+
+Mixed records have no way of their own: what differs is chosen coordinate by coordinate, and all are rotated together.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparsifiers.gpu.kernels.rotation import (
+    any_of,
+    exchanged,
+    flipped,
+    folded,
+    is_later,
+    largest,
+    rotated,
+    signs,
+    spread,
+)
+from sparsifiers.quantising import levels
+from sparsifiers.quantising.scales import NAN, SCALE
+
+_NAN, _SCALE = tl.constexpr(NAN), tl.constexpr(SCALE)
+_LEAST, _MOST, _FLAT = (tl.constexpr(one) for one in (levels.LEAST, levels.MOST, levels.FLAT))
+
+
+@triton.jit
+def power_of_two(exponents: tl.tensor) -> tl.tensor:
+    """Return 2**(e - 127), e of 1 to 254: float32."""
+    bounded = tl.minimum(tl.maximum(exponents, 1), 254)
+    return (bounded << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bfloat16_bits(values: tl.tensor) -> tl.tensor:
+    """Return the bits of float32 values as bfloat16, to nearest, the even one of two; of NaN always the same."""
+    bits = values.to(tl.int32, bitcast=True)
+    nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _NAN, nearest)
+
+
+@triton.jit
+def even_bits(values: tl.tensor) -> tl.tensor:
+    """Return the bits of float32 values, none below 0, as bfloat16 of which the last bit is 0, to nearest."""
+    bits = values.to(tl.int32, bitcast=True)
+    return ((bits + 0xFFFF + ((bits >> 17) & 1)) >> 17) << 1
+
+
+@triton.jit
+def outside_of(key: tl.tensor, first: tl.tensor, DOUBLINGS: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
+    """Return where mixed records of one bit have no value, since they have the other half: int32[TILE], 0 or 1.
+
+    first: the number of the first word of each group's block in the tensor.
+    """
+    return spread(is_later(key, first), TILE) ^ half_of(DOUBLINGS, TILE)
+
+
+@triton.jit
+def half_of(DOUBLINGS: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
+    """Return in which half of its block each coordinate of a tile lies: int32[TILE], 0 or 1."""
+    return (tl.arange(0, TILE) >> (5 + DOUBLINGS)) & 1
+
+
+@triton.jit
+def turned_twice(
+    values: tl.tensor, again: tl.tensor, halves: tl.tensor, key: tl.tensor, word: tl.tensor,
+    HALVES: tl.constexpr, BEFORE: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return blocks rotated, some of them twice: `again`, 0 or 1 of each group. BEFORE: signs stand before a rotation.
+
+    HALVES: of some blocks, `halves` of each coordinate, each half is rotated by itself.
+    """
+    values = flipped(values, signs(key, word, False, TILE)) if BEFORE else values
+    values = rotated(values, halves, HALVES, DOUBLINGS, TILE)
+    if tl.max(again, axis=0) > 0:
+        twice = rotated(flipped(values, signs(key, word, True, TILE)), halves, HALVES, DOUBLINGS, TILE)
+        values = tl.where(spread(again, TILE) > 0, twice, values)
+    return values if BEFORE else flipped(values, signs(key, word, False, TILE))
+
+
+@triton.jit
+def level_of(
+    number: tl.tensor, BITS: tl.constexpr, LEVELS: tl.constexpr, AT: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """Return levels by their numbers: float32[TILE]. AT: where those of `BITS` begin."""
+    level = tl.full([TILE], LEVELS[AT], tl.float32)
+    for step in tl.static_range((1 << (BITS - 1)) - 1):
+        level = tl.where(number > step, tl.full([TILE], LEVELS[AT + step + 1], tl.float32), level)
+    return level
+
+
+@triton.jit
+def number_of(
+    sizes: tl.tensor, root: tl.tensor, BITS: tl.constexpr, ENDS: tl.constexpr, AT: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """Return the numbers of the levels of magnitudes: int32[TILE]."""
+    number = tl.zeros([TILE], tl.int32)
+    for step in tl.static_range((1 << (BITS - 1)) - 1):
+        number += (sizes > root * ENDS[AT + step]).to(tl.int32)
+    return number
+
+
+@triton.jit
+def write_blocks(
+    values: tl.tensor, gaps: tl.tensor, key: tl.tensor, out: tl.tensor, block: tl.tensor, inside: tl.tensor,
+    word: tl.tensor, live: tl.tensor,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, ENDS: tl.constexpr, SPIKE: tl.constexpr, DOUBLINGS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Write the records of a tile, of those groups that are `live`; return the sum of its squares, float64.
+
+    gaps: 1 where a value is 0 and has to be read so, int32[TILE].
+    """
+    GROUPS: tl.constexpr = TILE // 64
+    HALVES: tl.constexpr = BITS == 1
+    keys = largest(values, DOUBLINGS, TILE).to(tl.int32, bitcast=True)
+    exponents = keys >> 23
+    is_mixed = (any_of(gaps, DOUBLINGS, TILE) > 0) & (keys > 0) & (exponents != 255)
+    mixes = spread(is_mixed, TILE)
+    is_first = live & (inside == 0)
+    scaled = values * spread(power_of_two(254 - exponents), TILE)
+    energy = folded(scaled * scaled, DOUBLINGS, TILE)
+    back = 1023 + 127 - tl.minimum(tl.maximum(254 - exponents, 1), 254)  # squares are of values as they were
+    unit = (back.to(tl.int64) << 52).to(tl.float64, bitcast=True)
+    total = tl.sum(tl.where(is_first, energy.to(tl.float64) * unit * unit, 0.0), axis=0)
+    if HALVES:
+        scaled = tl.where(mixes & (outside_of(key, word - inside, DOUBLINGS, TILE) > 0), 0.0, values)
+        exponents = largest(scaled, DOUBLINGS, TILE).to(tl.int32, bitcast=True) >> 23
+        scaled = scaled * spread(power_of_two(254 - exponents), TILE)
+        energy = folded(scaled * scaled, DOUBLINGS, TILE)
+    highest = largest(scaled * scaled, DOUBLINGS, TILE)
+    size = tl.where(is_mixed, (64 << DOUBLINGS) >> HALVES, 64 << DOUBLINGS).to(tl.float32)
+    again = (highest > energy * tl.where(is_mixed, SPIKE[1], SPIKE[0])) & (highest < energy)
+    again = again | (highest * size < energy * _FLAT)
+    turned = turned_twice(scaled, again.to(tl.int32), mixes, key, word, HALVES, True, DOUBLINGS, TILE)
+    root = spread(tl.sqrt_rn(tl.where(again, energy * size, energy)), TILE)
+    sizes = tl.abs(turned)
+    number = number_of(sizes, root, BITS, ENDS, 0, TILE)
+    level = level_of(number, BITS, LEVELS, 0, TILE)
+    minus = (turned < 0).to(tl.int32)
+    kept = 1 - gaps
+    if HALVES:
+        later = spread(is_later(key, word - inside), TILE) > 0
+        first = tl.where(later, exchanged(kept, DOUBLINGS, TILE), kept)
+        second = tl.where(later, minus, exchanged(minus, DOUBLINGS, TILE))
+        minus = tl.where(mixes, tl.where(half_of(DOUBLINGS, TILE) > 0, second, first), minus)
+    else:
+        other = number_of(sizes, root, BITS - 1, ENDS, 8, TILE)
+        level = tl.where(mixes, level_of(other, BITS - 1, LEVELS, 8, TILE), level)
+        number = tl.where(mixes, minus | (other << 1), number)
+        minus = tl.where(mixes, kept, minus)
+    scale = tl.div_rn(energy, folded(sizes * level, DOUBLINGS, TILE)) * power_of_two(exponents)
+    if HALVES:
+        scale = tl.where(is_mixed, scale * 2, scale)
+    scale = tl.where(scale >= _LEAST, tl.minimum(scale, _MOST), 0.0)
+    head = tl.where(exponents == 255, _NAN, even_bits(scale) | is_mixed.to(tl.int32)) | (again.to(tl.int32) << 15)
+    record = out + block * (_SCALE + BITS * (8 << DOUBLINGS))
+    tl.store(record, (head & 255).to(tl.uint8), mask=is_first)
+    tl.store(record + 1, ((head >> 8) & 255).to(tl.uint8), mask=is_first)
+    column = inside[:, None] * 8 + tl.arange(0, 8)[None, :]
+    for plane in tl.static_range(BITS):
+        bits = minus if plane == 0 else (number >> (plane - 1)) & 1
+        packed = tl.sum(tl.reshape(bits, [GROUPS, 8, 8]) << tl.arange(0, 8)[None, None, :], axis=2)
+        place = record[:, None] + (_SCALE + plane * (8 << DOUBLINGS)) + column
+        tl.store(place, packed.to(tl.uint8), mask=live[:, None])
+    return total
+
+
+@triton.jit
+def unpacked(packed: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """Return the bits of the bytes of a plane: int32[TILE]."""
+    return tl.reshape((packed.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1, [TILE])
+
+
+@triton.jit
+def read_blocks(
+    data: tl.tensor, key: tl.tensor, block: tl.tensor, inside: tl.tensor, word: tl.tensor, live: tl.tensor,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Return the values of a tile of one sender, whose records of the run begin at `data`: float32[TILE].
+
+    And where they are held, int32[TILE]: elsewhere 0 is no value, see `Eden._zeros`.
+    """
+    HALVES: tl.constexpr = BITS == 1
+    record = data + block * (_SCALE + BITS * (8 << DOUBLINGS))
+    head = tl.load(record, mask=live, other=0).to(tl.int32) | (
+        tl.load(record + 1, mask=live, other=0).to(tl.int32) << 8
+    )
+    column = inside[:, None] * 8 + tl.arange(0, 8)[None, :]
+    number = tl.zeros([TILE], tl.int32)
+    front = tl.load(record[:, None] + _SCALE + column, mask=live[:, None], other=0)  # eight coordinates a byte
+    minus = unpacked(front, TILE)
+    for plane in tl.static_range(1, BITS):
+        place = record[:, None] + (_SCALE + plane * (8 << DOUBLINGS)) + column
+        number += unpacked(tl.load(place, mask=live[:, None], other=0), TILE) << (plane - 1)
+    mixes = spread(head & 1, TILE) > 0
+    level = level_of(number, BITS, LEVELS, 0, TILE)
+    if HALVES:
+        later = spread(is_later(key, word - inside), TILE) > 0
+        outside = outside_of(key, word - inside, DOUBLINGS, TILE)
+        level = tl.where(mixes & (outside > 0), 0.0, level)
+        minus = tl.where(mixes & ~later, exchanged(minus, DOUBLINGS, TILE), minus)
+    else:
+        level = tl.where(mixes, level_of(number >> 1, BITS - 1, LEVELS, 8, TILE), level)
+        minus = tl.where(mixes, number & 1, minus)
+    read = flipped(level, minus << 31)
+    read = turned_twice(read, (head >> 15) & 1, mixes, key, word, HALVES, False, DOUBLINGS, TILE)
+    scale = ((head & 0x7FFE) << 16).to(tl.float32, bitcast=True)
+    kept = unpacked(front, TILE)  # again, and not kept: registers are few
+    if HALVES:
+        kept = tl.where(spread(is_later(key, word - inside), TILE) > 0, exchanged(kept, DOUBLINGS, TILE), kept)
+        kept *= 1 - outside_of(key, word - inside, DOUBLINGS, TILE)
+    kept = tl.where(spread(head & 1, TILE) > 0, kept, 1)
+    read = tl.where(kept > 0, read * spread(scale, TILE), 0.0)
+    return read, kept * spread(((head & 0x7FFE) != 0).to(tl.int32), TILE)
