@@ -11,6 +11,8 @@ CODECS = "tests/agmerge/exchanges/test_codecs.py"
 COMPILED = "tests/agmerge/exchanges/test_codecs_compiled.py"
 KERNEL = "tests/sparsifiers/test_kernel.py"
 SQUARES = "tests/agmerge/tensors/test_squares.py"
+UPDATE_LOOPS = "tests/sparsifiers/test_kernel_updates.py"
+MEMORY_LOOPS = "tests/sparsifiers/test_kernel_memories.py"
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a scale has no upper bound",
@@ -172,5 +174,54 @@ MUTANTS: tuple[Mutant, ...] = (
         "    if (largest >= 0x7f800000)\n        return float_of(0x7fc00000);\n",
         "",
         (f"{QLOOPS}::test_bytes_and_what_is_read_are_torchs[baseline-int8-64]",),
+    ),
+    Mutant(
+        "a commit writes outside of its tensor",
+        "sparsifiers/native/kernel_sparse.c",
+        "    if (count > 0 && largest_index(indices, count) >= (uint64_t)n)\n        return -1;\n    int64_t i = 0;",
+        "    int64_t i = 0;",
+        (f"{KERNEL}::test_an_index_out_of_range_changes_nothing",),
+    ),
+    Mutant(
+        "momentum is cleared where zeros were sent",
+        "sparsifiers/native/kernel_sparse.c",
+        "momentum[indices[i]] *= sent[i] == 0;",
+        "momentum[indices[i]] *= 0;",
+        (f"{MESSAGE_LOOPS}::test_mask_is_dgcs",),
+    ),
+    Mutant(
+        "an infinity that was sent leaves nothing",
+        "sparsifiers/native/kernel_sparse.c",
+        "work[indices[i]] = value - value;",
+        "work[indices[i]] = 0;",
+        (f"{MESSAGE_LOOPS}::test_take_gathers_commits_and_masks",),
+    ),
+    Mutant(
+        "what was sent stays in the rest",
+        "sparsifiers/native/kernel_updates.c",
+        "parameter[own[j]] - sent[j];",
+        "parameter[own[j]];",
+        (f"{UPDATE_LOOPS}::test_take_in_is_what_torch_makes_of_it_in_several_passes",),
+    ),
+    Mutant(
+        "an index behind the end fits",
+        "sparsifiers/native/kernel_updates.c",
+        "indices[count - 1] < first + n",
+        "indices[count - 1] <= first + n",
+        (f"{UPDATE_LOOPS}::test_indices_that_do_not_fit_change_nothing",),
+    ),
+    Mutant(
+        "a residual does not decay",
+        "sparsifiers/native/kernel_memory_loops.h",
+        "work[i] = factor * residual[i] + other;",
+        "work[i] = residual[i] + other;",
+        (MEMORY_LOOPS,),
+    ),
+    Mutant(
+        "Nesterov's momentum is the plain one",
+        "sparsifiers/native/kernel_memory_loops.h",
+        "after[i] = nesterov ? factor * (before[i] + other) :",
+        "after[i] = nesterov ? factor * before[i] + other :",
+        (MEMORY_LOOPS,),
     ),
 )

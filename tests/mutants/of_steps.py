@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of agmerge/tensors/ and agmerge/step/."""
+"""Mutants of agmerge/tensors/, agmerge/step/ and agmerge/engine/."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ UNUSED = "tests/agmerge/optimizer/test_optimizer_unused.py"
 MEMBERS = "tests/agmerge/engine/test_optimizer_members.py"
 STEP = "tests/agmerge/step/test_gradient_exchange.py"
 SETTLING = "tests/agmerge/step/test_settling.py"
+SCRIPTS_OUTER = "tests/agmerge/engine/test_scripts_outer.py"
+OUTERMOST = "tests/agmerge/engine/test_outermost_step.py"
+OWN_STEP = "tests/agmerge/engine/test_own_step.py"
+SCALED_DOWN = "tests/agmerge/engine/test_scaled_down.py"
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "momentum of values that travel in a codec is not cleared",
@@ -207,5 +211,54 @@ MUTANTS: tuple[Mutant, ...] = (
         "old = [one for one in told if one[0] != NEW]",
         "old = told",
         (f"{SETTLING}::test_newcomers_are_named_and_have_a_donor",),
+    ),
+    Mutant(
+        "a script's parameters keep the shared values",
+        "agmerge/engine/outer.py",
+        "                parameter.data, parameter.grad = data, gradient",
+        "                parameter.grad = gradient",
+        (f"{SCRIPTS_OUTER}::test_parameters_and_gradients_are_the_scripts_again_behind_it",),
+    ),
+    Mutant(
+        "a step inside another one is exchanged",
+        "agmerge/engine/outermost_step.py",
+        "            if outer is self._frame:",
+        "            if False:",
+        (OUTERMOST,),
+    ),
+    Mutant(
+        "an optimizer steps with infinities",
+        "agmerge/engine/own_step.py",
+        "    if bad:\n        return OwnStep(loss",
+        "    if False:\n        return OwnStep(loss",
+        (OWN_STEP,),
+    ),
+    Mutant(
+        "gradients keep the loss scale",
+        "agmerge/engine/own_step.py",
+        "                gradient.mul_(inverse.to(gradient.device))",
+        "                pass",
+        (f"{OWN_STEP}::test_scaled_gradients_are_unscaled_and_an_overflow_is_left_out",),
+    ),
+    Mutant(
+        "few elements have a common factor",
+        "agmerge/engine/scaled_down.py",
+        "    if int(then.count_nonzero()) < LEAST:",
+        "    if False:",
+        (SCALED_DOWN,),
+    ),
+    Mutant(
+        "unrelated norms ask for no more",
+        "agmerge/engine/scaled_down.py",
+        "self._least *= 0.1 if self._norm else 1.0",
+        "self._least *= 1.0",
+        (SCALED_DOWN,),
+    ),
+    Mutant(
+        "a gradient that lies where its update will be is handed over",
+        "agmerge/engine/backward_passes.py",
+        "if gradient is not None and buffers.flat.will_overwrite(slot, gradient):",
+        "if False:",
+        (REPEATED,),
     ),
 )
