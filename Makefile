@@ -6,6 +6,7 @@
 # make unit        the tests that train nothing and start no process, within a minute: -m "unit and not slow and not long"
 # make check       about a minute of these and of those that train: the first case of each, and no Horovod
 # make test-all    the tests that take minutes too, and the unit tests once more for every level of arithmetic that is here
+# make mutants     break the library in a hundred places, one after the other: a named test has to fail (ARGS="exchanges loops")
 # make bench       step times beside other libraries on slow networks (root; an hour; ARGS="--rates 200mbit --models gpt2")
 # make gpu         judge the GPUs of this machine, and write gpu.json, to mail back; without one it says what it would have done
 # make docs        the site, in build/site
@@ -58,7 +59,7 @@ flag = $(if $(2),--$(1) $(2))
 
 # Two pips must not write into one .venv.
 .NOTPARALLEL:
-.PHONY: help train small unit check test test-all bench gpu docs docs-check lint clean
+.PHONY: help train small unit check test test-all mutants bench gpu docs docs-check lint clean
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
@@ -89,6 +90,9 @@ test: $(TEST) $(HOROVOD)
 
 test-all: $(TEST) $(HOROVOD) $(TRITON)
 	$(RUN) tests/run_tests.py --all $(ARGS)
+
+mutants: $(TEST)
+	$(RUN) tests/mutants/run.py $(ARGS)
 
 bench: $(TEST) $(HOROVOD)
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/step_time.py $(ARGS)

@@ -69,7 +69,7 @@ class Group:
         require_agreement(comm, facts, what="DistributedOptimizer", advice=advice, timeout=config.guards.timeout)
         if config.merging.exchange == TWO_LEVEL:
             self.nodes = topology.form(comm, config.guards.timeout, wants_second=config.quantises)
-            self.shard = self.nodes.shard
+        self.shard = None if self.nodes is None else self.nodes.shard  # also where a checkpoint has assumed another one
         for made in self._communicators():
             warm_up(made, devices, config.guards.timeout)
 

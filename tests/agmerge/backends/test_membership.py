@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from agmerge.backends.job_store import JobStore
 from agmerge.backends.membership import ENDS, GOES, HURRY, SILENT, Generation, Membership, Worker
 from agmerge.errors import AGMergeError, TooFewWorkers
 
@@ -242,6 +243,28 @@ def test_a_store_that_was_started_again_learns_of_the_job() -> None:
     asks.append(lambda: new.next(None, 60.0, lets_in=False))  # type: ignore[misc]
     found = job.together(asks, [*(job.workers[i] for i in left), new])  # type: ignore[arg-type]
     assert [numbers(one) for one in found] == [[1, 3, 4]] * 3 and found[0].number == 2
+
+
+def test_a_store_that_was_started_again_is_told_at_once_who_has_the_state() -> None:
+    """A newcomer that looked before would begin again."""
+    job = Job()
+    (before,) = job.first(1)
+    (worker,) = job.workers
+    worker.begin()
+    job.store = dist.HashStore()
+    worker.reconnect(job.store, before)
+    assert JobStore(job.store).has_begun(worker.own.number)
+
+
+def test_others_may_have_begun_where_the_number_of_a_worker_is_free() -> None:
+    job = Job()
+    before = job.first(3)
+    youngest = job.workers[2]
+    job.store, job.workers = dist.HashStore(), []
+    job.first(2)
+    assert youngest.own.number == 3 and numbers(before[2]) == [1, 2, 3]
+    with pytest.raises(AGMergeError, match="was started again, and other workers"):
+        youngest.reconnect(job.store, before[2])
 
 
 @pytest.mark.parametrize("decided", [False, True])

@@ -122,6 +122,20 @@ def test_resuming_keeps_plan_and_use_also_where_the_order_is_another() -> None:
     assert through == restarted
 
 
+def test_another_merging_in_the_script_counts_more_than_the_plan_of_the_checkpoint() -> None:
+    def body(rank: int, model: nn.Module) -> list[int]:
+        first = wrap(model, merging="single")
+        train(model, first, rank, range(2))
+        again = copy.deepcopy(model)
+        second = wrap(again, merging="layerwise")
+        second.load_state_dict(through_a_file(first.state_dict()))
+        train(again, second, rank, range(2, 3))
+        return [len(first.plan.counts), len(second.plan.counts), len(list(model.parameters()))]
+
+    merged, alone, tensors = agreed(on_ranks(2, MODEL, body))
+    assert merged < alone == tensors
+
+
 @pytest.mark.parametrize("who", ["every rank", "rank 0"])
 def test_what_was_kept_for_a_layer_that_is_not_used_any_more_arrives_after_a_restart(who: str) -> None:
     """Its gradient must not be None on any rank, or what was sent would be taken off and go nowhere."""

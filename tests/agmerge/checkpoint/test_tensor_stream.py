@@ -69,6 +69,14 @@ def test_a_tensor_in_several_places_travels_once_and_is_one_again() -> None:
     assert received["a"] is received["b"][0] is made[0] and len(made) == 3
 
 
+def test_a_matrix_and_its_transpose_are_two_tensors() -> None:
+    """They have the same memory and the same shape, and other values in each place."""
+    square = torch.arange(9.0).view(3, 3)
+    outline, tensors = tensor_stream.outlined({"as it is": square, "transposed": square.t()})
+    received, made = tensor_stream.unfilled(outline)
+    assert len(tensors) == len(made) == 2 and received["as it is"] is not received["transposed"]
+
+
 def test_messages_and_pauses_are_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two messages are under way at most, each of bounded size; who only waits knows how often the others pause."""
     monkeypatch.setattr(tensor_stream, "MESSAGE", 100)

@@ -179,6 +179,20 @@ def test_an_index_in_no_block_is_not_written_outside_the_message() -> None:
         assert (out[codec.size :] == 0xA5).all()
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_block_behind_the_last_one_is_refused_though_its_index_wraps_round(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 2**31 elements in blocks of 2**30 there are two; the one of number 4 would begin at 2**32, which is 0 in 32 bits."""
+    if not compiled:
+        monkeypatch.setattr(kernel, "library", None)
+    codec = Blocks(2**31 - 1, 1, 30)
+    data = torch.zeros(codec.size, dtype=torch.uint8)
+    for block, is_good in ((0, True), (1, True), (4, False)):
+        data[-1] = 1 << block
+        assert bool(codec.decode(data, 1)[1]) is is_good
+
+
 @pytest.mark.parametrize("density, most", [(0.1, 0.70), (0.01, 1.08), (0.001, 1.50), (0.0001, 1.94)])
 def test_the_smallest_is_near_the_entropy(density: float, most: float) -> None:
     n = 2**24

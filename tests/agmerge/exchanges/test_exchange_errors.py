@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -101,6 +102,35 @@ def test_ranks_at_different_places_are_the_same_error_on_every_rank(kind: str, f
         assert f"on rank {odd}" in text and f"disagree on {field}" in text
     else:
         assert ("[6, 7]" in text) is (field == "step")
+
+
+def test_a_buffer_is_as_long_as_it_is_asked_for_and_the_same_while_it_is_long_enough() -> None:
+    def body(rank: int) -> None:
+        here = sparse(Average)(Quiet())
+        short = here.keep(("some",), 4, torch.uint8, CPU)
+        longer = here.keep(("some",), 8, torch.uint8, CPU)
+        assert (len(short), len(longer)) == (4, 8)
+        assert here.keep(("some",), 4, torch.uint8, CPU).data_ptr() == longer.data_ptr()
+
+    testing.run(1, body)
+
+
+def test_a_value_that_changes_on_its_way_names_the_rank_that_sent_it() -> None:
+    (segment,) = segments_of([(64, TensorClass(CPU, torch.float32, Kind.SPARSE))])
+
+    def flip(call: Call) -> None:
+        if call.rank == 1:
+            call.tensor.view(-1)[-20] ^= 4  # behind the indices
+
+    def body(rank: int) -> None:
+        here, work = sparse(Average)(Quiet()), draw_work(segment, rank, 1.0)
+        load = SegmentBuffers(segment, work, torch.zeros(segment.length))
+        offer = Selection(torch.arange(20, dtype=torch.int32), 20)
+        here.wait(here.start("buffer 3", [load], [offer], control_of(rank, [segment])))
+
+    errors = testing.run(3, body, inject=flip, return_errors=True)
+    assert all(isinstance(error, MessageError) for error in errors), errors
+    assert all(re.search(r"ranks? \[?1\]? sent has changed on its way", str(error)) for error in errors), errors
 
 
 @pytest.mark.parametrize("wrong", [-1, -(2**31), 64, 2**31 - 1])

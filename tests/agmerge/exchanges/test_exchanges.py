@@ -13,6 +13,8 @@ from support.exchanges import (
     CPU,
     DTYPES,
     Make,
+    Quiet,
+    control_of,
     dense,
     draw_offer,
     draw_work,
@@ -23,6 +25,8 @@ from support.exchanges import (
     sparse,
 )
 
+from agmerge import testing
+from agmerge.exchanges import Exchange, SegmentBuffers, Store
 from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.tensors.layout import Segment, TensorClass
 from sparsifiers import Kind, Selection
@@ -227,6 +231,40 @@ def test_a_residual_beyond_16_bits_saturates_and_the_rest_is_kept(dtype: torch.d
     for one in exchange(2, make, [segment], lambda rank, index: work.clone(), offer):
         assert one.update[0][:4].tolist() == [largest, -largest, 1.0, 0.0]
         assert one.rest[0][:4].tolist() == [work[0].item() - largest, work[1].item() + largest, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype, huge", [(torch.float16, 1e6), (torch.bfloat16, 3.4e38)], ids=str)
+def test_a_whole_tensor_beyond_16_bits_saturates_and_the_rest_is_kept(dtype: torch.dtype, huge: float) -> None:
+    """Tensors of a merge buffer that goes dense: with their residual they may be beyond the dtype of the gradients."""
+    (segment,) = segments_of([(32, TensorClass(CPU, dtype, Kind.SPARSE))])
+    work = torch.tensor([huge, -huge, 1.0, 0.0] * 8)
+    largest = torch.finfo(dtype).max
+
+    def kept(store: Store) -> Exchange:
+        store.has_residual = True
+        return sparse(Average)(store)
+
+    for one in exchange(2, kept, [segment], lambda rank, index: work.clone()):
+        assert one.update[0][:4].tolist() == [largest, -largest, 1.0, 0.0]
+        assert one.rest[0][:4].tolist() == [work[0].item() - largest, work[1].item() + largest, 0.0, 0.0]
+
+
+def test_a_message_counts_elements_of_tensors_and_no_padding() -> None:
+    """A codec of all elements has as many entries as the segment is long, which is more than the tensor has."""
+    tensor_class = TensorClass(CPU, torch.float32, Kind.SPARSE)
+    (segment,) = segments_of([(33, tensor_class)])
+    everything = Selection(torch.arange(segment.length, dtype=torch.int32), segment.length)
+
+    def body(rank: int) -> int:
+        here = sparse(Average)(Quiet())
+        work = torch.zeros(segment.length)
+        pending = here.start(
+            "buffer 0", [SegmentBuffers(segment, work, work.clone())], [everything], control_of(rank, [segment])
+        )
+        here.wait(pending)
+        return pending.elements
+
+    assert segment.length > 33 and testing.run(2, body) == [33, 33]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

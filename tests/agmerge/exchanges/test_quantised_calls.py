@@ -8,14 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from support.gradient_exchange import Table, connected, stepped
+from support.exchanges import Quiet
+from support.gradient_exchange import Table, config_of, connected, stepped
 from torch import Tensor
 
 import agmerge
+import sparsifiers
 from agmerge import testing
 from agmerge.backends import topology
+from agmerge.exchanges import ExchangeContext, Ranks, SegmentBuffers
 from agmerge.exchanges.all_reduce import LARGE
+from agmerge.exchanges.base import InFlight
+from agmerge.exchanges.message.format import RoundHeader
+from agmerge.exchanges.quantised.two_phase import TwoPhaseExchange
 from agmerge.exchanges.routing import group_into_messages
+from agmerge.runtime import process_sets, workers
 from agmerge.tensors.layout import Layout, TensorClass
 from sparsifiers import Kind
 
@@ -127,3 +134,78 @@ def test_shards_of_a_tensor_have_random_words_of_their_own(monkeypatch: pytest.M
     halves = updates[0].split(4)
     torch.testing.assert_close(halves[0].norm(), halves[1].norm(), rtol=0.2, atol=0.0)
     assert not any(torch.equal(one, other) for one, other in zip(*halves, strict=True))
+
+
+# -- what came to nothing ---------------------------------------------------------------------------------------------
+
+
+class NoAnswerAtAll:
+    """Handle of a collective that has failed on every rank."""
+
+    def wait(self, timeout: float) -> None:
+        raise RuntimeError("failed")
+
+    def done(self) -> bool:
+        return True
+
+
+def started(exchange: TwoPhaseExchange, rank: int) -> InFlight:
+    """Send one tensor as a message of its own."""
+    (segment,) = Layout([("alike", (4, 256), tensor_class(Kind.QUANTISED))]).segments(0, 1)
+    work = torch.randn(segment.length, generator=torch.Generator().manual_seed(rank))
+    load = SegmentBuffers(segment, work, torch.zeros(segment.length))
+    return exchange.start("buffer 0", [load], [None], RoundHeader(0, 7, 0, 0, (True,)))
+
+
+def two_phases() -> TwoPhaseExchange:
+    """Collective. Return an exchange of this rank's own, with two communicators."""
+    everyone = config_of(compression="eden").sync.process_set
+    comm, second = process_sets.communicators(workers.world(), everyone, 30.0, wants_second=True)
+    ranks, quantiser = Ranks(comm, 30.0, second=second), sparsifiers.quantiser("eden")
+    return TwoPhaseExchange(ExchangeContext(ranks, agmerge.Average, Quiet(), quantiser=quantiser))
+
+
+def test_a_message_that_starts_again_has_its_earlier_second_phase_behind_it() -> None:
+    """It writes to the memory that the second phase reads."""
+
+    def body(rank: int) -> list[str]:
+        exchange, before = two_phases(), len(testing.calls())
+        started(exchange, rank)
+        again = started(exchange, rank)
+        exchange.wait(again)
+        return [name for _, name, _ in testing.calls()[before:]]
+
+    assert testing.run(3, body) == [["buffer 0", "buffer 0/sum", "buffer 0", "buffer 0/sum"]] * 3
+
+
+def test_an_attempt_that_has_failed_has_no_second_phases() -> None:
+    """Other ranks would not make these calls."""
+
+    def body(rank: int) -> int:
+        exchange, before = two_phases(), len(testing.calls())
+        failed = started(exchange, rank)
+        failed.handle.wait(30.0)
+        failed.handle = NoAnswerAtAll()  # type: ignore[assignment]
+        with pytest.raises(RuntimeError, match="failed"):
+            exchange.wait(failed)
+        exchange.wait(started(exchange, rank))
+        return sum(name.endswith("/sum") for _, name, _ in testing.calls()[before:])
+
+    assert testing.run(3, body) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_with_other_random_words_is_found(size: int) -> None:
+    """What it has sent would be read by the wrong signs."""
+
+    def body(rank: int) -> None:
+        exchange = made()
+        stepped(exchange, drawn(rank, 0))
+        if rank == 1:
+            for used in exchange.agreed.buffers.in_use:
+                keyed = used._key
+                used._key = lambda *arguments, keyed=keyed: keyed(*arguments) ^ 1
+        stepped(exchange, drawn(rank, 1))
+
+    errors = testing.run(size, body, return_errors=True)
+    assert all(isinstance(error, agmerge.MessageError) for error in errors), errors

@@ -321,6 +321,52 @@ def test_the_plan_in_use_is_tried_beside_a_new_one(
     assert found == [1] * (FIRST - 1) + turns * plan_trial.ROUNDS + [buffers] * 2
 
 
+@pytest.mark.parametrize(
+    "seconds, buffers",
+    [(([1.0, 2.0], [3.0, 2.5]), 1), (([2.0, 1.0], [2.5, 3.0]), MANY)],
+    ids=["the new one is slower on rank 0 alone", "the old one is"],
+)
+def test_the_slowest_rank_decides_a_trial(
+    seconds: tuple[list[float], list[float]], buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    World(backward=constant(LONG)).install(monkeypatch)
+    monkeypatch.setattr(plan_trial, "DOUBTFUL", 2.0)
+    monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda trial: seconds[workers.world().rank])
+
+    def body(rank: int, model: nn.Module) -> int:
+        optimizer = wrap(model, merging=merging.get("agmerge", check_every=100))
+        train(model, optimizer, rank, range(FIRST + 2 * plan_trial.TURN * plan_trial.ROUNDS + 1))
+        return len(optimizer.plan.counts)
+
+    assert agreed(on_ranks(2, MODEL, body)) == buffers
+
+
+def test_steps_of_a_trial_do_not_count_until_times_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    World(backward=constant(LONG)).install(monkeypatch)
+    monkeypatch.setattr(plan_trial, "DOUBTFUL", 2.0)
+    monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda trial: [1.0, 2.0])
+    every, checked = FIRST + 3, []
+    look = DriftDetector.look
+
+    def noted(self: Any, *arguments: Any, **options: Any) -> Any:
+        checked.append(step_of_rank_0[-1])
+        return look(self, *arguments, **options)
+
+    step_of_rank_0: list[int] = []
+    monkeypatch.setattr(DriftDetector, "look", noted)
+    trial = 2 * plan_trial.TURN * plan_trial.ROUNDS
+
+    def body(rank: int, model: nn.Module) -> None:
+        optimizer = wrap(model, merging=merging.get("agmerge", check_every=every))
+        for step in range(FIRST + trial + 2 * every):
+            if rank == 0:
+                step_of_rank_0.append(step + 1)
+            train(model, optimizer, rank, [step])
+
+    on_ranks(2, MODEL, body)
+    assert checked == [trial + every, trial + 2 * every]
+
+
 def test_rank_0_plans_over_several_steps_and_comes_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan some forty pieces after each step where there is little time, of several plans."""
 

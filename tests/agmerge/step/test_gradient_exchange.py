@@ -17,6 +17,7 @@ from support.gradient_exchange import (
     SHAPES,
     SPARSE,
     BruteForce,
+    config_of,
     connected,
     copied,
     drawn,
@@ -29,6 +30,9 @@ from torch import Tensor
 
 import agmerge
 from agmerge import testing
+from agmerge.runtime import workers
+from agmerge.step.carried_state import CarriedState
+from agmerge.step.gradient_exchange import GradientExchange
 
 ANYWHERE = {"default": {}, "merged": {"merging": "threshold"}, "ordered": {"dense_sum": "ordered"}}
 
@@ -273,3 +277,18 @@ def test_an_exchange_that_was_closed_says_so() -> None:
             exchange.finish()
 
     testing.run(2, body)
+
+
+@pytest.mark.parametrize("shard", [None, (0, 2)], ids=["whole tensors", "of another place"])
+def test_what_was_loaded_before_a_group_is_known_is_kept_where_it_is_of_the_same_shard(
+    shard: tuple[int, int] | None,
+) -> None:
+    def body(rank: int) -> tuple[bool, list[tuple[str, str]]]:
+        exchange = GradientExchange(table(), config_of(**SPARSE))
+        loaded = CarriedState(tensors={("residual", "small"): torch.ones(7)}, origin=(rank, 2))
+        exchange.restore(loaded, 3, shard)
+        keeps = exchange.connect(workers.world(), workers.world())
+        return keeps, list(exchange.agreed.carried.tensors)
+
+    for keeps, kept in testing.run(2, body):
+        assert keeps is (shard is None) and kept == ([("residual", "small")] if shard is None else [])

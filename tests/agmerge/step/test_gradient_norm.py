@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.gradient_exchange import connected, copied, table
+from support.gradient_exchange import stepped as exchange_step
 from torch import nn
 
 import agmerge
@@ -252,3 +254,21 @@ def test_buckets_of_another_owner_have_it_from_the_end_of_backward() -> None:
 
     first, second = testing.run(2, body)
     assert first == second == pytest.approx(norm_of(mean_of(given)), rel=NEAR)
+
+
+def test_what_a_round_that_was_given_up_has_quantised_is_not_counted() -> None:
+    given = gradients(2, alike=False)
+
+    def body(rank: int, given_up: bool) -> float:
+        tensors = {f"tensor {number}": part for number, part in enumerate(given[rank])}
+        shapes = {name: tuple(part.shape) for name, part in tensors.items()}
+        exchange = connected(table(shapes), compression="eden", merging="single")
+        exchange_step(exchange, copied(tensors))  # ranks have agreed
+        if given_up:
+            exchange.ready("tensor 0", given[rank][0].clone())
+            exchange.discard()
+        exchange_step(exchange, copied(tensors))
+        return exchange.norm.norm()
+
+    usual, again = (testing.run(2, lambda rank, given_up=up: body(rank, given_up)) for up in (False, True))
+    assert again == usual and usual[0] > 0

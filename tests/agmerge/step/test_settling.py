@@ -52,7 +52,7 @@ def test_the_lowest_rank_that_is_ahead_gives_the_results(
 
 def test_newcomers_are_named_and_have_a_donor() -> None:
     for found in settled([Position(5, 0), NEW, Position(5, 0)], gives=True):
-        assert isinstance(found, Settled) and (found.donor, found.new) == (0, (1,))
+        assert isinstance(found, Settled) and (found.donor, found.new) == (0, (1,)) and not found.results
 
 
 def test_where_all_are_new_the_first_is_the_donor() -> None:

@@ -313,6 +313,25 @@ def test_shards_of_other_nodes_are_dropped_with_a_warning(
         agreed(on_ranks(4, SMALL, second))
 
 
+def test_an_optimizer_that_has_stepped_drops_shards_of_other_nodes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows at once which part of a tensor is its own; one that has not learns it in its first step."""
+    monkeypatch.setenv(topology.VARIABLE, "2")
+
+    def body(rank: int, model: torch.nn.Module) -> str:
+        options = {"compression": "topk", "density": 0.1}
+        first = wrap(model, exchange="two-level", **options)
+        plain(model, first, rank, range(2))
+        twin = copy.deepcopy(model)
+        second = wrap(twin, exchange="sparse", **options)
+        plain(twin, second, rank, range(2))
+        second.load_state_dict(first.state_dict())
+        assert not residuals(second)
+        return plain(twin, second, rank, range(2, 3))[-1]
+
+    with pytest.warns(UserWarning, match="they are dropped and start from zero"):
+        agreed(on_ranks(2, SMALL, body))
+
+
 # -- what is refused ----------------------------------------------------------------------------------------
 
 

@@ -234,6 +234,30 @@ def test_what_is_kept_of_sums_is_added_and_ends_no_momentum(memory: str) -> None
         assert arena.state_of(slot)["momentum"].all()
 
 
+def test_momentum_of_values_that_travel_rounded_is_cleared() -> None:
+    """DGC's momentum factor masking: also where what receivers read is not the value itself."""
+    arena, layout = arena_of([(8,)], memory="dgc")
+    (segment,), (slot,) = layout.segments(0, 1), layout.slots
+    arena.accumulate(slot, torch.linspace(0.1, 0.8, 8))
+    indices = torch.tensor([1, 5], dtype=torch.int32)
+    sent = arena.work[indices.long()].half().float()
+    assert not torch.equal(sent, arena.work[indices.long()])
+    arena.subtract_sent(segment, indices, sent)
+    arena.swap()
+    momentum = arena.state_of(slot)["momentum"]
+    assert not momentum[[1, 5]].any() and momentum[[0, 2, 3, 4, 6, 7]].all()
+
+
+def test_a_gradient_that_lies_in_the_last_update_is_copied_before_the_sum_is_written_there() -> None:
+    arena, layout = arena_of([(8,)], memory="none")
+    (slot,) = layout.slots
+    assert arena.in_place
+    accumulated, elsewhere = arena.gradients[slot.index], torch.ones(8)
+    kept = arena.move_to_update(slot, accumulated)
+    assert kept.data_ptr() != accumulated.data_ptr() and torch.equal(kept, accumulated)
+    assert arena.move_to_update(slot, elsewhere) is elsewhere
+
+
 @pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built")
 @pytest.mark.parametrize("memory", ["residual", "dgc"])
 def test_one_pass_leaves_what_two_do(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages under way on a device: what is queued, and once only."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agmerge.errors import CollectiveTimeout
+from agmerge.step import under_way
+from agmerge.step.under_way import MessagesUnderWay
+
+
+def test_messages_that_were_queued_before_an_error_are_not_queued_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device would wait twice for a collective that all other ranks have made once."""
+    queued: list[str] = []
+    exchange = SimpleNamespace(can_queue=lambda one: True, wait_on_stream=queued.append, overwrites=True)
+    nothing: Any = SimpleNamespace(mark=lambda buffer: None)
+    options: Any = SimpleNamespace(config=SimpleNamespace(guards=SimpleNamespace(timeout=1.0)))
+    messages = MessagesUnderWay(options, nothing, nothing)
+    first, second = "buffer 0", "buffer 1"
+    messages.sent += [[(SimpleNamespace(exchange=exchange), name)] for name in (first, second)]  # type: ignore[list-item]
+    asked: list[list[str]] = []
+
+    def said(names: list[str], timeout: float) -> dict[int, Any]:
+        asked.append(names)
+        if len(asked) == 1:
+            raise CollectiveTimeout("no answer")
+        return {}
+
+    monkeypatch.setattr(under_way, "said_by_all", said)
+    with pytest.raises(CollectiveTimeout):
+        messages.queue(2, writes=False)
+    messages.queue(2, writes=False)
+    assert queued == [first, second] and asked == [[first, second]] * 2

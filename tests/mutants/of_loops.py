@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of the loops in C, sparsifiers/native/."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+QLOOPS = "tests/sparsifiers/test_quantiser_kernel.py"
+MESSAGE_LOOPS = "tests/sparsifiers/test_kernel_message.py"
+CODECS = "tests/agmerge/exchanges/test_codecs.py"
+COMPILED = "tests/agmerge/exchanges/test_codecs_compiled.py"
+KERNEL = "tests/sparsifiers/test_kernel.py"
+SQUARES = "tests/agmerge/tensors/test_squares.py"
+UPDATE_LOOPS = "tests/sparsifiers/test_kernel_updates.py"
+MEMORY_LOOPS = "tests/sparsifiers/test_kernel_memories.py"
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "a scale has no upper bound",
+        "sparsifiers/native/kernel_quantise.h",
+        "(scale > MOST_SCALE ? MOST_SCALE : scale)",
+        "scale",
+        (f"{QLOOPS}::test_bytes_and_what_is_read_are_torchs[baseline-eden-1-64]",),
+    ),
+    Mutant(
+        "a scale has no lower bound",
+        "sparsifiers/native/kernel_quantise.h",
+        "scale >= LEAST_SCALE ?",
+        "scale >= 0 ?",
+        (f"{QLOOPS}::test_bytes_and_what_is_read_are_torchs[baseline-eden-1-64]",),
+    ),
+    Mutant(
+        "a checksum leaves out the tail",
+        "sparsifiers/native/kernel_message.c",
+        "            memcpy(words, data, (size_t)n);",
+        "            memcpy(words, data, (size_t)(n - 1));",
+        (f"{MESSAGE_LOOPS}::test_a_checksum_is_numpys",),
+    ),
+    Mutant(
+        "a checksum does not tell words apart",
+        "sparsifiers/native/kernel_message.c",
+        "(2 * i + 1) * sums[i]",
+        "sums[i]",
+        (f"{MESSAGE_LOOPS}::test_a_checksum_is_numpys",),
+    ),
+    Mutant(
+        "an index in no block is written",
+        "sparsifiers/native/kernel_message.c",
+        "    if (outside >> 31)\n        return -1;\n",
+        "",
+        (f"{CODECS}::test_an_index_in_no_block_is_not_written_outside_the_message",),
+    ),
+    Mutant(
+        "a block behind the last one is read",
+        "sparsifiers/native/kernel_message.c",
+        "return found == count && block <= last;",
+        "return found == count;",
+        (f"{CODECS}::test_a_block_behind_the_last_one_is_refused_though_its_index_wraps_round",),
+    ),
+    Mutant(
+        "old bits stay behind the indices",
+        "sparsifiers/native/kernel_message.c",
+        "    memset(out, 0, (size_t)size);\n",
+        "",
+        (f"{CODECS}::test_the_bytes_depend_on_nothing_behind_the_count",),
+    ),
+    Mutant(
+        "a value that is not finite saturates",
+        "sparsifiers/native/kernel_values.c",
+        "    return inside + 0.0f * value;",
+        "    return inside;",
+        (f"{COMPILED}::test_messages_are_those_of_torch",),
+    ),
+    Mutant(
+        "a step beyond the largest wraps round",
+        "sparsifiers/native/kernel_values.c",
+        "        step = step > levels ? levels : step;\n",
+        "",
+        (f"{COMPILED}::test_messages_are_those_of_torch",),
+    ),
+    Mutant(
+        "values behind those in use are read",
+        "sparsifiers/native/kernel_values.c",
+        "    if (used < count)\n        memset(read",
+        "    if (0)\n        memset(read",
+        (f"{COMPILED}::test_messages_are_those_of_torch",),
+    ),
+    Mutant(
+        "a mean counts what is not in use",
+        "sparsifiers/native/kernel_values.c",
+        "filled = filled < 1 ? 1 : filled > CODES ? CODES : filled;",
+        "filled = CODES;",
+        (f"{COMPILED}::test_messages_are_those_of_torch",),
+    ),
+    Mutant(
+        "a sum of large values is infinite",
+        "sparsifiers/native/kernel_values.c",
+        "saturated(values[i], FLT_MAX / CODES)",
+        "saturated(values[i], FLT_MAX)",
+        (f"{COMPILED}::test_messages_are_those_of_torch",),
+    ),
+    Mutant(
+        "a scan leaves out the last element",
+        "sparsifiers/native/kernel_scan_loops.h",
+        "            some = memcpy(keys, some, (size_t)(n - i) * sizeof(int32_t));",
+        "            some = memcpy(keys, some, (size_t)(n - i - 1) * sizeof(int32_t));",
+        (f"{KERNEL}::test_scan_appends_what_exceeds_the_floor",),
+    ),
+    Mutant(
+        "a scan writes beyond its lists",
+        "sparsifiers/native/kernel_scan.c",
+        "        if (h + size > capacity)",
+        "        if (h > capacity)",
+        (f"{KERNEL}::test_scan_stops_where_a_block_might_not_fit_and_goes_on",),
+    ),
+    Mutant(
+        "a threshold is inclusive",
+        "sparsifiers/native/kernel.c",
+        "        h += key > floor;",
+        "        h += key >= floor;",
+        (f"{KERNEL}::test_cut_keeps_the_largest_and_the_first_of_equals",),
+    ),
+    Mutant(
+        "the k-th is the one before",
+        "sparsifiers/native/kernel.c",
+        "if (above + count >= k)",
+        "if (above + count > k)",
+        (f"{KERNEL}::test_cut_keeps_the_largest_and_the_first_of_equals",),
+    ),
+    Mutant(
+        "of equals the last are kept",
+        "sparsifiers/native/kernel.c",
+        "            ties -= keys[end] == smallest;",
+        "            ties -= keys[end] >= smallest;",
+        (f"{KERNEL}::test_cut_keeps_the_largest_and_the_first_of_equals",),
+    ),
+    Mutant(
+        "squares of the last elements are left out",
+        "sparsifiers/native/kernel_squares.c",
+        "        lanes[i % LANES] += value * value;",
+        "        lanes[i % LANES] += 0 * value;",
+        (f"{SQUARES}::test_all_ways_give_the_same_bits",),
+    ),
+    Mutant(
+        "zeros do not fill up the last block",
+        "sparsifiers/native/kernel_quantise.c",
+        "            memset(tile + here, 0, (size_t)(count * size - here) * sizeof(float));\n",
+        "",
+        (f"{QLOOPS}::test_any_length_and_any_place",),
+    ),
+    Mutant(
+        "a sum is scaled once a sender",
+        "sparsifiers/native/kernel_quantise.c",
+        "last ? scale : 1.0f,",
+        "scale,",
+        (f"{QLOOPS}::test_sums_are_added_in_the_order_of_senders",),
+    ),
+    Mutant(
+        "a coordinate that is zero by chance is held",
+        "sparsifiers/native/kernel_quantise.c",
+        "        if (codec < INT_4) /* a sum",
+        "        if (0) /* a sum",
+        (f"{QLOOPS}::test_a_sum_is_written_again",),
+    ),
+    Mutant(
+        "squares of the last block are all",
+        "sparsifiers/native/kernel_quantise_integers.c",
+        "*squares += unscaled(products[0], power);",
+        "*squares = unscaled(products[0], power);",
+        (f"{QLOOPS}::test_bytes_and_what_is_read_are_torchs[baseline-int8-64]",),
+    ),
+    Mutant(
+        "a largest value that is not finite has a scale",
+        "sparsifiers/native/kernel_quantise.h",
+        "    if (largest >= 0x7f800000)\n        return float_of(0x7fc00000);\n",
+        "",
+        (f"{QLOOPS}::test_bytes_and_what_is_read_are_torchs[baseline-int8-64]",),
+    ),
+    Mutant(
+        "a commit writes outside of its tensor",
+        "sparsifiers/native/kernel_sparse.c",
+        "    if (count > 0 && largest_index(indices, count) >= (uint64_t)n)\n        return -1;\n    int64_t i = 0;",
+        "    int64_t i = 0;",
+        (f"{KERNEL}::test_an_index_out_of_range_changes_nothing",),
+    ),
+    Mutant(
+        "momentum is cleared where zeros were sent",
+        "sparsifiers/native/kernel_sparse.c",
+        "momentum[indices[i]] *= sent[i] == 0;",
+        "momentum[indices[i]] *= 0;",
+        (f"{MESSAGE_LOOPS}::test_mask_is_dgcs",),
+    ),
+    Mutant(
+        "an infinity that was sent leaves nothing",
+        "sparsifiers/native/kernel_sparse.c",
+        "work[indices[i]] = value - value;",
+        "work[indices[i]] = 0;",
+        (f"{MESSAGE_LOOPS}::test_take_gathers_commits_and_masks",),
+    ),
+    Mutant(
+        "what was sent stays in the rest",
+        "sparsifiers/native/kernel_updates.c",
+        "parameter[own[j]] - sent[j];",
+        "parameter[own[j]];",
+        (f"{UPDATE_LOOPS}::test_take_in_is_what_torch_makes_of_it_in_several_passes",),
+    ),
+    Mutant(
+        "an index behind the end fits",
+        "sparsifiers/native/kernel_updates.c",
+        "indices[count - 1] < first + n",
+        "indices[count - 1] <= first + n",
+        (f"{UPDATE_LOOPS}::test_indices_that_do_not_fit_change_nothing",),
+    ),
+    Mutant(
+        "a residual does not decay",
+        "sparsifiers/native/kernel_memory_loops.h",
+        "work[i] = factor * residual[i] + other;",
+        "work[i] = residual[i] + other;",
+        (MEMORY_LOOPS,),
+    ),
+    Mutant(
+        "Nesterov's momentum is the plain one",
+        "sparsifiers/native/kernel_memory_loops.h",
+        "after[i] = nesterov ? factor * (before[i] + other) :",
+        "after[i] = nesterov ? factor * before[i] + other :",
+        (MEMORY_LOOPS,),
+    ),
+)
