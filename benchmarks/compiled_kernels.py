@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 NEWEST = "3.9.0"
 LIMITS = {"registers": 128, "spills": 16, "popc": 66, "membar": 1, "local_bytes": 8}  # bytes: of some words alone
+# Of the sums of one bit, which is no default: sign bits and halves of four rotations leave some words no register.
+ONE_BIT = {**LIMITS, "spills": 24}
 FIELDS = ("kernel", "triton", "arch", *LIMITS)
 
 
@@ -67,7 +69,8 @@ def compiled(arch: str, *options: str, path: Sequence[Path] = ()) -> list[dict[s
 
 def excesses(row: dict[str, Any]) -> list[str]:
     """Names of what exceeds its limit."""
-    return [name for name, limit in LIMITS.items() if row[name] > limit]
+    is_one_bit = row.get("kernel") == "eden_encode_sum" and "1 bits" in row.get("form", "")
+    return [name for name, limit in (ONE_BIT if is_one_bit else LIMITS).items() if row[name] > limit]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -87,6 +87,10 @@ def test_a_kernel_that_exceeds_a_limit_is_named() -> None:
     row = dict.fromkeys(compiled_kernels.LIMITS, 0)
     assert compiled_kernels.excesses(row) == []
     assert compiled_kernels.excesses({**row, "popc": 67, "spills": 20}) == ["spills", "popc"]
+    one_bit = {**row, "kernel": "eden_encode_sum", "form": "float32, 1 bits, blocks of 256", "spills": 24}
+    assert compiled_kernels.excesses(one_bit) == []
+    assert compiled_kernels.excesses({**one_bit, "kernel": "eden_decode"}) == ["spills"]
+    assert compiled_kernels.excesses({**one_bit, "spills": 25}) == ["spills"]
 
 
 def test_what_is_compiled_is_what_the_pinned_torch_brings() -> None:

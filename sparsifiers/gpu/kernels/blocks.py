@@ -11,7 +11,6 @@ import triton.language as tl
 
 from sparsifiers.gpu.kernels.rotation import (
     any_of,
-    exchanged,
     flipped,
     folded,
     is_later,
@@ -50,18 +49,18 @@ def even_bits(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def half_of(column: tl.tensor, DOUBLINGS: tl.constexpr) -> tl.tensor:
+    """Return in which half of its block each byte of a plane lies, by its number in the block: 0 or 1."""
+    return (column >> (2 + DOUBLINGS)) & 1
+
+
+@triton.jit
 def outside_of(key: tl.tensor, first: tl.tensor, DOUBLINGS: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
     """Return where mixed records of one bit have no value, since they have the other half: int32[TILE], 0 or 1.
 
     first: the number of the first word of each group's block in the tensor.
     """
-    return spread(is_later(key, first), TILE) ^ half_of(DOUBLINGS, TILE)
-
-
-@triton.jit
-def half_of(DOUBLINGS: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
-    """Return in which half of its block each coordinate of a tile lies: int32[TILE], 0 or 1."""
-    return (tl.arange(0, TILE) >> (5 + DOUBLINGS)) & 1
+    return spread(is_later(key, first), TILE) ^ ((tl.arange(0, TILE) >> (5 + DOUBLINGS)) & 1)
 
 
 @triton.jit
@@ -112,15 +111,21 @@ def write_blocks(
 ) -> tl.tensor:  # fmt: skip
     """Write the records of a tile, of those groups that are `live`; return the sum of its squares, float64.
 
-    gaps: 1 where a value is 0 and has to be read so, int32[TILE].
+    gaps: a bit is 1 where a value is 0 and has to be read so, int32[TILE // 64, 8], as `packed` returns them.
     """
-    GROUPS: tl.constexpr = TILE // 64
     HALVES: tl.constexpr = BITS == 1
     keys = largest(values, DOUBLINGS, TILE).to(tl.int32, bitcast=True)
     exponents = keys >> 23
-    is_mixed = (any_of(gaps, DOUBLINGS, TILE) > 0) & (keys > 0) & (exponents != 255)
+    # Of bits and not of bytes: what comes of bytes has a layout that keeps a tile eight times.
+    any_gap = any_of(tl.max(tl.reshape(unpacked(gaps, TILE), [TILE // 64, 64]), axis=1), DOUBLINGS, TILE)
+    is_mixed = (any_gap > 0) & (keys > 0) & (exponents != 255)
     mixes = spread(is_mixed, TILE)
     is_first = live & (inside == 0)
+    record = out + block * (_SCALE + BITS * (8 << DOUBLINGS))
+    column = inside[:, None] * 8 + tl.arange(0, 8)[None, :]
+    front = record[:, None] + _SCALE
+    if not HALVES:  # before mixed blocks are rotated, since registers are few then
+        tl.store(front + column, (gaps ^ 255).to(tl.uint8), mask=(live & is_mixed)[:, None])
     scaled = values * spread(power_of_two(254 - exponents), TILE)
     energy = folded(scaled * scaled, DOUBLINGS, TILE)
     back = 1023 + 127 - tl.minimum(tl.maximum(254 - exponents, 1), 254)  # squares are of values as they were
@@ -141,32 +146,34 @@ def write_blocks(
     number = number_of(sizes, root, BITS, ENDS, 0, TILE)
     level = level_of(number, BITS, LEVELS, 0, TILE)
     minus = (turned < 0).to(tl.int32)
-    kept = 1 - gaps
-    if HALVES:
-        later = spread(is_later(key, word - inside), TILE) > 0
-        first = tl.where(later, exchanged(kept, DOUBLINGS, TILE), kept)
-        second = tl.where(later, minus, exchanged(minus, DOUBLINGS, TILE))
-        minus = tl.where(mixes, tl.where(half_of(DOUBLINGS, TILE) > 0, second, first), minus)
-    else:
+    if not HALVES:
         other = number_of(sizes, root, BITS - 1, ENDS, 8, TILE)
         level = tl.where(mixes, level_of(other, BITS - 1, LEVELS, 8, TILE), level)
         number = tl.where(mixes, minus | (other << 1), number)
-        minus = tl.where(mixes, kept, minus)
     scale = tl.div_rn(energy, folded(sizes * level, DOUBLINGS, TILE)) * power_of_two(exponents)
     if HALVES:
         scale = tl.where(is_mixed, scale * 2, scale)
     scale = tl.where(scale >= _LEAST, tl.minimum(scale, _MOST), 0.0)
     head = tl.where(exponents == 255, _NAN, even_bits(scale) | is_mixed.to(tl.int32)) | (again.to(tl.int32) << 15)
-    record = out + block * (_SCALE + BITS * (8 << DOUBLINGS))
     tl.store(record, (head & 255).to(tl.uint8), mask=is_first)
     tl.store(record + 1, ((head >> 8) & 255).to(tl.uint8), mask=is_first)
-    column = inside[:, None] * 8 + tl.arange(0, 8)[None, :]
-    for plane in tl.static_range(BITS):
-        bits = minus if plane == 0 else (number >> (plane - 1)) & 1
-        packed = tl.sum(tl.reshape(bits, [GROUPS, 8, 8]) << tl.arange(0, 8)[None, None, :], axis=2)
+    here = (live & ~is_mixed)[:, None]
+    if HALVES:
+        is_here = (live & is_mixed)[:, None] & (half_of(column, DOUBLINGS) == is_later(key, word - inside)[:, None])
+        tl.store(front + (column & ~(4 << DOUBLINGS)), (gaps ^ 255).to(tl.uint8), mask=is_here)
+        here |= is_here
+        column = tl.where(is_mixed[:, None], column | (4 << DOUBLINGS), column)
+    tl.store(front + column, packed(minus, TILE).to(tl.uint8), mask=here)
+    for plane in tl.static_range(1, BITS):
         place = record[:, None] + (_SCALE + plane * (8 << DOUBLINGS)) + column
-        tl.store(place, packed.to(tl.uint8), mask=live[:, None])
+        tl.store(place, packed((number >> (plane - 1)) & 1, TILE).to(tl.uint8), mask=live[:, None])
     return total
+
+
+@triton.jit
+def packed(bits: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """Return the bytes of a plane from its bits, int32[TILE], of 0 and 1: int32[TILE // 64, 8]."""
+    return tl.sum(tl.reshape(bits, [TILE // 64, 8, 8]) << tl.arange(0, 8)[None, None, :], axis=2)
 
 
 @triton.jit
@@ -182,7 +189,7 @@ def read_blocks(
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Return the values of a tile of one sender, whose records of the run begin at `data`: float32[TILE].
 
-    And where they are held, int32[TILE]: elsewhere 0 is no value, see `Eden._zeros`.
+    And where they are held, int32[TILE // 64, 8] as `packed` returns it: elsewhere 0 is no value, see `Eden._zeros`.
     """
     HALVES: tl.constexpr = BITS == 1
     record = data + block * (_SCALE + BITS * (8 << DOUBLINGS))
@@ -190,29 +197,28 @@ def read_blocks(
         tl.load(record + 1, mask=live, other=0).to(tl.int32) << 8
     )
     column = inside[:, None] * 8 + tl.arange(0, 8)[None, :]
-    number = tl.zeros([TILE], tl.int32)
-    front = tl.load(record[:, None] + _SCALE + column, mask=live[:, None], other=0)  # eight coordinates a byte
+    is_mixed = (head & 1)[:, None] > 0
+    front = column
+    if HALVES:
+        front = tl.where(is_mixed, column | (4 << DOUBLINGS), column)
+    front = tl.load(record[:, None] + _SCALE + front, mask=live[:, None], other=0)  # eight coordinates a byte
     minus = unpacked(front, TILE)
+    number = tl.zeros([TILE], tl.int32)
     for plane in tl.static_range(1, BITS):
         place = record[:, None] + (_SCALE + plane * (8 << DOUBLINGS)) + column
         number += unpacked(tl.load(place, mask=live[:, None], other=0), TILE) << (plane - 1)
     mixes = spread(head & 1, TILE) > 0
     level = level_of(number, BITS, LEVELS, 0, TILE)
-    if HALVES:
-        later = spread(is_later(key, word - inside), TILE) > 0
-        outside = outside_of(key, word - inside, DOUBLINGS, TILE)
-        level = tl.where(mixes & (outside > 0), 0.0, level)
-        minus = tl.where(mixes & ~later, exchanged(minus, DOUBLINGS, TILE), minus)
-    else:
+    if not HALVES:
         level = tl.where(mixes, level_of(number >> 1, BITS - 1, LEVELS, 8, TILE), level)
         minus = tl.where(mixes, number & 1, minus)
     read = flipped(level, minus << 31)
     read = turned_twice(read, (head >> 15) & 1, mixes, key, word, HALVES, False, DOUBLINGS, TILE)
+    if HALVES:  # what the other half becomes is not used
+        front = tl.load(record[:, None] + _SCALE + (column & ~(4 << DOUBLINGS)), mask=live[:, None], other=0)
+        is_here = half_of(column, DOUBLINGS) == is_later(key, word - inside)[:, None]
+        front = tl.where(is_here, front, 0)
+    kept = tl.where(is_mixed, front.to(tl.int32), 255)
     scale = ((head & 0x7FFE) << 16).to(tl.float32, bitcast=True)
-    kept = unpacked(front, TILE)  # again, and not kept: registers are few
-    if HALVES:
-        kept = tl.where(spread(is_later(key, word - inside), TILE) > 0, exchanged(kept, DOUBLINGS, TILE), kept)
-        kept *= 1 - outside_of(key, word - inside, DOUBLINGS, TILE)
-    kept = tl.where(spread(head & 1, TILE) > 0, kept, 1)
-    read = tl.where(kept > 0, read * spread(scale, TILE), 0.0)
-    return read, kept * spread(((head & 0x7FFE) != 0).to(tl.int32), TILE)
+    read = tl.where(unpacked(kept, TILE) > 0, read * spread(scale, TILE), 0.0)
+    return read, tl.where((head & 0x7FFE)[:, None] != 0, kept, 0)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsifiers.gpu.block_table import FIELDS, TILE, BlockTable
-from sparsifiers.gpu.kernels.blocks import bfloat16_bits, read_blocks, write_blocks
+from sparsifiers.gpu.kernels.blocks import bfloat16_bits, packed, read_blocks, write_blocks
 from sparsifiers.gpu.kernels.launching import launch
 from sparsifiers.gpu.kernels.rotation import mixed
 from sparsifiers.quantising import levels
@@ -48,17 +48,20 @@ def row_of(table: tl.tensor, runs: tl.tensor, steps: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def groups_of(row: tl.tensor, DOUBLINGS: tl.constexpr, TILE: tl.constexpr) -> tuple[tl.tensor, ...]:
+def groups_of(
+    row: tl.tensor, AGAIN: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr
+) -> tuple[tl.tensor, ...]:  # fmt: skip
     """Return of a program: its number in the run, and of each group block, place in it, word, and whether it is there.
 
+    AGAIN: made anew from memory, since the compiler would keep what it has across a loop, and registers are few.
     Blocks are counted from the first of the run, int64[TILE // 64]; words from the first of the tensor.
     """
-    task = tl.program_id(0).to(tl.int64) - tl.load(row)
+    task = tl.program_id(0).to(tl.int64) - tl.load(row, volatile=AGAIN)
     group = tl.arange(0, TILE // 64)
     block = task * ((TILE // 64) >> DOUBLINGS) + (group >> DOUBLINGS)
     inside = group & ((1 << DOUBLINGS) - 1)
-    word = (tl.load(row + 2) + block) * _WORDS + inside
-    return task, block, inside, word, block < tl.load(row + 3)
+    word = (tl.load(row + 2, volatile=AGAIN) + block) * _WORDS + inside
+    return task, block, inside, word, block < tl.load(row + 3, volatile=AGAIN)
 
 
 @triton.jit
@@ -75,15 +78,15 @@ def encode_tile(
     TILE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the records of one tile of a tensor; without one, of zeros."""
-    task, block, inside, word, live = groups_of(row, DOUBLINGS, TILE)
+    task, block, inside, word, live = groups_of(row, False, DOUBLINGS, TILE)
     address = tl.load(row + 6)
     place = task * TILE + tl.arange(0, TILE)
     length = tl.where(address != 0, tl.load(row + 5), 0)
     values = tl.load(address.to(tl.pointer_type(FROM)) + place, mask=place < length, other=0.0).to(tl.float32)
     gaps = ((values == 0.0) & (place < length)).to(tl.int32)
     found = write_blocks(
-        values, gaps, key_of(table + _FIELDS * runs, row), out + tl.load(row + 7), block, inside, word, live,
-        BITS, LEVELS, ENDS, SPIKE, DOUBLINGS, TILE,
+        values, packed(gaps, TILE), key_of(table + _FIELDS * runs, row), out + tl.load(row + 7), block, inside, word,
+        live, BITS, LEVELS, ENDS, SPIKE, DOUBLINGS, TILE,
     )  # fmt: skip
     if SQUARES:
         tl.atomic_add(squares, found, sem="relaxed")
@@ -92,23 +95,26 @@ def encode_tile(
 @triton.jit
 def sum_of(
     table: tl.tensor, runs: tl.tensor, row: tl.tensor, rows: tl.tensor, stride: tl.tensor, senders: tl.tensor,
-    scale: tl.tensor, block: tl.tensor, inside: tl.tensor, word: tl.tensor, live: tl.tensor,
-    BITS: tl.constexpr, LEVELS: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
+    scale: tl.tensor,
+    AGAIN: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Return `scale` times the sum of the values of a tile of all senders, in their order: float32[TILE].
 
-    And where one of them is held, int32[TILE], see `read_blocks`.
+    And where one of them is held, int32[TILE // 64, 8], see `read_blocks`. AGAIN: of `groups_of`, for each sender.
     """
     data = rows + tl.load(row + 6)
     keys = table + _FIELDS * runs
-    total, held = read_blocks(data, key_of(keys, row), block, inside, word, live, BITS, LEVELS, DOUBLINGS, TILE)
-    for sender in range(1, senders):
-        data += stride
+    # Of -0.0, which leaves what is added; `tl.full` would make 0.0 of it.
+    total = tl.full([TILE], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+    held = tl.zeros([TILE // 64, 8], tl.int32)
+    for sender in range(senders):
+        _, block, inside, word, live = groups_of(row, AGAIN, DOUBLINGS, TILE)
         read, some = read_blocks(
             data, key_of(keys + sender, row), block, inside, word, live, BITS, LEVELS, DOUBLINGS, TILE
         )  # fmt: skip
         total += read
         held |= some
+        data += stride
     return total * scale, held
 
 
@@ -119,11 +125,10 @@ def decode_tile(
     TO: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, DOUBLINGS: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the sum of one tile of all senders to its tensor. `TO`: its dtype, but for bfloat16 int16."""
-    task, block, inside, word, live = groups_of(row, DOUBLINGS, TILE)
     total, _ = sum_of(
-        table, runs, row, rows, stride, senders, scale, block, inside, word, live, BITS, LEVELS, DOUBLINGS, TILE
+        table, runs, row, rows, stride, senders, scale, BITS == 1, BITS, LEVELS, DOUBLINGS, TILE
     )  # fmt: skip
-    place = task * TILE + tl.arange(0, TILE)
+    place = (tl.program_id(0).to(tl.int64) - tl.load(row)) * TILE + tl.arange(0, TILE)
     out = tl.load(row + 7).to(tl.pointer_type(TO)) + place
     within = place < tl.load(row + 5)
     if TO == tl.int16:
@@ -141,13 +146,13 @@ def encode_sum_tile(
     TILE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the records of the sum of one tile of all senders. The last key is that of what is written."""
-    _, block, inside, word, live = groups_of(row, DOUBLINGS, TILE)
     total, held = sum_of(
-        table, runs, row, rows, stride, senders, scale, block, inside, word, live, FROM, FROM_LEVELS, DOUBLINGS, TILE
+        table, runs, row, rows, stride, senders, scale, True, FROM, FROM_LEVELS, DOUBLINGS, TILE
     )  # fmt: skip
+    _, block, inside, word, live = groups_of(row, True, DOUBLINGS, TILE)
     key = key_of(table + _FIELDS * runs + senders, row)
     write_blocks(
-        total, 1 - held, key, out + tl.load(row + 7), block, inside, word, live, BITS, LEVELS, ENDS, SPIKE, DOUBLINGS,
+        total, held ^ 255, key, out + tl.load(row + 7), block, inside, word, live, BITS, LEVELS, ENDS, SPIKE, DOUBLINGS,
         TILE,
     )  # fmt: skip
 

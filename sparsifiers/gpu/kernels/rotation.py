@@ -77,23 +77,13 @@ def rotated(
 
 
 @triton.jit
-def exchanged(values: tl.tensor, DOUBLINGS: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
-    """Return the blocks of a tile with their halves in the other order: [TILE]."""
-    HALF: tl.constexpr = 32 << DOUBLINGS
-    pairs = tl.reshape(values, [TILE // (2 * HALF), 2, HALF])
-    left, right = tl.split(tl.permute(pairs, [0, 2, 1]))
-    return tl.reshape(tl.permute(tl.join(right, left), [0, 2, 1]), [TILE])
-
-
-@triton.jit
 def any_of(flags: tl.tensor, DOUBLINGS: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
-    """Return the largest of the flags of each block, int32[TILE], of 0 and 1: int32[TILE // 64]."""
-    keys = tl.max(tl.reshape(flags, [TILE // 64, 64]), axis=1)
+    """Return the largest of the flags of each block's groups, none below 0: int32[TILE // 64]."""
     if DOUBLINGS > 0:
-        keys = larger_of_pairs(keys, 1, TILE // 64)
+        flags = larger_of_pairs(flags, 1, TILE // 64)
     if DOUBLINGS > 1:
-        keys = larger_of_pairs(keys, 2, TILE // 64)
-    return keys
+        flags = larger_of_pairs(flags, 2, TILE // 64)
+    return flags
 
 
 @triton.jit
@@ -137,12 +127,7 @@ def larger_of_pairs(keys: tl.tensor, DISTANCE: tl.constexpr, GROUPS: tl.constexp
 @triton.jit
 def largest(values: tl.tensor, DOUBLINGS: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
     """Return the largest magnitude of each block of a tile: float32[TILE // 64]. NaN is above all."""
-    keys = keys_of_groups(values, TILE)
-    if DOUBLINGS > 0:
-        keys = larger_of_pairs(keys, 1, TILE // 64)
-    if DOUBLINGS > 1:
-        keys = larger_of_pairs(keys, 2, TILE // 64)
-    return keys.to(tl.float32, bitcast=True)
+    return any_of(keys_of_groups(values, TILE), DOUBLINGS, TILE).to(tl.float32, bitcast=True)
 
 
 @triton.jit
