@@ -183,7 +183,7 @@ def test_an_index_in_no_block_is_not_written_outside_the_message() -> None:
 def test_a_block_behind_the_last_one_is_refused_though_its_index_wraps_round(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 2**31 elements in blocks of 2**30 there are two; the one of number 4 would begin at 2**32, which is 0 in 32 bits."""
+    """Of 2**31 elements there are two blocks of 2**30; number 4 would begin at 2**32, which is 0 in 32 bits."""
     if not compiled:
         monkeypatch.setattr(kernel, "library", None)
     codec = Blocks(2**31 - 1, 1, 30)
