@@ -6,7 +6,7 @@
 # make unit        the tests that train nothing and start no process, within a minute: -m "unit and not slow and not long"
 # make check       about a minute of these and of those that train: the first case of each, and no Horovod
 # make test-all    the tests that take minutes too, and the unit tests once more for every level of arithmetic that is here
-# make mutants     break the library in a hundred places, one after the other: a named test has to fail (ARGS="exchanges loops")
+# make mutants     change a line of the library, in 125 ways, one at a time: a named test has to fail (ARGS="exchanges native")
 # make bench       step times beside other libraries on slow networks (root; an hour; ARGS="--rates 200mbit --models gpt2")
 # make gpu         judge the GPUs of this machine, and write gpu.json, to mail back; without one it says what it would have done
 # make docs        the site, in build/site

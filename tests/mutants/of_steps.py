@@ -234,13 +234,6 @@ MUTANTS: tuple[Mutant, ...] = (
         (OWN_STEP,),
     ),
     Mutant(
-        "gradients keep the loss scale",
-        "agmerge/engine/own_step.py",
-        "                gradient.mul_(inverse.to(gradient.device))",
-        "                pass",
-        (f"{OWN_STEP}::test_scaled_gradients_are_unscaled_and_an_overflow_is_left_out",),
-    ),
-    Mutant(
         "few elements have a common factor",
         "agmerge/engine/scaled_down.py",
         "    if int(then.count_nonzero()) < LEAST:",
@@ -253,12 +246,5 @@ MUTANTS: tuple[Mutant, ...] = (
         "self._least *= 0.1 if self._norm else 1.0",
         "self._least *= 1.0",
         (SCALED_DOWN,),
-    ),
-    Mutant(
-        "a gradient that lies where its update will be is handed over",
-        "agmerge/engine/backward_passes.py",
-        "if gradient is not None and buffers.flat.will_overwrite(slot, gradient):",
-        "if False:",
-        (REPEATED,),
     ),
 )

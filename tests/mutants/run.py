@@ -113,10 +113,13 @@ def _object(source: Path) -> Path | None:
 
 
 def _included(source: Path) -> list[str]:
-    """Return the text of a source file and of the files that it includes."""
-    text = source.read_text(encoding="utf-8")
-    names = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
-    return [text, *(part for name in names if name != source.name for part in _included(source.parent / name))]
+    """Return the text of a source file and of the headers that it names, in an include or in a macro for one."""
+    files = [source]
+    for file in files:
+        names = dict.fromkeys(re.findall(r'"(\w+\.h)"', file.read_text(encoding="utf-8")))
+        named = [source.parent / name for name in names]
+        files += [header for header in named if header not in files and header.exists()]
+    return [file.read_text(encoding="utf-8") for file in files]
 
 
 def _compiled(arguments: Sequence[str], target: Path) -> bool:

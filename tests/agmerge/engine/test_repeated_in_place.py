@@ -14,12 +14,12 @@ BOTH = torch.tensor([1.0, 2.0])  # what rank 0 and rank 1 add to a gradient
 
 
 class Three(nn.Module):
-    """Two parameters that are large enough to be summed where they lie, and one that may be frozen."""
+    """Two parameters, which are summed where they lie if they are large, and one that may be frozen."""
 
-    def __init__(self) -> None:
+    def __init__(self, numel: int) -> None:
         super().__init__()
-        self.always = nn.Parameter(torch.zeros(LARGE))
-        self.seldom = nn.Parameter(torch.zeros(LARGE))  # in step 2, of rank 0 only
+        self.always = nn.Parameter(torch.zeros(numel))
+        self.seldom = nn.Parameter(torch.zeros(numel))  # in step 2, of rank 0 only
         self.late = nn.Parameter(torch.zeros(8), requires_grad=False)
 
     def loss(self, rank: int, step: int) -> Tensor:
@@ -28,9 +28,13 @@ class Three(nn.Module):
         return total if step == 2 and rank == 1 else total + (rank + 1) * self.seldom.sum()
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("numel", [8, LARGE])
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["None", "views of the last updates"])
 @pytest.mark.parametrize("reason", ["unfrozen on all ranks", "loaded on rank 0", "loaded on rank 1"])
-def test_the_second_attempt_finds_the_gradients_that_the_first_one_had(reason: str, set_to_none: bool) -> None:
+def test_the_second_attempt_finds_the_gradients_that_the_first_one_had(
+    reason: str, set_to_none: bool, numel: int
+) -> None:
     """Neither those that hooks have handed over nor those that are asked for late may hold a sum by then."""
 
     def body(rank: int, model: Three) -> list[float]:
@@ -48,4 +52,4 @@ def test_the_second_attempt_finds_the_gradients_that_the_first_one_had(reason: s
 
     mean = float(BOTH.mean())
     late = -1.0 if reason == "unfrozen on all ranks" else 0.0
-    assert agreed(on_ranks(2, seeded(Three), body)) == [-3 * mean, -2 * mean - 0.5, late]
+    assert agreed(on_ranks(2, seeded(lambda: Three(numel)), body)) == [-3 * mean, -2 * mean - 0.5, late]
