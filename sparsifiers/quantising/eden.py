@@ -186,10 +186,10 @@ def _power_of_two(exponents: Tensor) -> Tensor:
 def _packed(plane: Tensor) -> Tensor:
     """Return bits, (n, size) of 0 and 1, eight a byte, the first in the lowest: uint8[n, size / 8]."""
     places = torch.arange(8, dtype=torch.uint8, device=plane.device)
-    return (plane.to(torch.uint8).view(len(plane), -1, 8) << places).sum(dim=2, dtype=torch.uint8)
+    return (plane.to(torch.uint8).view(len(plane), plane.shape[1] // 8, 8) << places).sum(dim=2, dtype=torch.uint8)
 
 
 def _unpacked(data: Tensor, size: int) -> Tensor:
     """Return the bits of `data`, uint8[n, planes * size / 8], plane by plane: uint8[n, planes, size]."""
     places = torch.arange(8, dtype=torch.uint8, device=data.device)
-    return (data.unsqueeze(2) >> places & 1).view(len(data), -1, size)
+    return (data.unsqueeze(2) >> places & 1).view(len(data), 8 * data.shape[1] // size, size)
