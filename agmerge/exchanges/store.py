@@ -57,6 +57,9 @@ class Store(ABC):
     def observe(self, values: torch.Tensor, count: int | torch.Tensor) -> None:  # noqa: B027  most need not know
         """Look at values that are sent, before they are rounded. The first ``count`` are in use. May copy them."""
 
+    def count_zeros(self, slot: Slot, values: torch.Tensor | None) -> None:  # noqa: B027  most need not know
+        """Count zeros in the blocks of a tensor that is sent, or could be, in few bits: 1-D; None: all are zero."""
+
     def update_of(self, slot: Slot) -> torch.Tensor:
         """Return where the update of a prepared tensor is written: in its shape and dtype, contiguous."""
         raise NotImplementedError(f"{slot.name}: it was prepared, and {type(self).__name__} has no update_of()")

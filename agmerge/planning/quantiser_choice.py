@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import merging
+import sparsifiers
 from agmerge.exchanges.send_mode import OWN, send_mode, with_send_mode
 from agmerge.planning.candidates import Candidate, all_dense
 from agmerge.planning.plan_choice import best_plan, planner_of, predicted_finish
-from agmerge.planning.quantiser_costs import Speed, in_quantiser, measure_quantisers
+from agmerge.planning.quantiser_costs import CountedZeros, Speed, in_quantiser, measure_quantisers
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements, Pieces
 from sparsifiers.quantising.choice import NONE
@@ -24,6 +25,9 @@ HOPELESS_OTHERS = f"every other candidate is predicted to take {HOPELESS:g} time
 MOST = 3  # candidates that are tried
 CLEAR = 1.2  # times as fast, in two trials, has a less exact candidate to be to replace the one in use
 AGAIN = 1000  # steps after a choice until there may be another one
+FEW_BITS = 2  # a quantiser of so many or fewer is left out if zeros take one of them from more than:
+MIXED = 1 / 8  # of the quantised coordinates
+LEFT_OUT = "{names} left out: {share:.0%} of coordinates lie in blocks that mix zeros and other values"
 
 
 class QuantiserSearch:
@@ -75,10 +79,10 @@ class QuantiserSearch:
     def _all(self) -> Pieces[list[Candidate]]:
         """Return, in pieces, the best plan of each candidate that is not hopeless, dense last.
 
-        The candidate in use is always among them: trying it costs nothing.
+        The candidate in use is always among them, unless zeros rule it out: trying it costs nothing.
         """
         found, names = [], self._buffers.config.compression.compressor.candidates
-        for name in self._buffers.config.quantisers:
+        for name in self._choice.allowed:
             found.append((yield from self._best(name)))
         if NONE in names and self._latest.dense is not None:
             found.append((yield from self._dense()))
@@ -114,6 +118,12 @@ def exactness(candidate: Candidate, candidates: Sequence[str]) -> int:
     return candidates.index(NONE if candidate.is_dense and NONE in candidates else candidate.mode.quantiser)
 
 
+def loses_by_zeros(name: str) -> bool:
+    """Return whether a quantiser has too few bits for blocks that mix zeros and other values."""
+    quantiser = sparsifiers.quantiser(name)
+    return quantiser.masks_zeros and quantiser.bits <= FEW_BITS
+
+
 def taken(tried: Sequence[Candidate], names: Sequence[str], seconds: Sequence[float], doubts: Sequence[float]) -> int:
     """Return the number of the candidate to continue with: the most exact one that is about as fast as the fastest.
 
@@ -133,23 +143,53 @@ class QuantiserChoice:
     """Choice of one agreement, which stays for long. All ranks call alike; rank 0 decides.
 
     ``buffers``: the merge buffers in use; their plan records for how many workers its quantiser was chosen.
+    ``zeros``: of what they have sent.
     """
 
     codec_why = exchange_why = ""
     has_measured = True  # each search begins with that
 
-    def __init__(self, buffers: MergeBuffers) -> None:
-        self._buffers, self._workers = buffers, buffers.comm.size
+    def __init__(self, buffers: MergeBuffers, zeros: CountedZeros) -> None:
+        self._buffers, self._zeros, self._workers = buffers, zeros, buffers.comm.size
         self._names = buffers.config.compression.compressor.candidates  # the most exact first
         self._step = 0  # the step to come when it was chosen, or when this agreement began
         self.is_clear = False  # a less exact candidate was clearly faster in the last trial: try again
         self._why = ""  # the step times of the last trial, as text; "": there was none
+        self._share = 0.0  # of coordinates in blocks that mix zeros and other values, when it was last measured
         self.take_over(buffers.plan, 0)
 
     @property
     def quantiser_why(self) -> str:
         """Return the reason for the choice."""
-        return self._why or "it was chosen before, for as many workers"
+        reason = self._why or "it was chosen before, for as many workers"
+        names = " and ".join(self._left_out)
+        return f"{reason}; {LEFT_OUT.format(names=names, share=self._share)}" if names else reason
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """Return the quantisers among the candidates, without those that zeros rule out."""
+        return tuple(name for name in self._buffers.config.quantisers if name not in self._left_out)
+
+    @property
+    def _left_out(self) -> tuple[str, ...]:
+        """Return the quantisers that zeros rule out; (): all, if there is no other candidate."""
+        names = self._buffers.config.quantisers
+        noisy = tuple(filter(loses_by_zeros, names)) if self._share > MIXED else ()
+        return noisy if len(noisy) < len(names) or self._buffers.config.chooses_dense else ()
+
+    def is_ruled_out(self) -> bool:
+        """Collective. Return whether zeros rule out what is in use; they are measured if they could."""
+        is_dense, name = self._candidate
+        if is_dense or name == OWN or not loses_by_zeros(name):
+            return False
+        self._share = self._zeros.share()
+        return self._uses_left_out
+
+    @property
+    def _uses_left_out(self) -> bool:
+        """Return whether zeros rule out what is in use."""
+        is_dense, name = self._candidate
+        return not is_dense and name in self._left_out
 
     def take_over(self, plan: merging.Plan, step: int) -> None:
         """Adopt the choice of an earlier agreement or run, if it was made for the same number of workers.
@@ -175,7 +215,7 @@ class QuantiserChoice:
 
     def may_change(self, step: int) -> bool:
         """Return whether another candidate may be chosen before this step."""
-        return self._is_open or step - self._step >= AGAIN
+        return self._is_open or self._uses_left_out or step - self._step >= AGAIN
 
     def search(
         self, planner: merging.Planner, latest: Measurements, step: int, usual: float, *, stays: bool
@@ -188,13 +228,14 @@ class QuantiserChoice:
         assert buffers.quantiser is not None
         names = dict.fromkeys([*buffers.config.quantisers, buffers.quantiser.name])
         speeds = measure_quantisers(buffers, names)
+        self._share = self._zeros.share()
         return QuantiserSearch(planner, buffers, latest, speeds, step, usual, self).to_try()
 
     def planned(self, tried: Sequence[Candidate], step: int) -> merging.Plan:
         """Return the plan to continue with: chosen, if there is nothing to try. ``step``: the one to come."""
         if len(tried) > 1:
             return tried[0].plan
-        if self.is_open:
+        if self.is_open or not self.is_on(tried[0]):
             self._why = HOPELESS_OTHERS
         return self._settle(tried[0], step)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the processor time of quantisers here, and convert measurements made with one to another."""
+"""Measure costs of quantisers here: processor time, and zeros that take bits. Convert measurements to another one."""
 
 from __future__ import annotations
 
@@ -43,6 +43,32 @@ def measure_quantisers(buffers: MergeBuffers, names: Iterable[str]) -> dict[str,
         name: Speed(name, bytes_of_quantised(buffers, tensor_class, quantiser), float(encode[i]), float(decode[i]))
         for i, (name, quantiser) in enumerate(made.items())
     }
+
+
+class CountedZeros:
+    """Count of zeros beside other values, in what the last step before planning has sent or could send in few bits."""
+
+    def __init__(self, buffers: MergeBuffers) -> None:
+        self._buffers = buffers
+        self._is_on = False  # the step to come is counted
+        self._last = (0, 0)  # coordinates in mixed blocks, and all, of this rank
+
+    def end_step(self) -> None:
+        """Take the count of a step that has ended. If it has sent nothing, the count before stays."""
+        if self._is_on:
+            counts = self._buffers.store.end_zeros()
+            self._last = counts if counts[1] else self._last
+
+    def begin_step(self, step: int, is_wanted: bool) -> None:
+        """Count the zeros of ``step``, the one to come, if that is wanted. It costs one pass over gradients."""
+        self._is_on = is_wanted
+        if is_wanted:
+            self._buffers.store.start_zeros()
+
+    def share(self) -> float:
+        """Collective. Return the share of all ranks' coordinates in mixed blocks: the same on every rank."""
+        mixed, coordinates = gather_seconds(self._buffers, *np.array([self._last], dtype=float).T)
+        return float(mixed.sum() / max(coordinates.sum(), 1.0))
 
 
 def _seconds(quantiser: sparsifiers.Quantiser, device: torch.device) -> tuple[float, float]:

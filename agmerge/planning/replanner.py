@@ -31,6 +31,7 @@ from agmerge.planning.plan_choice import FixedCounts, planner_of
 from agmerge.planning.plan_trial import PlanTrial
 from agmerge.planning.probe_budget import share_of
 from agmerge.planning.quantiser_choice import QuantiserChoice
+from agmerge.planning.quantiser_costs import CountedZeros
 from agmerge.planning.reasons import State, status_of
 from agmerge.planning.sparse_choice import SparseChoice, named
 from agmerge.step.agreed_state import Decision
@@ -62,14 +63,21 @@ class Replanner:
         self._steps = 0  # of this agreement
         self._step = 0  # the one to come
         self._drift = DriftDetector()  # asked on rank 0
-        self._earlier, self._values = EarlierRun(buffers), SampledValues(buffers)
+        self._earlier = EarlierRun(buffers)
         self._tried: Sequence[Candidate] = ()  # in the last trial, or chosen without one
         self._trial: PlanTrial | None = None  # of these, while it is under way
         self._resumed = ""  # a trial of an earlier run, until the first step has ended
         self._hurries = False  # that run has ended while it measured: now costs are measured at once
         config, kinds = buffers.config, {slot.tensor_class.kind for slot in buffers.layout.slots}
         quantises = bool(config.quantisers) and Kind.QUANTISED in kinds
-        self._choice = QuantiserChoice(buffers) if quantises else SparseChoice(buffers, self._values)
+        self._choice: QuantiserChoice | SparseChoice
+        self._values: CountedZeros | SampledValues  # of steps before planning, for the choice
+        if quantises:
+            self._values = zeros = CountedZeros(buffers)
+            self._choice = QuantiserChoice(buffers, zeros)
+        else:
+            self._values = sample = SampledValues(buffers)
+            self._choice = SparseChoice(buffers, sample)
         planner = config.merging.planner  # None: the script gives a plan, of which only the quantiser may be open
         self._planner = planner or FixedCounts(counts=buffers.plan.counts)
         has_planner = planner is not None or (quantises and self._choice.is_open)
@@ -203,7 +211,8 @@ class Replanner:
             load = profile(self.buffers, look.ready, self._step).load
             finding = self._drift.look(self.buffers.plan, latest, look.ready, look.travel, load)
         finding = Finding(number_of_rank_0(self.buffers, finding))
-        if self._choice.is_clear:  # a clear gain has to be seen twice
+        # A clear gain has to be seen twice. Zeros may have come since, as of pruned weights.
+        if self._choice.is_ruled_out() or self._choice.is_clear:
             finding = Finding.PROBE
         if finding is Finding.PROBE:
             if self._state is State.KNOWN:  # the earlier run's choice was for another network

@@ -34,6 +34,10 @@ class SparseChoice:
         """Adopt the plan of an earlier agreement or run: there are no reasons for it here."""
         self.reopen()
 
+    def is_ruled_out(self) -> bool:
+        """Return whether what is in use may not stay: only quantisers may become too noisy."""
+        return False
+
     def reopen(self) -> None:
         """Forget the reasons: they were of another network."""
         self.codec_why = self.exchange_why = ""

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import torch
 
-from agmerge.exchanges.message.sample import ValueSample
+from agmerge.exchanges.message.sample import ValueSample, ZeroCount
 from agmerge.exchanges.store import Store
 from agmerge.step.flat_buffers import FlatBuffers
 from agmerge.tensors.arena import Unwritten, Write
 from agmerge.tensors.layout import Segment, Slot
 from sparsifiers import kernel_updates
+from sparsifiers.quantising.blocks import block_size
 
 # Of a segment: indices (None: all elements) and values that were sent (None: exactly those of `work`).
 Sent = tuple[Segment, "torch.Tensor | None", "torch.Tensor | None"]
@@ -31,6 +32,7 @@ class SentValues(Store):
         self.sent: list[Sent] = []
         self.received: list[Received] = []
         self._sample: ValueSample | None = None  # of selected values; None: not asked for
+        self._zeros: ZeroCount | None = None  # of quantised tensors; None: not asked for
 
     def subtract_sent(
         self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | Unwritten | None
@@ -103,3 +105,24 @@ class SentValues(Store):
         """Return the sample, as :meth:`ValueSample.values` does, and stop sampling; None: none was asked for."""
         sample, self._sample = self._sample, None
         return None if sample is None else sample.values()
+
+    # -- zeros beside other values, for the choice of quantisers --------------------------------------------------
+
+    @property
+    def counts_zeros(self) -> bool:
+        """Return whether zeros of the step under way are counted."""
+        return self._zeros is not None
+
+    def start_zeros(self) -> None:
+        """Count zeros in the blocks of the next step, for :meth:`end_zeros`."""
+        self._zeros = ZeroCount()
+
+    def count_zeros(self, slot: Slot, values: torch.Tensor | None) -> None:
+        """Count zeros in the blocks of a tensor, in a step that is asked for it."""
+        if self._zeros is not None:
+            self._zeros.take(values, slot.numel, block_size(slot.shape))
+
+    def end_zeros(self) -> tuple[int, int]:
+        """Return the coordinates in mixed blocks, and all that were counted; stop counting."""
+        count, self._zeros = self._zeros, None
+        return (0, 0) if count is None else count.counts()

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from agmerge.exchanges import InFlight, Noise, SegmentBuffers
-from agmerge.exchanges.message.format import RoundHeader
+from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.routing import Message
 from agmerge.metrics.step_times import StepRecorder
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.queued_messages import said_by_all
-from sparsifiers import Selection
+from sparsifiers import Kind, Selection
 
 SentMessage = tuple[Message, InFlight]
 
@@ -43,9 +43,19 @@ class MessagesUnderWay:
         header: RoundHeader,
     ) -> SentMessage:
         """Collective. Start one message, and count its bytes."""
+        if self._buffers.store.counts_zeros and not header.flags & Flag.REPLAN:
+            self._count_zeros(message, operands)
         in_flight = message.exchange.start(message.name, operands, selections, header)
         self._count(in_flight)
         return message, in_flight
+
+    def _count_zeros(self, message: Message, operands: Sequence[SegmentBuffers]) -> None:
+        """Count zeros of tensors that could be quantised, and go dense: exchanges in few bits count their own."""
+        for load in operands if message.exchange.prepares is not Kind.QUANTISED else ():
+            if load.segment.tensor_class.kind is Kind.QUANTISED:
+                for slot in load.segment.slots:
+                    start = slot.offset - load.segment.start
+                    self._buffers.store.count_zeros(slot, load.work[start : start + slot.numel])
 
     def poll(self) -> None:
         """Collective. Record which messages have arrived: the ends of hidden exchanges could not be timed otherwise.

@@ -42,6 +42,7 @@ class Quantiser(Compressor):
     kind = Kind.QUANTISED
     bits: float  # of a coordinate, scales not counted
     unbiased: ClassVar[bool]  # the mean over draws of the values read is the vector
+    masks_zeros: ClassVar[bool] = False  # zeros beside other values in a block take bits from these
     noise: float = 0.0  # squared error of normally distributed blocks / their squares, about; 0: too small to mention
 
     @property

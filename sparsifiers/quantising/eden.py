@@ -35,6 +35,7 @@ class Eden(Quantiser):
     """
 
     unbiased = True
+    masks_zeros = True
     bits: int
 
     def __init__(self, bits: int = 2) -> None:

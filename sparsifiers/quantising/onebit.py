@@ -32,6 +32,7 @@ class OneBit(Quantiser):
     name = "onebit"
     bits = 1
     unbiased = False
+    masks_zeros = True
     memory = "residual"
     noise = 0.362
 

@@ -31,6 +31,32 @@ class Handling(NamedTuple):
     decode: float  # seconds a value
 
 
+class ZeroCount:
+    """Count of the coordinates that one step sends in few bits, and of those in mixed blocks.
+
+    Mixed blocks have zeros and other values.
+    """
+
+    def __init__(self) -> None:
+        self._coordinates = 0
+        self._mixed: list[Tensor] = []  # int64, 0-dim: of parts of tensors
+
+    def take(self, values: Tensor | None, numel: int, size: int) -> None:
+        """Count ``values``, (numel,), in blocks of so many coordinates; None: all are zero. No device is waited for."""
+        self._coordinates += numel
+        if values is None:
+            return
+        whole = numel - numel % size
+        for blocks in (values[:whole].view(-1, size), values[whole:].view(1, -1)):
+            zeros = (blocks == 0).sum(dim=1)
+            self._mixed.append(((zeros > 0) & (zeros < blocks.shape[1])).sum() * blocks.shape[1])
+
+    def counts(self) -> tuple[int, int]:
+        """Return the coordinates in mixed blocks, and all of them."""
+        runs = groupby(self._mixed, key=lambda part: part.device)
+        return sum(int(torch.stack(list(run)).sum()) for _, run in runs), self._coordinates
+
+
 class ValueSample:
     """Sample of the values that one step sends, as they were before a codec rounded them.
 

@@ -130,7 +130,8 @@ class QuantisedExchange(Exchange):
         self._commit(slot, values, step, message)
 
     def _commit(self, slot: Slot, values: Tensor | None, step: int, message: Tensor) -> None:
-        """Tell the store what was written of a tensor, if it keeps a residual."""
+        """Tell the store what was written of a tensor."""
+        self.store.count_zeros(slot, values)
         segment = Segment(slot.tensor_class, (slot,))
         if self.context.feedback and values is not None:
             sent = self.keep(("sent",), segment.length, slot.tensor_class.storage, message.device)
@@ -203,9 +204,7 @@ class QuantisedExchange(Exchange):
         """Write the scaled sum of plain values, from uint8[W, bytes], added in rank order, to ``out``."""
         write_in_rank_order(out, rows.view(run.segment.tensor_class.dtype), self.scale)
 
-    def _damaged(
-        self, shard: ShardLayout, rows: Tensor, pending: InFlight, *, sealed: bool | None = None
-    ) -> list[int]:
+    def _damaged(self, shard: ShardLayout, rows: Tensor, pending: InFlight, *, sealed: bool | None = None) -> list[int]:
         """Return the ranks of which the message of the first phase has changed on its way; see ``ShardLayout``."""
         return shard.damaged(rows, lambda sender: self._key(None, pending.control.step, 0, sender), sealed=sealed)
 
