@@ -62,6 +62,11 @@ def train(where: Where | None, steps: int, begin: int = 0, size: int = 2, **opti
     return agreed(on_ranks(size, MODEL, body))
 
 
+def name_of(value: object) -> str:
+    """Return the name of a case: of a function its own, which is the same in every process."""
+    return getattr(value, "__name__", str(value))
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_dead_inputs_leave_out_2_bits_though_these_are_fastest(size: int, world: World) -> None:
     names, why = train(half_of_columns, FIRST + 1, size=size)
@@ -69,13 +74,13 @@ def test_dead_inputs_leave_out_2_bits_though_these_are_fastest(size: int, world:
     assert why.endswith("; eden-2 left out: 50% of coordinates lie in blocks that mix zeros and other values")
 
 
-@pytest.mark.parametrize("where", [None, whole_blocks, one_column], ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize("where", [None, whole_blocks, one_column], ids=name_of)
 def test_without_zeros_beside_other_values_2_bits_are_taken(where: Where | None, world: World) -> None:
     names, why = train(where, FIRST + 1)
     assert names[-1] == "eden-2" and "left out" not in why
 
 
-@pytest.mark.parametrize(("where", "name"), [(half_of_columns, "int8"), (None, "eden-2")], ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize(("where", "name"), [(half_of_columns, "int8"), (None, "eden-2")], ids=name_of)
 def test_zeros_are_of_gradients_and_not_of_what_8_bits_round_to_zero(
     where: Where | None, name: str, world: World
 ) -> None:
