@@ -40,6 +40,8 @@ ANEW = (
     "({name!r}, for one), so that nothing is compressed any more. Call compress() again, with the new one"
 )
 
+_Seen = tuple["weakref.ref[torch.Tensor]", int]
+
 
 @dataclass(frozen=True)
 class AveragedModel:
@@ -66,9 +68,7 @@ class AveragedSteps:
         self._apart: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._passes = 0  # that have filled the buckets
         # By optimizer, after its last step: how many passes there were, and which gradient it stepped with.
-        self._after: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, tuple[int, int]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._after: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, _Seen]] = weakref.WeakKeyDictionary()
         self._said = False
 
     def count_pass(self) -> None:
@@ -95,7 +95,7 @@ class AveragedSteps:
         passes, gradient = self._after.get(optimizer, (0, None))
         if passes == self._passes and not self._said:
             own = self._first(optimizer)
-            if own is not None and _seen(own) != gradient:
+            if own is not None and not _is_same(own, gradient):
                 self._tell(optimizer, own)
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
@@ -151,7 +151,15 @@ class AveragedSteps:
         return 0 if comm is None else comm.rank
 
 
-def _seen(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return what differs when a gradient is replaced or written to."""
+def _seen(parameter: torch.Tensor) -> _Seen:
+    """Return the gradient of a parameter, which is not kept alive, and its version."""
     assert parameter.grad is not None
-    return parameter.grad.data_ptr(), parameter.grad._version
+    return weakref.ref(parameter.grad), parameter.grad._version
+
+
+def _is_same(parameter: torch.Tensor, seen: _Seen | None) -> bool:
+    """Return whether a gradient is the object that was seen, with nothing written to it since.
+
+    A new gradient may have the address of the last one: the object counts.
+    """
+    return seen is not None and seen[0]() is parameter.grad and seen[1] == getattr(parameter.grad, "_version", None)
