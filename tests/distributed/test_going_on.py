@@ -59,7 +59,7 @@ def test_the_others_go_on_and_who_comes_is_a_peer(tmp_path: Path, setting: dict[
         assert max(generations) - min(generations) <= 4  # that of a change, and of one who is let in, and no more
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(500)  # the pretended device quantizes by torch's operations: a step may take seconds
 @pytest.mark.parametrize(
     "setting",
     [{}, *(pytest.param(one, marks=pytest.mark.long) for one in ({"sync": "updates"}, {"compression": "none"}))],
@@ -69,14 +69,14 @@ def test_tensors_of_devices_go_through_the_host(tmp_path: Path, setting: dict[st
     """One is killed, one leaves, one comes, which gets the others' tensors onto its own device."""
     with job(tmp_path, {**setting, "place": "pretend"}, script=HERE / "going_on_devices.py") as here:
         first, second, third = here.start(), here.start(), here.start()
-        here.wait_for(lambda: all(len(here.lines(one)) >= 10 for one in (first, second, third)))
+        here.wait_for(lambda: all(len(here.lines(one)) >= 10 for one in (first, second, third)), 120)
         first.kill()
-        here.wait_for(lambda: here.size(third) == 2)
+        here.wait_for(lambda: here.size(third) == 2, 120)
         fourth = here.start()
-        here.wait_for(lambda: len(here.lines(fourth)) >= 5)
+        here.wait_for(lambda: len(here.lines(fourth)) >= 5, 120)
         second.send_signal(signal.SIGTERM)
         for worker in (second, third, fourth):
-            assert worker.wait(60) == 0, here.logs()
+            assert worker.wait(200) == 0, here.logs()
         assert here.differing() == {}
         assert {size for _, size, *_ in here.lines(third)} == {2, 3}
 
