@@ -38,7 +38,7 @@ class Group:
 class Dist:
     """A double of ``torch.distributed`` on one of two ranks, with a log of which calls end which groups."""
 
-    ReduceOp = SimpleNamespace(SUM="sum")
+    ReduceOp, ProcessGroup = SimpleNamespace(SUM="sum"), Group
     all_gather_into_tensor = reduce_scatter_tensor = None
 
     def __init__(self) -> None:
