@@ -49,7 +49,7 @@ def new_group(dist: Any, timeout: float, ranks: list[int] | None = None, label: 
     longest = 2 * timeout + 60 if has_nccl(dist) else timeout
     with translated(label):
         group = dist.new_group(ranks, backend=kinds(dist), timeout=timedelta(seconds=longest), group_desc=label)
-    if isinstance(group, dist.ProcessGroup):  # else this rank is not in it
+    with suppress(TypeError):  # where this rank is not in it, torch returns a number
         own.add(group)
     return group
 
