@@ -60,7 +60,7 @@ def test_the_example_of_the_page_is_what_advise_prints() -> None:
     assert {name for name, _ in rows} >= {*FOUR, "topk", "eden-1", "acpsgd"}
     for name, cost in rows:
         assert cost == told_cost(name, OTHERS.get(name), stand_in(ADAMW)), name
-    where, lines = filled(DDP, {}, scaled=False)
+    where, lines = filled(DDP, {"model": "model", "optimizer": "optimizer"}, scaled=False)
     assert "\n".join([f"Put this {where}:", "", *(f"    {line}" for line in lines)]) in example
     assert f"at most {STEPS} steps" in PAGE and f"**{NOT_HERE}**" in PAGE
     codes = re.findall(r"^\| (\d) \|", PAGE, re.MULTILINE)
