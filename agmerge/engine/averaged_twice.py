@@ -63,7 +63,7 @@ class AveragedTwice:
         for in_step in (True, False):
             elements, others = self._summed[in_step], self._others[in_step]
             elements += others if others >= SHARE * total else 0
-            if elements and self._looks >= 0:
+            if elements:
                 kind = type(self._members.optimizer).__name__
                 who = f"the optimizer, {kind}," if in_step else "the script"
                 remedy = OF_OPTIMIZER if in_step else OF_SCRIPT
@@ -81,11 +81,10 @@ class AveragedTwice:
             return  # of shards, or of parts of a model: not among those that have the same parameters
         gradients = [local_of(p.grad) for p in self._members.name_all() if p.grad is not None]
         places = {gradient.data_ptr() for gradient in gradients if gradient.numel() > 1}
-        elements = max((tensor.numel() for tensor in tensors), default=0)
-        if any(tensor.data_ptr() in places for tensor in tensors):
-            self._summed[self._in_step] += sum(one.numel() for one in tensors if one.data_ptr() in places)
-        else:
-            self._others[self._in_step] += elements
+        elements = sum(tensor.numel() for tensor in tensors if tensor.data_ptr() in places)
+        self._summed[self._in_step] += elements
+        if not elements:
+            self._others[self._in_step] += max((tensor.numel() for tensor in tensors), default=0)
 
 
 def _weakly(note: weakref.WeakMethod[Any], *given: object) -> None:

@@ -70,7 +70,7 @@ class BucketReducer:
         # Several optimizers step one by one: it looks when the first of them does.
         self._looks = [] if optimizer is None else [self._clipping.follow(each) for each in optimizers_of(optimizer)]
         self._stop_listening = seen_steps.listen(self, members.name_all())
-        self._stepped_to: list[int] | None = None  # versions of parameters after the last step; None: before the first
+        self._stepped_to: int | None = None  # versions of parameters after the last step; None: before the first
         self._end_due: Combined | None = None  # the pass that has ended, and after which replicas are to be compared
 
     def connect(self) -> None:
@@ -194,12 +194,11 @@ class BucketReducer:
         if combined is not None:
             # Not before the optimizer has stepped, and not where it does not: on a rank that has joined.
             compares = self.exchange.agreed.steps > 1 and not combined.flags & Flag.JOINED
-            written = self._stepped_to is not None and self._stepped_to != self._versions()
-            self.participation.end_exchange(compares=compares, written=written)
+            self.participation.end_exchange(compares=compares, written=self._has_written)
 
-    def _versions(self) -> list[int]:
-        """Return the versions of all parameters, which writes in place raise."""
-        return [parameter._version for parameter in self.members.name_all()]
+    def _has_written(self) -> bool:
+        """Return whether parameters were written in place since the last step."""
+        return self._stepped_to is not None and self._stepped_to != self._last.versions()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check what ``optimizer``, which has some of the parameters, is about to step with.
@@ -212,7 +211,7 @@ class BucketReducer:
         """Move the residuals of the parameters that ``optimizer`` has stepped."""
         self._last.stepped(optimizer)
         self._checks.after(optimizer)
-        self._stepped_to = self._versions()
+        self._stepped_to = self._last.versions()
 
     def flush(self) -> None:
         """Apply updates that are on their way: there are none, each pass ends with its own."""

@@ -70,7 +70,7 @@ class LastPass:
         if len(self._hooks) < len(self._parameters):
             self._watch()
         if not self._seen:
-            self._versions = self._sum_of_versions()
+            self._versions = self.versions()
 
     def _own(self, optimizer: Any) -> list[str]:
         """Note that an optimizer steps its parameters; return the names of those of this model."""
@@ -185,7 +185,7 @@ class LastPass:
 
     def _stepped_unseen(self) -> bool:
         """Return whether something other than a torch optimizer has moved parameters since the last pass ended."""
-        if self._versions == self._sum_of_versions():
+        if self._versions == self.versions():
             return False
         kinds: dict[type, bool] = {}  # asking for each object would cost more
         for thing in gc.get_objects():
@@ -200,7 +200,8 @@ class LastPass:
                 return False  # it will be seen when it steps: others write to parameters too
         return True
 
-    def _sum_of_versions(self) -> int:
+    def versions(self) -> int:
+        """Return the sum of the versions of all parameters: each write in place raises it."""
         return sum(parameter._version for parameter in self._parameters.values())
 
     def end(self) -> None:

@@ -342,11 +342,14 @@ class Participation:
         """Compare replicas after the next exchange, as after the first one: there are new parameters."""
         self._has_compared = False
 
-    def end_exchange(self, *, compares: bool = True, plans: bool = True, written: bool = False) -> None:
+    def end_exchange(
+        self, *, compares: bool = True, plans: bool = True, written: Callable[[], bool] = lambda: False
+    ) -> None:
         """Collective. Compare replicas and plan again, where that is due: an exchange has been committed.
 
         ``compares``: replicas are comparable now. They are after the first exchange, and after every ``check_every``.
-        ``plans``: the plan in use is one that can be planned from. ``written``: see :func:`compare_replicas`.
+        ``plans``: the plan in use is one that can be planned from. ``written``: asked
+        when replicas are compared, see :func:`compare_replicas`.
         """
         exchange, guards = self.exchange, self.exchange.agreed.config.guards
         if exchange.group.kept is not None and self.outdated:
@@ -357,7 +360,7 @@ class Participation:
             if compares and is_due:  # G11
                 assert exchange.group.comm is not None
                 tensors, steps = self._compared_tensors(), exchange.agreed.steps
-                compare_replicas(exchange.group.comm, tensors, steps, guards.timeout, written=written)
+                compare_replicas(exchange.group.comm, tensors, steps, guards.timeout, written=written())
                 self._has_compared = True
             if plans:
                 exchange.agreed.replan()

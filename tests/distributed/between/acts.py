@@ -47,7 +47,6 @@ class Script:
     step: int = 0
     facts: dict[str, bool] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # an act's own
-    shared: Callable[[], Any] | None = None  # with sync="updates": a context that shows the shared parameters
 
     def check(self, fact: str, holds: bool) -> None:
         """Note that ``fact`` holds; once False it stays so."""
@@ -280,9 +279,6 @@ class KeepGradients(Act):
         gradients = [p.grad for p in parameters(script) if p.grad is not None]
         script.kept["gradients"] = [(one, one.clone()) for one in gradients]
 
-    def before(self, script: Script) -> None:
-        pass
-
 
 @act
 class GradientByHand(Act):
@@ -412,8 +408,6 @@ class LoadWeights(Act):
 @act
 class AddAGroup(Act):
     """Give the optimizer a layer that it did not have; its gradients were there from the beginning."""
-
-    drifts = False
 
     def start(self, script: Script) -> None:
         script.kept["later"] = list(script.net[2].parameters())

@@ -14,7 +14,6 @@ import os
 import sys
 import time
 import warnings
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +76,6 @@ def wrapper(script: Script, act: Act, options: dict[str, Any] | None, folder: Pa
     script.model = script.net
     inner = made(script.net, act, script)
     script.optimizer = agmerge.DistributedOptimizer(inner, script.net.named_parameters(), **options)
-    if "sync" in options:
-        script.shared = script.optimizer.shared
     loop(script, act)
     return script.optimizer
 
@@ -237,14 +234,12 @@ def trained(road: str, name: str, way: str, folder: Path) -> dict[str, Any]:
             seen["error"] = f"{type(error).__name__}: {error}"
             seen["clear"] = isinstance(error, agmerge.AGMergeError | ValueError | TypeError)
         seen["steps"] = script.step + 1
-        shared: AbstractContextManager[Any] | None = None
         if not seen["error"]:
             if way == "updates" and compressed is not None:
                 compressed.consolidate()
             seen["loss"] = loss_of(script.net, dist.get_world_size())
         seen["bits"] = digest(script.net.parameters())
         seen["teacher"] = digest(script.kept["teacher"].parameters()) if "teacher" in script.kept else ""
-        del shared
     seen["facts"] = script.facts
     seen["said"] = sorted({str(one.message)[:400] for one in heard if one.category is UserWarning})
     seen["seconds"] = time.perf_counter() - begin
