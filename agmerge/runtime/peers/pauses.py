@@ -40,8 +40,9 @@ class Pauses:
     def beat(self) -> None:
         """Record that this process runs."""
         with self._lock:
-            pause = self._since_last()
-            self._last = (time.monotonic(), time.process_time())
+            now = _now()  # read once: between two readings a process can be stopped
+            pause = self._since_last(*now)
+            self._last = now
             if pause.seconds >= SHORTEST:
                 self._pauses.append(pause)
 
@@ -52,7 +53,7 @@ class Pauses:
         has just ended, before its beat, does.
         """
         with self._lock:
-            pauses = [*self._pauses, self._since_last()]
+            pauses = [*self._pauses, self._since_last(*_now())]
         pauses = [pause for pause in pauses if pause.end > moment and pause.seconds >= SHORTEST]
         seconds, cpu = sum(pause.seconds for pause in pauses), sum(pause.cpu for pause in pauses)
         if seconds < max(least, SHORTEST):
@@ -61,8 +62,12 @@ class Pauses:
         why = stopped if cpu < BUSY * seconds else "stopped, or in code that lets no other thread run"
         return f"did not run for {seconds:.1f} s: it was {why}"
 
-    def _since_last(self) -> Pause:
-        """Return the time since the last beat; none before the first."""
-        now, cpu = time.monotonic(), time.process_time()
+    def _since_last(self, now: float, cpu: float) -> Pause:
+        """Return the time from the last beat to this moment; none before the first."""
         before, cpu_before = self._last or (now, cpu)
         return Pause(now, now - before, cpu - cpu_before)
+
+
+def _now() -> tuple[float, float]:
+    """Return the seconds of the monotonic clock, and of CPU time of all threads of this process."""
+    return time.monotonic(), time.process_time()

@@ -17,12 +17,19 @@ class Clock:
 
     def __init__(self) -> None:
         self.now, self.cpu = 1000.0, 5.0
+        self.stops_after = ""  # a clock: once it has been read, the process is stopped for 14 seconds
 
     def monotonic(self) -> float:
-        return self.now
+        return self._read("monotonic", self.now)
 
     def process_time(self) -> float:
-        return self.cpu
+        return self._read("process_time", self.cpu)
+
+    def _read(self, clock: str, seconds: float) -> float:
+        if self.stops_after == clock:
+            self.stops_after = ""
+            self.passes(14.0)
+        return seconds
 
     def passes(self, seconds: float, cpu: float = 0.0) -> None:
         self.now, self.cpu = self.now + seconds, self.cpu + cpu
@@ -116,3 +123,13 @@ def test_a_pause_is_never_between_the_list_and_the_last_beat(clock: Clock) -> No
     made.beat()
     asking.join()
     assert said[0].startswith("did not run for 14.0 s")
+
+
+@pytest.mark.parametrize("reading", ["monotonic", "process_time"])
+def test_a_stop_within_a_beat_counts(clock: Clock, reading: str) -> None:
+    """The process is stopped just after a beat has read a clock."""
+    made = running(clock)
+    clock.stops_after = reading
+    made.beat()
+    made.beat()
+    assert made.describe(0.0).startswith("did not run for 14.0 s")
