@@ -8,6 +8,7 @@ import math
 import pytest
 
 from agmerge.backends import local
+from agmerge.engine import script_reads
 from agmerge.planning import cost_probe, plan_trial, probe_budget
 
 
@@ -30,3 +31,9 @@ def probes_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_trial.PlanTrial, "doubts", lambda trial: [0.0] * len(trial.plans))
     for few in ("VISITS", "ROUNDS", "PAIRS"):
         monkeypatch.setattr(cost_probe, few, 1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for reads of a script although other tests of this process have compiled, after which none are seen."""
+    monkeypatch.setattr(script_reads, "_compiles", lambda: False)

@@ -13,7 +13,6 @@ from support import agreed, backward, digest, mlp, on_ranks, seeded
 from torch import nn
 
 import agmerge
-from agmerge.engine import script_reads
 from agmerge.engine.script_access import READ, WRITTEN
 from agmerge.engine.script_reads import FIRST, THEN
 
@@ -27,13 +26,6 @@ ROADS: dict[str, Callable[[nn.Module, Any], Any]] = {
     ),
 }
 Act = Callable[[nn.Module, list[torch.Tensor], Any], None]
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever other tests of this process have compiled: nothing is looked for after that."""
-    monkeypatch.setattr(script_reads, "_compiles", lambda: False)
-
 
 
 def ema(model: nn.Module, average: list[torch.Tensor], optimizer: Any) -> None:
