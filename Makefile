@@ -1,7 +1,7 @@
 # make train       set up .venv, then train a small GPT over a pretended slow link: dense, with the default, with COMPRESSION=dgc
 # make train JOB=digits        train on the digits; NP=4 COMPRESSION=none MERGING=dear EPOCHS=5 ARGS="--seed 1" ...
 # make train LAUNCHER=horovodrun   (or mpirun; torchrun is the default) set up Horovod and MPI too
-# make train JOB=resnet50-cifar100 DATA=/data NP=8     a published experiment: docs/experiments.md; make small: data to try with
+# make train JOB=resnet50-cifar100 DATA=/data NP=8     a published experiment: examples/README.md; make small: small data
 # make test        set up .venv with Horovod and MPI, then run the tests (ARGS goes to pytest)
 # make unit        the tests that train nothing and start no process, within a minute: -m "unit and not slow and not long"
 # make check       about a minute of these and of those that train: the first case of each, and no Horovod

@@ -60,8 +60,9 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--steps", type=int, help="instead of the recipe's; such results count for the same --steps only")
     add("--out", type=Path, default=Path("runs/parity.jsonl"), metavar="FILE", help="one line a finished run")
     add("--list", action="store_true", help="show the cases and an estimate, run nothing")
-    add("--report", action="store_true", help="afterwards, write docs/parity.md and docs/pictures/parity-*.png")
-    add("--docs", type=Path, default=Path("docs"), metavar="FOLDER", help="where --report writes")
+    add("--report", action="store_true", help="afterwards, write the page and its pictures")
+    add("--notebook", type=Path, default=Path("benchmarks/notebook"), metavar="FOLDER", help="of parity.md")
+    add("--pictures", type=Path, default=Path("docs/pictures"), metavar="FOLDER", help="of parity-*.png")
     return parser.parse_args(argv)
 
 
@@ -252,7 +253,7 @@ def main() -> None:
     elif args.report and args.cases in ("defaults", "longer"):
         print("\n".join(parity_defaults.tables({case: records[case] for case in matrix(args) if case in records})))
     elif args.report:
-        parity_report.write(records, args.docs)
+        parity_report.write(records, args.notebook, args.pictures)
     if failed:
         sys.exit(f"{len(failed)} cases failed")
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``docs/results.md`` and its pictures, from what the benchmarks have measured.
+"""``benchmarks/notebook/results.md`` and its pictures, from what the benchmarks have measured.
 
-    python benchmarks/results.py                  # reads runs/, writes docs/results.md and docs/pictures
+    python benchmarks/results.py                  # reads runs/, writes benchmarks/notebook/results.md and docs/pictures
 
 A section is there if its file is: ``step_time.jsonl`` of step_time.py, ``converge/`` of converge.py,
 ``never_slower.jsonl`` of never_slower.py. What scale.py simulates is computed here and now.
@@ -30,6 +30,7 @@ from lab.interleaved import KEEP
 
 from agmerge.backends.horovod_mpi import cores
 
+SHOWN = "../../docs/pictures"  # as the page names the folder of pictures
 OURS = "agmerge"  # what names of this library's contenders begin with
 KEPT = " ".join(f"{key}={value}" for key, value in KEEP.items())
 STEPS = f"""`make bench`: all contenders of a cell by turns, in groups where memory asks for that, each beside its own
@@ -101,32 +102,34 @@ def text(runs: Path, pictures: Path) -> str:
     if cells:
         picture(cells, pictures)
         parts += ["## Seconds per step", STEPS]
-        parts += ["![step times](pictures/step-time.svg)", *(step_time.table(cell) for cell in cells)]
+        parts += [f"![step times]({SHOWN}/step-time.svg)", *(step_time.table(cell) for cell in cells)]
         parts += ["### Where compression loses", "\n".join(losses(cells))]
         parts += ["### The simulation against these", scale.check(runs / "step_time.jsonl")]
     known = converge.arguments(["--report", "--out", str(runs / "converge"), "--picture", str(pictures)])
     if (times := runs / "converge" / "times.json").exists():
         day = time.strftime("%Y-%m-%d", time.localtime(times.stat().st_mtime))
         parts += ["## Time to accuracy", f"`python benchmarks/converge.py` ({day})", converge.summary(known)]
-        parts.append("![loss by seconds](pictures/converge.svg)")
+        parts.append(f"![loss by seconds]({SHOWN}/converge.svg)")
     if matrix:
         rows = [never_slower.HEAD, *(never_slower.row(cell) for cell in matrix)]
         links = "`python benchmarks/never_slower.py`; every worker at a full-duplex link of its own"
         parts += ["## `auto` against fixed choices", links, "\n".join(rows)]
     rows = scale.simulate()
     scale.picture(rows, pictures)
-    parts += ["## More workers, simulated", "`python benchmarks/scale.py`", "![simulated](pictures/scale.svg)"]
+    parts += ["## More workers, simulated", "`python benchmarks/scale.py`", f"![simulated]({SHOWN}/scale.svg)"]
     return "\n\n".join([*parts, scale.tables(rows)]) + "\n"
 
 
 def main() -> None:
     """Write the page."""
-    parser = argparse.ArgumentParser(description="docs/results.md from what has been measured")
+    parser = argparse.ArgumentParser(description="benchmarks/notebook/results.md from what has been measured")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--docs", type=Path, default=Path("docs"))
+    parser.add_argument("--notebook", type=Path, default=Path("benchmarks/notebook"), help="folder of the page")
+    parser.add_argument("--pictures", type=Path, default=Path("docs/pictures"), help="folder of its pictures")
     args = parser.parse_args()
-    (args.docs / "pictures").mkdir(parents=True, exist_ok=True)
-    (args.docs / "results.md").write_text(text(args.runs, args.docs / "pictures"), encoding="utf-8")
+    for folder in (args.notebook, args.pictures):
+        folder.mkdir(parents=True, exist_ok=True)
+    (args.notebook / "results.md").write_text(text(args.runs, args.pictures), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """Which exchange wins where: step times and bytes for 2 to 4096 workers, by the cost model. A simulation.
 
     python benchmarks/scale.py                                   # tables; --picture docs/pictures draws them
-    python benchmarks/scale.py --wire int4                       # with values of other bytes, see docs/wire.md
+    python benchmarks/scale.py --wire int4                       # with values of other bytes, see docs/dev/wire.md
     python benchmarks/scale.py --check runs/step_time.jsonl      # the model against what step_time.py measured
 
 Every strategy is planned by ``agmerge`` (greedy) for its own costs, and its step is forward and the predicted finish of
@@ -12,7 +12,7 @@ selection reads and writes memory at :data:`MEMORY`, and so do projections on ba
 element are those of this library's wire, and small tensors go whole with them, as they do in training; bytes of factors
 follow from the shapes: "powersgd 4" is PowerSGD at rank 4, two all-reduces of which the second one needs what the first
 one gave; "acpsgd 4" is ACP-SGD, one factor a step. Nothing here says what a strategy costs in loss at equal steps:
-docs/parity.md does.
+benchmarks/notebook/parity.md does.
 
 ``--check`` takes three things from measurements, and nothing from what it predicts: the floor of each cell and its
 :data:`PHASES`, what a link passes on of its rate (:data:`PASSED`), and what the library takes of the processor, as a
@@ -56,7 +56,7 @@ one, which for ACP-SGD takes off, too, where the basis is of the right side. Sel
 1.4 times as long at rank 4 (factorising.py), and with selection 1.4 times (selection.py)."""
 BASES = 2e-4  # seconds to orthonormalize the factors of one side of a merge buffer, in batches of one shape
 NODE = 8  # workers a node, for two-level; inside, ten times the port's rate
-INDEX = {0.01: 1.07, 0.001: 1.5}  # bytes of an index, by density: docs/wire.md
+INDEX = {0.01: 1.07, 0.001: 1.5}  # bytes of an index, by density: docs/dev/wire.md
 VALUE = {"fp32": 4.0, "fp16": 2.0, "int8": 1.016, "int4": 0.516, "2bit": 0.281, "sign": 0.141}  # bytes of a value
 PASSED = {"duplex": 0.94, "shared": 0.97}
 """Of a shaped link's rate, what payload gets: links.py measures it where frames have 1500 bytes; on the loopback, with
@@ -195,7 +195,7 @@ def strategies(wire: str = "fp32") -> dict[str, Strategy]:
 
 STRATEGIES = strategies()
 COMPARED = ("dense", "fp16", "sparse 1 %", "oktopk 1 %", "two-level 1 %", "powersgd 4", "acpsgd 4")
-"""Of the tables. At 0.1 % training loses more, with a mask drawn at random (masked) far more: docs/parity.md."""
+"""Of the tables. At 0.1 % the loss grows more, with masks drawn at random far more: benchmarks/notebook/parity.md."""
 
 
 def profile(model: str) -> tuple[float, merging.Profile, shapes.Shapes]:

@@ -28,7 +28,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["kubernetes", "pictures", "_data"]
+exclude_patterns = ["kubernetes", "pictures", "_data", "dev"]
 myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_block"]
 autodoc_member_order = "bysource"
@@ -54,14 +54,15 @@ html_theme_options = {
     "footer_end": [],
 }
 FIELD = re.compile(r"(\w+(?:, \w+)*): \S")  # in docstrings: the name of an argument or attribute, and what it is
-OUTSIDE = re.compile(r"(\]\(|src=\"|srcset=\")\.\./([^)\"\s]+)")
+OUTSIDE = re.compile(r"(\]\(|src=\"|srcset=\")(\.\./|dev/)([^)\"\s]+)")
 # Words that people search for, and the page that they look for: entries of its index, which searches show first.
 WORDS: dict[str, str] = json.loads((ROOT / "docs" / "_data" / "search_words.json").read_text(encoding="utf-8"))
 
 
 def link_to_source(_: Sphinx, __: str, text: list[str]) -> None:
-    """Rewrite links to files outside of docs/ as links to the repository, at the version of the page."""
-    text[0] = OUTSIDE.sub(rf"\1{SOURCE}/blob/v{__version__}/\2", text[0])
+    """Rewrite links to files that are not on the site as links to the repository, at the version of the page."""
+    base = f"{SOURCE}/blob/v{__version__}/"
+    text[0] = OUTSIDE.sub(lambda m: m[1] + base + ("docs/dev/" if m[2] == "dev/" else "") + m[3], text[0])
 
 
 def list_fields(_: Sphinx, __: str, ___: str, ____: object, _____: object, lines: list[str]) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("agmerge", "sparsifiers", "merging", "examples", "benchmarks", "tests", "docs")
-PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PLACES = ("*.md", "docs/*.md", "docs/dev/*.md", "benchmarks/*.md", "benchmarks/notebook/*.md", "examples/*.md")
+PAGES = sorted(str(path.relative_to(ROOT)) for place in PLACES for path in ROOT.glob(place))
 
 CODE = re.compile(r"^```[^\n]*\n(.*?)^```|`([^`\n]+)`", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"(?<![\w./<>*-])(?:\./)?[\w./*-]*[\w*]\.(?:py|c|h|sh|md|conf|toml)\b(?![\w(*])")
@@ -23,7 +24,7 @@ ATTRIBUTE = re.compile(r"(?<![\w.])([A-Z]\w*[a-z]\w*)\.([a-z_]\w*)\b(?!\.\w)")
 
 # Files of others, by page, and those that the reader writes; a pattern stands for all that it matches.
 NOT_OURS = {
-    "docs/beside_others.md": {
+    "docs/dev/beside_others.md": {
         "_fsdp_*.py",
         "collectives.py",
         "compression/*.py",
@@ -33,7 +34,7 @@ NOT_OURS = {
         "quantization.py",
     },
     "docs/checkpoints.md": {"./hosts.sh"},
-    "docs/experiments.md": {
+    "examples/README.md": {
         "*run*.sh",
         "./horovod_mpi.sh",
         "horovod_trainer.py",

@@ -16,7 +16,7 @@ from training import published
 import merging
 from sparsifiers import catalogue
 
-COMMANDS = Path(__file__).parents[1] / "docs" / "experiments.md"
+COMMANDS = Path(__file__).parents[1] / "examples" / "README.md"
 NUMBERS = {"--batch-size": int, "--epochs": published.whole, "--max-steps": published.limit, "--base-lr": float}
 
 

@@ -31,7 +31,8 @@ READS_SLURM = True
 # another process. By an all-to-all each rank sends its message to all others at once: one hop, as many bytes on the
 # network, and a copy here for each. Four ranks, two cores that compute, 64 KB at 200 Mbit/s, which take 31 ms: 60 to
 # 75 ms by neighbours, 33 to 43 ms at once. Where messages are large, hops do not matter. Whole steps, see
-# docs/measurements.md: 7 % shorter on a shared link, up to 5 % longer where each rank has a port of 200 Mbit/s.
+# benchmarks/notebook/measurements.md: 7 % shorter on a shared link, up to 5 % longer with a port of 200 Mbit/s for each
+# rank.
 AT_ONCE = 8  # ranks, at most: with more of them, as many messages arrive at a rank at the same moment
 LEAST_BY_NEIGHBOURS = 1 << 20  # bytes of a message
 _inherited: Any = None  # process group of the process that has forked this one; written by _after_fork_in_child alone

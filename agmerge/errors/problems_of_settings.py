@@ -123,7 +123,7 @@ OF_SETTINGS: tuple[Row, ...] = (
         ("is no message of this library, or one of another version",),
         "Ranks have different versions, or somebody else sends to this group.",
         "Install the same version everywhere, and give each job its own port.",
-        "wire.md",
+        "dev/wire.md",
     ),
     (
         "AGM504",
@@ -145,7 +145,7 @@ OF_SETTINGS: tuple[Row, ...] = (
         ),
         "A message was damaged on its way, or a sparsifier has broken its contract. Nothing of it was used.",
         "Look at the network and the memory of the named machine; check a sparsifier of your own by `conformance`.",
-        "wire.md",
+        "dev/wire.md",
     ),
     (
         "AGM502",
@@ -158,7 +158,7 @@ OF_SETTINGS: tuple[Row, ...] = (
         ),
         "Ranks are in different steps, or have different plans.",
         "Look for a rank that left out a step, or has loaded another checkpoint.",
-        "wire.md",
+        "dev/wire.md",
     ),
     # -- frameworks -------------------------------------------------------------------------------------------------
     (

@@ -106,7 +106,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
       ``"two-level"`` apply other sums, and ``"fastest"`` tries the first two beside ``"auto"`` (docs/exchanges.md).
     * ``wire``: Values travel as ``"fp32" | "fp16" | "bf16" | "int8" | "int4" | "2bit" | "sign"``; quantisation errors
       are sent later. With ``"auto"`` they travel as the gradient's. Where plans are made from measured
-      times, it is the codec with the fastest steps from then on, if nearly all energy arrives (docs/wire.md).
+      times, it is the codec with the fastest steps from then on, if nearly all energy arrives (docs/dev/wire.md).
     * ``dense_sum``: ``"ordered"`` adds in rank order whatever the plan, ``"native"`` as the backend does.
     * ``scaler``: Pass the ``torch.amp.GradScaler`` in use, here or to :meth:`attach_scaler`. Residuals are kept without
       its scale.

@@ -3,7 +3,7 @@
 
 The compressor is one that costs its optimizer less than 1 % of the loss: ``auto`` takes, of the candidates for an
 optimizer, the most exact one with a step of about the time of the fastest one's. Which candidates these are was
-measured: docs/parity.md, "Defaults".
+measured: benchmarks/notebook/parity.md, "Defaults".
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MIXING = ("muon", "shampoo", "soap", "dion", "lbfgs", "galore", "kfac", "psgd")
 ASKS = (
     "{given} asks for selection, and no compressor is named: this is compression={name!r}. To name one ends this line"
 )
-DENSITY_OF_UPDATES = 0.05  # see docs/parity.md, as for the next two
+DENSITY_OF_UPDATES = 0.05  # see benchmarks/notebook/parity.md, as for the next two
 WIRE_OF_UPDATES = "sign"  # where an exchange has codecs
 EVERY, WIRE_OF_LOCAL_STEPS = 8, "int4"
 NO_OPTIMIZER = (

@@ -94,7 +94,8 @@ COSTS = (
     Cost("eden-4", "Muon", 1.5, 2.6),
 )
 
-# Of ``sync="updates"`` with its defaults: workers, and % of the loss with AdamW. docs/parity.md, "Exchanging updates".
+# Of ``sync="updates"`` with its defaults: workers, and % of the loss with AdamW, from "Exchanging updates" in
+# benchmarks/notebook/parity.md.
 OF_UPDATES = ((2, 0.2), (4, 1.1), (8, 4.7))
 FOR_UPDATES = ("AdamW", "NAdam", "RAdam", "Adamax", "Adafactor", "Lion")  # optimizers that it is for
 

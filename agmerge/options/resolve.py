@@ -144,8 +144,8 @@ def _check_low_rank(options: Options, compressor: sparsifiers.Compressor) -> Non
     if options.sync == UPDATES and options.carry == HOLD:
         raise ValueError(
             f"carry='hold' and compression={options.compression!r}: beside the parameters the rest of an update waits "
-            "too long (7 and 18 % of the loss of a small language model with AdamW, docs/parity.md, where 'apply' cost "
-            "1 %); pass carry='apply', the default"
+            "too long (7 and 18 % of the loss of a small language model with AdamW, docs/benchmarks.md, where 'apply' "
+            "cost 1 %); pass carry='apply', the default"
         )
     if options.exchange == TWO_LEVEL:
         raise ValueError(

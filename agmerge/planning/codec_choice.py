@@ -19,7 +19,7 @@ from merging.checks import Elements
 
 FAR = 1 << 31  # elements: where a curve of one point has another one
 GAIN = 0.01  # share of a step's seconds: a codec that rounds has to gain more
-LEAST = 0.9999  # of the selected energy: a codec that delivers less is not chosen, see docs/parity.md
+LEAST = 0.9999  # of the selected energy: a codec that delivers less is not chosen, see benchmarks/notebook/parity.md
 
 
 @dataclass(frozen=True)

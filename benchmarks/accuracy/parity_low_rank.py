@@ -72,7 +72,7 @@ def stages(count: int) -> Iterator[tuple[list[Case], Sequence[int]]]:
     """Yield cases of fold 0 and seed 0, and the seeds to run them with, the most important ones first."""
     seeds = range(count)
     lm, digits = Case(task="lm", optimizer="adamw"), Case(task="digits")
-    # With carry="hold", which is refused since then, it was +6.9 to +18 % (docs/parity.md).
+    # With carry="hold", which is refused since then, it was +6.9 to +18 % (benchmarks/notebook/parity.md).
     carried = [low_rank(lm, name, sync="updates", carry="apply") for name in NAMES]
     for base in (lm, digits, Case(task="lm"), Case(task="digits", optimizer="adamw")):
         yield [base, *(low_rank(base, name, rank) for rank in RANKS for name in NAMES)], seeds

@@ -21,6 +21,7 @@ from accuracy.parity_tasks import HIGHER_IS_BETTER, Case
 
 Records = dict[Case, dict[str, Any]]
 
+SHOWN = "../../docs/pictures"  # as the page names the folder of pictures
 BY_HAND = "## Exchanging updates"  # from here on parity.md is kept as it is
 TITLES = {"digits": "Handwritten digits, small CNN", "lm": "Python source text, small GPT"}
 UNITS = {"digits": "points of accuracy", "lm": "% of the validation loss"}
@@ -203,9 +204,9 @@ def draw(records: Records, key: tuple[str, str, int], folder: Path) -> list[Path
     return paths
 
 
-def write(records: Records, docs: Path) -> None:
-    """Write ``parity.md`` in ``docs``, also to stdout, and the pictures; what follows BY_HAND there stays."""
-    pictures = docs / "pictures"
+def write(records: Records, notebook: Path, pictures: Path) -> None:
+    """Write ``parity.md`` in ``notebook``, also to stdout, and the pictures; what follows BY_HAND there stays."""
+    notebook.mkdir(parents=True, exist_ok=True)
     pictures.mkdir(parents=True, exist_ok=True)
     python = f"Python {platform.python_version()}"
     parts = [
@@ -217,8 +218,8 @@ def write(records: Records, docs: Path) -> None:
     for key, part in sections(records):
         task, optimizer, workers = key
         parts += [f"## {TITLES[task]}: {optimizer}, {workers} workers", about(part), table(part)]
-        parts += [f"![{path.stem}](pictures/{path.name})" for path in draw(part, key, pictures)]
-    file = docs / "parity.md"
+        parts += [f"![{path.stem}]({SHOWN}/{path.name})" for path in draw(part, key, pictures)]
+    file = notebook / "parity.md"
     _, by_hand, rest = (file.read_text(encoding="utf-8") if file.exists() else "").partition(BY_HAND)
     text = "\n\n".join(parts) + "\n" + (f"\n{by_hand}{rest}" if rest else "")
     print(text)

@@ -82,7 +82,7 @@ SPARSIFIERS = ("topk", "dgc", "adtopk", "gaussiank", "redsync", "sidco-gp", "thr
 # For converge.py: every planner at topk, every sparsifier at agmerge.
 PLANNED = {f"topk, {name}": ours(compression="topk", exchange="sparse", merging=name) for name in PLANNERS}
 SELECTED = {f"{name}, agmerge": ours(compression=name, exchange="sparse") for name in SPARSIFIERS}
-# Before tensors are merged, or of the whole merge buffer: docs/measurements.md.
+# Before tensors are merged, or of the whole merge buffer: benchmarks/notebook/measurements.md.
 ORDERED = {f"topk, {mode}": ours(compression="topk", exchange="sparse", sparsify=mode) for mode in ("ahead", "behind")}
 # Dense or low rank, by measured times.
 CHOSEN = {f"agmerge {name}, auto": ours(warm=60, compression=name, rank=RANK) for name in ("powersgd", "acpsgd")}

@@ -158,7 +158,7 @@ def folder(settings: Settings, name: str) -> Path:
     """
     if settings.data is None:
         raise FileNotFoundError(
-            f"--data DIR is missing: the folder that holds {name}, or {name}/; docs/experiments.md lists the files. "
+            f"--data DIR is missing: the folder that holds {name}, or {name}/; examples/README.md lists the files. "
             "Nothing is downloaded. `python examples/data/small.py DIR` writes small data of every kind"
         )
     for place in (settings.data / name, settings.data):

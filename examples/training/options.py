@@ -112,7 +112,7 @@ def _add_library(group: Any) -> None:
 
 def _add_run(group: Any) -> None:
     add = _adder(group)
-    add("--data", type=Path, metavar="DIR", help="where the data set lies: see docs/experiments.md")
+    add("--data", type=Path, metavar="DIR", help="where the data set lies: see examples/README.md")
     add("--weights", type=Path, metavar="FOLDER", help="begin with what save_pretrained has written there")
     add("--tokenizer", type=Path, metavar="FOLDER", help="for gpt2; without it what lies with --weights, or bytes")
     add("--uneven", action="store_true", help="take all samples, though some workers then have more than others")

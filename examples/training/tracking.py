@@ -37,7 +37,7 @@ class Tracker(Silent):
     """Track the training of all workers from the first of them.
 
     The log is ``FOLDER/log.jsonl``, to which lines are added; TensorBoard's events lie beside it. A line is an object
-    with ``"kind"``: ``start``, ``plan``, ``epoch``, ``target`` or ``end`` (docs/experiments.md lists their fields).
+    with ``"kind"``: ``start``, ``plan``, ``epoch``, ``target`` or ``end`` (examples/README.md lists their fields).
     """
 
     def __init__(self, folder: Path, epochs: float) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PLACES = ("README.md", "docs/*.md", "docs/dev/*.md", "examples/*.md", "benchmarks/*.md", "benchmarks/notebook/*.md")
 COMMENT = r"(?:<!-- (not run|runs): (.*?) -->\s*\n)?"
 FENCE = re.compile(COMMENT + r"^```(python|diff)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -152,9 +153,9 @@ class Block:
 
 
 def blocks() -> list[Block]:
-    """Return all blocks of README.md and docs/."""
+    """Return all blocks of README.md, docs/ and docs/dev/, and of the pages beside examples and benchmarks."""
     found: list[Block] = []
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (path for place in PLACES for path in sorted(ROOT.glob(place))):
         text = path.read_text(encoding="utf-8")
         for match in FENCE.finditer(text):
             kind, said, language, code = match.groups()

@@ -26,7 +26,7 @@ GROUPS = (
 )
 BULLET = re.compile(r"^\* ``(\w+)``: (.*?)(?=^\* ``|\Z)", re.MULTILINE | re.DOTALL)
 ROLE = re.compile(r":\w+:`([^`]*)`")
-PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
+PAGE = re.compile(r"\bdocs/((?:dev/)?(\w+)\.md)\b")
 
 
 def meanings() -> dict[str, str]:
@@ -37,7 +37,7 @@ def meanings() -> dict[str, str]:
 
 def markdown(text: str) -> str:
     """Return reStructuredText of a docstring as Markdown for a table."""
-    return PAGE.sub(r"[\1](\1.md)", ROLE.sub(r"`\1`", text).replace("``", "`").replace("|", "\\|"))
+    return PAGE.sub(r"[\2](\1)", ROLE.sub(r"`\1`", text).replace("``", "`").replace("|", "\\|"))
 
 
 def defaults() -> dict[str, str]:

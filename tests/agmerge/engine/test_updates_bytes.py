@@ -14,7 +14,7 @@ from torch import nn
 MODEL = seeded(mlp)
 SIDE = 1 << 9
 ELEMENTS = SIDE * SIDE
-# Bytes of a value, and of its index at a density: the tables of docs/wire.md.
+# Bytes of a value, and of its index at a density: the tables of docs/dev/wire.md.
 VALUE = {"fp32": 4.0, "bf16": 2.0, "int8": 1.016, "int4": 0.516, "2bit": 0.281, "sign": 0.141}
 INDEX = {1.0: 0.125, 0.1: 0.69, 0.05: 0.785, 0.01: 1.07}
 

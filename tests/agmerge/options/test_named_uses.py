@@ -37,7 +37,8 @@ def test_every_setting_that_advise_tries_by_name_has_a_use_and_a_figure() -> Non
 
 
 def test_figures_of_updates_are_those_of_the_pages() -> None:
-    parity, adaptive = ((DOCS / name).read_text(encoding="utf-8") for name in ("parity.md", "adaptive.md"))
+    notebook = DOCS.parent / "benchmarks" / "notebook"
+    parity, adaptive = (path.read_text(encoding="utf-8") for path in (notebook / "parity.md", DOCS / "adaptive.md"))
     two, four, eight = OF_UPDATES
     row = re.search(r"\*\*apply, 5 % sign\*\* \| [\d.]+ \| \+([\d.]+) \|", parity)
     more = re.search(r"W = 4: \+([\d.]+) \(three pairs\), W = 8: \+([\d.]+) \(one\)", parity)
