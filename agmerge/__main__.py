@@ -11,57 +11,57 @@ from collections.abc import Sequence
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with the usage of every command."""
     whole = argparse.ArgumentParser(
-        prog="python -m agmerge", description="What works here, how to get the rest, and what planners would do."
+        prog="python -m agmerge", description="Check this machine, build Horovod, compare planners, get advice, or explain an error."
     )
     commands = whole.add_subparsers(dest="command", metavar="command")
-    doctor = commands.add_parser("doctor", help="show what works here, and the command that fixes what does not")
-    doctor.add_argument("--patience", type=float, default=12.0, metavar="SECONDS", help="for each probe (default: 12)")
+    doctor = commands.add_parser("doctor", help="show what works on this machine, and commands that fix the rest")
+    doctor.add_argument("--patience", type=float, default=12.0, metavar="SECONDS", help="timeout of each check (default: 12)")
     doctor.add_argument(
         "--hosts",
         type=lambda text: list(dict.fromkeys(text.split(","))),
         metavar="A,B,...",
-        help="ask these hosts over ssh whether they can work together, instead",
+        help="check over ssh whether these hosts can work together",
     )
-    doctor.add_argument("--json", action="store_true", help="print the table as JSON, for a report or a script")
+    doctor.add_argument("--json", action="store_true", help="print the table as JSON")
     build = commands.add_parser(
         "build-horovod",
-        help="build Horovod for the torch installed here, and install it",
-        epilog="Tensors on GPUs go through NCCL where torch has CUDA and nvcc is here. Variables of Horovod's own "
-        "build pass through, e.g. HOROVOD_GPU_OPERATIONS= (without NCCL) or HOROVOD_WITHOUT_MPI=1. Wheels are kept in "
-        "$XDG_CACHE_HOME/agmerge/wheels (~/.cache if it is not set).",
+        help="build Horovod for the installed torch, and install it",
+        epilog="Horovod uses NCCL if torch has CUDA and nvcc is installed. Variables of Horovod's own build have their "
+        "usual effect, for example HOROVOD_GPU_OPERATIONS= (no NCCL) or HOROVOD_WITHOUT_MPI=1. Wheels are cached in "
+        "$XDG_CACHE_HOME/agmerge/wheels, or else in ~/.cache/agmerge/wheels.",
     )
-    build.add_argument("--force", action="store_true", help="build anew, also where the cache has a wheel")
-    build.add_argument("--nccl", action="store_true", help="with NCCL, or not at all: what is missing is named")
-    plan = commands.add_parser("plan", help="compare all planners on what a training run has measured")
-    plan.add_argument("measurements", help="what optimizer.measurements.save() wrote")
-    plan.add_argument("--picture", metavar="FILE.svg", help="draw all timelines")
-    plan.add_argument("--save", metavar="PLAN.json", help="keep a plan, for merging='PLAN.json'")
-    plan.add_argument("--planner", default="agmerge", help="that makes the plan of --save (default: agmerge)")
+    build.add_argument("--force", action="store_true", help="build again, even if there is a cached wheel")
+    build.add_argument("--nccl", action="store_true", help="fail if NCCL is not possible, and name what is missing")
+    plan = commands.add_parser("plan", help="compare all planners on the measurements of a training run")
+    plan.add_argument("measurements", help="file that optimizer.measurements.save() wrote")
+    plan.add_argument("--picture", metavar="FILE.svg", help="draw the timelines of all planners")
+    plan.add_argument("--save", metavar="PLAN.json", help="save a plan, for merging='PLAN.json'")
+    plan.add_argument("--planner", default="agmerge", help="planner for --save (default: agmerge)")
     advise = commands.add_parser(
         "advise",
-        help="try compressors in the first steps of an unchanged script, and say whether to use agmerge, and how",
-        epilog="It starts two workers here; over several machines put the script's own launcher before it, as in "
+        help="time an unchanged script with several compressors, and recommend one of them, or none",
+        epilog="By default, two workers are started on this machine. For several machines, use your launcher: "
         "torchrun --nnodes=2 ... -m agmerge advise train.py --lr 0.1. Ctrl-C prints the table so far. Exit codes: "
-        "0 with lines to paste, 3 where agmerge is of no use, 4 where nothing can be said.",
+        "0 if there are lines to paste, 3 if agmerge does not help, 4 if there is no reliable result.",
     )
-    advise.add_argument("--json", action="store_true", help="print what was measured, and the advice, as JSON")
-    advise.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="for its steps (default: 600)")
-    advise.add_argument("--workers", type=int, default=2, help="to start here, where no launcher does (default: 2)")
+    advise.add_argument("--json", action="store_true", help="print the measurements and the advice as JSON")
+    advise.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="timeout of the whole trial (default: 600)")
+    advise.add_argument("--workers", type=int, default=2, help="workers to start if there is no launcher (default: 2)")
     advise.add_argument("--result", default="", help=argparse.SUPPRESS)
-    advise.add_argument("script", help="a training script with DistributedDataParallel, or with agmerge")
-    advise.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    advise.add_argument("script", help="training script that uses DistributedDataParallel or agmerge")
+    advise.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     lighthouse = commands.add_parser(
         "lighthouse",
-        help="serve the place where the workers of an elastic job find each other, until it is interrupted",
-        epilog="On a machine that stays up; set AGMERGE_LIGHTHOUSE on every worker to what it prints.",
+        help="run the rendezvous server (lighthouse) of an elastic job",
+        epilog="Start it on a machine that stays up, and stop it with Ctrl-C. Set the variable that it prints for every worker.",
     )
-    lighthouse.add_argument("--port", type=int, default=29510, help="TCP port at which it serves (default: 29510)")
+    lighthouse.add_argument("--port", type=int, default=29510, help="TCP port (default: 29510)")
     explain = commands.add_parser(
         "explain",
-        help="show what an error means and what to do, by the code that it prints",
-        epilog="No network is needed. Without a code, and for one that is unknown, it lists all codes.",
+        help="show what an error means and what to do",
+        epilog="It needs no network. Without a code, it lists all codes.",
     )
-    explain.add_argument("code", nargs="*", help="such as AGM102; or words of an error, for those that print no code")
+    explain.add_argument("code", nargs="*", help="error code, for example AGM102, or words of an error message")
     return whole
 
 

@@ -47,7 +47,7 @@ html_css_files = ["theme.css"]
 html_theme_options = {
     "navigation_depth": 2,
     "show_nav_level": 1,
-    "header_links_before_dropdown": 4,
+    "header_links_before_dropdown": 6,
     "secondary_sidebar_items": ["page-toc"],
     "use_edit_page_button": False,
     "footer_start": ["copyright"],

@@ -91,6 +91,26 @@ def test_every_key_of_the_statistics_is_told() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    index = (DOCS / "index.md").read_text(encoding="utf-8")
-    there = {path.stem for path in DOCS.glob("*.md")} - {"index"}
-    assert set(re.findall(r"^[^\n<]+ <(\w+)>$", index, re.MULTILINE)) == there
+    """Six sections in the header, and below each its pages, each of them once."""
+    sections = entries("index")
+    assert sections == ["get_started", "use_with", "guides", "concepts", "reference", "benchmarks"]
+    below = [page for section in sections for page in entries(section)]
+    assert sorted(["index", *sections, *below]) == sorted(path.stem for path in DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize("section", ["get_started", "use_with", "guides", "concepts", "reference"])
+def test_a_section_says_what_each_of_its_pages_is_for(section: str) -> None:
+    text = (DOCS / f"{section}.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\* \[[^\]]+\]\((\w+)\.md\): \S", text, re.MULTILINE) == entries(section)
+
+
+def entries(page: str) -> list[str]:
+    """Return the pages of a page's toctree."""
+    return re.findall(r"^[^\n<]+ <(\w+)>$", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_links_of_the_site_have_words_as_their_text() -> None:
+    """A reader of the site knows titles, not files."""
+    pages = {path.name: path.read_text(encoding="utf-8") for path in DOCS.glob("*.md")}
+    named = {name: re.findall(r"\[`?([\w./]+\.md)`?\]\(", text) for name, text in pages.items() if name != "errors.md"}
+    assert {name: files for name, files in named.items() if files} == {}

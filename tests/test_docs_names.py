@@ -166,7 +166,7 @@ def test_dead_names_are_found() -> None:
 LOOKED_FOR = {
     "README.md": ("inter-worker", "intra-worker", "adaptive merging", "merge buffer"),
     "docs/backends.md": ("Horovod 0.28.1 does not build with torch 2.1 and newer", "agmerge[horovod]"),
-    "docs/adaptive_merging.md": ("inter-worker", "intra-worker", "adaptive merging", "merge buffer", "AGM-Inter"),
+    "docs/how_it_works.md": ("inter-worker", "intra-worker", "adaptive merging", "merge buffer", "AGM-Inter"),
 }
 
 

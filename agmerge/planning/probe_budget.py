@@ -9,7 +9,7 @@ SECONDS = 1.0  # for all probes together,
 STEPS = 3.0  # or so many steps' worth of time, whichever is more
 SHARE = 0.05  # of a step: limit of the time for probes, or for a part of planning, after it
 LEAST = 1e-3  # seconds that are allowed after any step: in less nothing can be timed
-GRADIENTS = 8.0  # times the bytes of all gradients, for all probes together: docs/merging.md says why
+GRADIENTS = 8.0  # times the bytes of all gradients, for all probes together: docs/dev/planning.md says why
 FLOOR = 1 << 16  # bytes that any model may spend: below, its messages are headers and little else
 
 

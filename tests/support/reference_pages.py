@@ -26,7 +26,7 @@ GROUPS = (
 )
 BULLET = re.compile(r"^\* ``(\w+)``: (.*?)(?=^\* ``|\Z)", re.MULTILINE | re.DOTALL)
 ROLE = re.compile(r":\w+:`([^`]*)`")
-PAGE = re.compile(r"\bdocs/((?:dev/)?(\w+)\.md)\b")
+PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
 
 
 def meanings() -> dict[str, str]:
@@ -37,7 +37,7 @@ def meanings() -> dict[str, str]:
 
 def markdown(text: str) -> str:
     """Return reStructuredText of a docstring as Markdown for a table."""
-    return PAGE.sub(r"[\2](\1)", ROLE.sub(r"`\1`", text).replace("``", "`").replace("|", "\\|"))
+    return PAGE.sub(r"[\1](\1.md)", ROLE.sub(r"`\1`", text).replace("``", "`").replace("|", "\\|"))
 
 
 def defaults() -> dict[str, str]:
@@ -81,22 +81,22 @@ def commands() -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
 def command_line() -> str:
     """Return command_line.md."""
     lines = [
-        "<!-- Made by tests/support/reference_pages.py: change agmerge/__main__.py, and run it. -->",
+        "<!-- Made by tests/support/reference_pages.py: change agmerge/__main__.py, and run it. Output of the examples:",
+        "run tests/support/command_examples.py before. -->",
         "# Command line",
         "",
-        "`python -m agmerge COMMAND`, or `agmerge COMMAND`. `--help` of each says the same.",
+        "Run `python -m agmerge COMMAND`, or `agmerge COMMAND`. To see the options of a command, add `--help`. Your output",
+        "differs from the examples, because it depends on your machine and network.",
     ]
     for name, command, help_ in commands():
-        lines += ["", f"## {name}", "", f"{help_[0].upper()}{help_[1:]}.", ""]
-        lines += ["| | |", "|---|---|"]
-        for action in command._actions:
-            if action.help and action.help != argparse.SUPPRESS and "--help" not in action.option_strings:
-                shown = ", ".join(action.option_strings) or action.dest
-                metavar = action.metavar if action.option_strings and action.metavar else ""
-                told = action.help.replace("|", "\\|")
-                lines.append(f"| `{' '.join(filter(None, [shown, str(metavar)]))}` | {told} |")
-        if lines[-1] == "|---|---|":
-            del lines[-3:]
+        shown = (DOCS / "_data" / "command_line" / f"{name}.txt").read_text(encoding="utf-8")
+        lines += ["", f"## {name}", "", f"{help_[0].upper()}{help_[1:]}. For example:", ""]
+        lines += ["```console", *shown.rstrip().splitlines(), "```", ""]
+        actions = [one for one in command._actions if one.help and one.help != argparse.SUPPRESS]
+        for action in (one for one in actions if "--help" not in one.option_strings):
+            metavar = action.metavar if action.option_strings and action.metavar else ""
+            named = " ".join(filter(None, [", ".join(action.option_strings) or action.dest, str(metavar)]))
+            lines.append(f"* `{named}`: {action.help}")
         if command.epilog:
             lines += ["", command.epilog]
     return "\n".join(lines) + "\n"
