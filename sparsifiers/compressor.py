@@ -40,7 +40,7 @@ class Compressor(ABC):
     memory: str = "none"  # name of the memory that it is meant to be used with; "none" drops the residual
     same_on_all_ranks: bool = False  # all ranks choose the same coordinates from (seed, key, step) alone: no vote
     density: float = 1.0  # elements sent / elements, in (0, 1]
-    rank: int | tuple[tuple[str, int], ...] | None = None  # rows of factors, or by pattern; None: it sends none
+    rank: int | tuple[tuple[str, int], ...] | None = None  # columns of factors, or by pattern; None: it sends none
     dtype: torch.dtype | None = None  # that dense tensors are cast to; None: they travel in their own
     has_kernels: bool = False  # where a device has kernels, they make its selections: it may be given a `Scratch`
     takes_candidates: bool = False  # on the host it sends the k largest exactly: it may be given `Candidates`
@@ -74,7 +74,7 @@ class Compressor(ABC):
         return {}
 
     def name_patterns(self) -> Mapping[str, Sequence[re.Pattern[str]]]:
-        """Return the patterns for whole names of tensors that it was given, by option."""
+        """Return the patterns for full names of tensors that it was given, by option."""
         return {}
 
     def is_for(self, dtype: torch.dtype) -> bool:
