@@ -169,7 +169,7 @@ def test_a_registered_planner_is_one_of_all() -> None:
 
 @pytest.mark.usefixtures("registry_restored")
 def test_the_planner_of_the_documentation_works() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "merging.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
     (example,) = re.findall(r"```python\n(@dataclass.*?)```", text, re.DOTALL)
     exec(example, {"dataclass": dataclass, "ClassVar": ClassVar, "merging": merging, "__name__": __name__})
     assert merging.get("halves", most=10).plan(profile([1] * 5), COSTS).counts == (3, 2)
