@@ -23,7 +23,7 @@ def add_options(parser: ArgumentParser, compression: str = "the library's defaul
     add = parser.add_argument
     add("--compression", help=f"a compressor's name, or one of {', '.join(CASTS)}; without it: {compression}")
     add("--density", type=float, help="elements sent / elements, for a sparsifier; without it the library's")
-    add("--rank", type=int, help="columns of a factor, for powersgd and acpsgd; without it the library's")
+    add("--rank", type=int, help="number of columns of the factors, for powersgd and acpsgd; without it the library's")
     add("--exchange", help="how messages are combined, for a compressor; without it sparse: always compressed")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--merging", help="which gradients share a message: a planner's name, or a saved plan. dear sends all elements")

@@ -8,10 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from sparsifiers.canonical import canonical
 from sparsifiers.compressor import Compressor, Kind
+from sparsifiers.name_patterns import compiled
 
 
 class ByName(Compressor):
-    """Compressor of each tensor by the first pattern that matches its whole name; by the last, if none does.
+    """Compressor of each tensor by the first pattern that matches its full name; by the last, if none does.
+
+    Patterns are regular expressions.
 
     At most one compressor of each kind compresses, so that a tensor's kind names its compressor; a pattern may leave
     tensors dense, by a compressor of `Kind.DENSE`.
@@ -22,8 +25,8 @@ class ByName(Compressor):
     def __init__(self, parts: Sequence[tuple[str, Compressor]]) -> None:
         """Check `parts`, pairs of a pattern and a compressor. ValueError for none, two of a kind, or no pattern."""
         try:
-            self._parts = tuple((re.compile(pattern), part) for pattern, part in parts)
-        except (TypeError, re.error) as error:
+            self._parts = tuple((compiled(pattern), part) for pattern, part in parts)
+        except ValueError as error:
             raise ValueError(f"compression by pattern: {error}") from None
         by_kind: dict[Kind, Compressor] = {}
         for _, part in self._parts:

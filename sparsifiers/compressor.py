@@ -23,7 +23,13 @@ class Kind(enum.Enum):
     DENSE = "dense"  # every element, perhaps in fewer bits: an all-reduce
     SPARSE = "sparse"  # some elements and where they stand: an exchange of indices and values
     LOW_RANK = "low-rank"  # two thin factors of a matrix, each combined by an all-reduce
-    QUANTISED = "quantised"  # every element in few bits, block by block: shards are gathered, read and added up
+    QUANTIZED = "quantized"  # every element in few bits, block by block: shards are gathered, read and added up
+    QUANTISED = "quantized"  # the old spelling of the same member
+
+    @classmethod
+    def _missing_(cls, value: object) -> Kind | None:
+        """Return the member of a value in its old spelling: pickles have it."""
+        return cls.QUANTIZED if value == "quantised" else None
 
 
 class Compressor(ABC):
@@ -40,7 +46,7 @@ class Compressor(ABC):
     memory: str = "none"  # name of the memory that it is meant to be used with; "none" drops the residual
     same_on_all_ranks: bool = False  # all ranks choose the same coordinates from (seed, key, step) alone: no vote
     density: float = 1.0  # elements sent / elements, in (0, 1]
-    rank: int | tuple[tuple[str, int], ...] | None = None  # rows of factors, or by pattern; None: it sends none
+    rank: int | tuple[tuple[str, int], ...] | None = None  # columns of factors, or by pattern; None: it sends none
     dtype: torch.dtype | None = None  # that dense tensors are cast to; None: they travel in their own
     has_kernels: bool = False  # where a device has kernels, they make its selections: it may be given a `Scratch`
     takes_candidates: bool = False  # on the host it sends the k largest exactly: it may be given `Candidates`
@@ -74,7 +80,7 @@ class Compressor(ABC):
         return {}
 
     def name_patterns(self) -> Mapping[str, Sequence[re.Pattern[str]]]:
-        """Return the patterns for whole names of tensors that it was given, by option."""
+        """Return the patterns for full names of tensors that it was given, by option."""
         return {}
 
     def is_for(self, dtype: torch.dtype) -> bool:

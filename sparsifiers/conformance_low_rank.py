@@ -57,7 +57,7 @@ def _properties(made: LowRank) -> None:
 
 
 def _ranks(make: Callable[..., LowRank]) -> None:
-    """Check that ranks are those that are asked for: by the first pattern that matches a whole name."""
+    """Check that ranks are those that are asked for: by the first pattern that matches a full name."""
     expected = {5: (5, 5, 5), "by pattern": (1, 2, RANK)}
     given = {5: 5, "by pattern": {"a": 1, "ab?": 2}}
     for what, rank in given.items():

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 
 from sparsifiers.compressor import Compressor, Kind
+from sparsifiers.name_patterns import compiled
 
 RANK = 4  # the default
 
@@ -16,7 +17,7 @@ Ranks = int | Mapping[str, int] | Sequence[tuple[str, int]]
 
 
 class LowRank(Compressor):
-    """Compressor of a matrix to two factors of few rows, projected on a basis that all ranks have in common.
+    """Compressor of a matrix to two factors of few columns, projected on a basis that all ranks have in common.
 
     A tensor of two or more dimensions is a matrix: its first dimension by all others. One with fewer elements than
     its factors is sent dense. Bases do not belong to the compressor: they are equal on all ranks, and kept with the
@@ -30,8 +31,9 @@ class LowRank(Compressor):
     def __init__(self, rank: Ranks = RANK, seed: int = 0) -> None:
         """Check the options.
 
-        rank: rows of each factor; or {pattern: rank} by whole name, where the first match counts, and 4 where none
-        does. seed: of the bases that a training begins with, the same on all ranks.
+        rank: number of columns of each factor. Or {pattern: rank}: patterns are regular expressions that must match
+        the full name of a parameter, the first match counts, and 4 is the rank of the others. seed: of the bases that
+        a training begins with, the same on all ranks.
 
         ValueError for a rank that is no whole number above 0, for a pattern that is none, and for an empty mapping.
         """
@@ -91,11 +93,11 @@ def _ranks(rank: Ranks) -> int | tuple[tuple[str, int], ...]:
     if isinstance(rank, Mapping | Sequence) and not isinstance(rank, str):
         pairs: tuple[tuple[str, int], ...] = tuple(rank.items() if isinstance(rank, Mapping) else rank)
         if not pairs:
-            raise ValueError("rank={}: give at least one pattern for whole names, or a number")
+            raise ValueError("rank={}: give at least one pattern for full names (a regular expression), or a number")
         for pattern, value in pairs:
             try:
-                re.compile(pattern)
-            except (TypeError, re.error) as error:
+                compiled(pattern)
+            except ValueError as error:
                 raise ValueError(f"rank={{{pattern!r}: {value!r}}}: {error}") from None
         return tuple((pattern, _whole(value)) for pattern, value in pairs)
     return _whole(rank)

@@ -11,6 +11,7 @@ from agmerge.engine.reducers import AnyReducer
 from agmerge.options import notices
 from agmerge.options.arguments import Options
 from agmerge.options.prepare import prepare_change
+from agmerge.step.treatments import check_patterns
 
 
 class SwappingMixin:
@@ -40,6 +41,7 @@ class SwappingMixin:
         reducer, optimizer, before = self._reducer, self._inner, self._reducer.exchange.agreed.config
         chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
         changed = prepare_change(self._options, optimizer, compression, chosen, options)
+        check_patterns(changed.config, (reducer.members.name_of(one) for one in reducer.members.name_all()))
         advice = "Give every rank the same compressor, at the same step."
         reducer.reconfigure(changed.config, "set_compressor()", advice)
         self._options = changed.options

@@ -22,7 +22,7 @@ class Options:
     its defaults; the optimizer and the names of its parameters are no options.
     """
 
-    compression: Any = "auto"  # a name, {pattern: name}, a sparsifiers.Compressor, agmerge.Compression or Horovod's
+    compression: Any = "auto"  # a name, {regex: name}, a sparsifiers.Compressor, agmerge.Compression or Horovod's
     backward_passes_per_step: Any = 1
     op: Any = Average  # a ReduceOp, or a constant of Horovod's
     gradient_predivide_factor: float = 1.0
@@ -30,11 +30,11 @@ class Options:
     groups: Any = None  # a number, lists of parameters, or None
     sparse_as_dense: bool = False
     process_set: Any = None
-    density: Any = None  # a number, {pattern: number} or "importance"; None: the default
-    rank: Any = None  # a number, or {pattern: number}; None: the default
+    density: Any = None  # a number, {regex: number} or "importance"; None: the default
+    rank: Any = None  # a number, or {regex: number}; None: the default
     warmup: Any = None
     memory: Any = None  # a name, a sparsifiers.Memory, or None: the compressor's own
-    dense: Any = None  # patterns, a callable, "partial", or None: small parameters
+    dense: Any = None  # regular expressions, a callable, "partial", or None: small parameters
     merging: Any = "agmerge"  # a planner, a plan, the name of the one or the path of the other
     sparsify: str = "auto"
     exchange: str = "auto"

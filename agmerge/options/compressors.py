@@ -15,7 +15,7 @@ from agmerge.ops import Compression
 from agmerge.options import published
 from agmerge.runtime import horovod_names, workers
 from agmerge.step.config import AUTO
-from sparsifiers import catalogue
+from sparsifiers import catalogue, name_patterns
 
 DENSE = (
     "compression=Compression.none sends every gradient whole, as in Horovod. To send less leave it out, or name a "
@@ -87,7 +87,7 @@ def named(name: str, density: Any, rank: Any, **options: Any) -> sparsifiers.Com
 def _by_name(parts: Mapping[Any, Any], density: Any, rank: Any) -> sparsifiers.Compressor:
     """Return the compressor of {pattern: compressor}. Raises as :func:`compressor_of` does."""
     if not parts:
-        raise ValueError("compression={}: give at least one pattern for whole names, or a name")
+        raise ValueError("compression={}: give at least one pattern for full names (a regular expression), or a name")
     made = [(pattern, compressor_of(part, density, rank)) for pattern, part in parts.items()]
     for pattern, part in made:
         if part.dtype is not None:
@@ -145,19 +145,19 @@ def memory_for(memory: Any, compressor: sparsifiers.Compressor) -> sparsifiers.M
 
 
 def densities_of(density: Any) -> tuple[tuple[re.Pattern[str], float], ...]:
-    """Return densities by pattern for whole names, in the order given; empty for a number.
+    """Return densities by pattern for full names (regular expressions), in the order given; empty for a number.
 
     Raises ``ValueError`` for an empty dict, a pattern that is none, or a density outside (0, 1].
     """
     if not isinstance(density, dict):
         return ()
     if not density:
-        raise ValueError("density={}: give at least one pattern for whole names, or a number")
+        raise ValueError("density={}: give at least one pattern for full names (a regular expression), or a number")
     patterns = []
     for pattern, value in density.items():
         try:
             sparsifiers.budget(value, 1)
-            patterns.append((re.compile(pattern), float(value)))
-        except (TypeError, ValueError, re.error) as error:
+            patterns.append((name_patterns.compiled(pattern), float(value)))
+        except (TypeError, ValueError) as error:
             raise ValueError(f"density={{{pattern!r}: {value!r}}}: {error}") from None
     return tuple(patterns)

@@ -12,7 +12,7 @@ from agmerge.options.arguments import Options
 from agmerge.step.config import is_small
 from agmerge.step.dense_cutoff import NAME, DenseCutoff
 from agmerge.step.records import DenseRule
-from sparsifiers import Kind
+from sparsifiers import Kind, name_patterns
 
 Patterns = tuple[re.Pattern[str], ...]
 
@@ -34,8 +34,8 @@ def parse_dense(
         return lambda name, parameter: bool(dense(name, parameter)), (), None
     if isinstance(dense, str) or not isinstance(dense, Iterable):
         raise TypeError(
-            f"dense={dense!r}: give a list of patterns for whole names, a callable (name, parameter) -> bool, or "
-            f"{NAME!r}"
+            f"dense={dense!r}: give a list of patterns for full names (regular expressions), a callable "
+            f"(name, parameter) -> bool, or {NAME!r}"
         )
     patterns = _patterns(dense)
     return lambda name, parameter: any(pattern.fullmatch(name) for pattern in patterns), patterns, None
@@ -66,7 +66,7 @@ def _patterns(dense: Iterable[Any]) -> Patterns:
     patterns = []
     for pattern in dense:
         try:
-            patterns.append(re.compile(pattern))
-        except (TypeError, re.error) as error:
-            raise ValueError(f"dense: {pattern!r} is no pattern for whole names: {error}") from None
+            patterns.append(name_patterns.compiled(pattern))
+        except ValueError as error:
+            raise ValueError(f"dense: {error}") from None
     return tuple(patterns)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look up the measured cost of a compressor that a script has named, and one that costs less.
 
-The figures are data, in one table: docs/compressors.md shows it, and a test holds the two against each other.
+The figures are data, in one table: docs/compressor_reference.md shows it, and a test holds the two against each other.
 """
 
 from __future__ import annotations

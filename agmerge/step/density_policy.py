@@ -38,7 +38,7 @@ class DensityPolicy:
     """
 
     target: float  # the compressor's own density
-    patterns: tuple[tuple[re.Pattern[str], float], ...] = ()  # by whole name; the first match counts
+    patterns: tuple[tuple[re.Pattern[str], float], ...] = ()  # by full name; the first match counts
     by_importance: bool = False  # budgets go by the energy of gradients, around the target, once that is known
     warmup: Schedule | None = None  # other densities in the first steps
 

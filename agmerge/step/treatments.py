@@ -13,6 +13,7 @@ from agmerge.tensors.dtensors import is_dtensor, why_not_exchangeable
 from agmerge.tensors.nonfinite import SKIP
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind
+from sparsifiers.name_patterns import RULE, glob_hint
 
 
 def assign_classes(config: Config, members: Iterable[ParameterInfo]) -> list[ParameterInfo]:
@@ -92,4 +93,6 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
     }
     for what, pattern in ((what, pattern) for what, patterns in given.items() for pattern in patterns):
         if not any(pattern.fullmatch(name) for name in known):
+            if hint := glob_hint(pattern.pattern, known):
+                raise ValueError(f"{what}: {hint}; {RULE}")
             raise ValueError(f"{what}: {pattern.pattern!r} matches no whole name; parameters: {', '.join(known)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes that docs/compressors.md shows, which keep the contract as they stand there."""
+"""The classes that docs/extend.md shows, which keep the contract as they stand there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import sparsifiers
 from agmerge import testing
 from sparsifiers import Request, Selection, catalogue, conformance
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "compressors.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "extend.md"
 BLOCKS = [block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "conformance" in block]
 
 

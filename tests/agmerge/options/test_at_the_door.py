@@ -20,8 +20,8 @@ from agmerge.backends import timeouts
 MODEL = seeded(mlp)
 
 SAID: list[tuple[dict[str, Any], list[str]]] = [
-    ({"compression": "topk", "dense": ["("]}, ["dense: '(' is no pattern for whole names"]),
-    ({"compression": "topk", "dense": [3]}, ["dense: 3 is no pattern for whole names"]),
+    ({"compression": "topk", "dense": ["("]}, ["dense: '(' is not a pattern"]),
+    ({"compression": "topk", "dense": [3]}, ["dense: 3 is not a pattern"]),
     ({"timeout": "5"}, ["timeout must be a number of seconds > 0", "'5'"]),
     ({"timeout": True}, ["timeout", "True"]),
     ({"timeout": 1e300}, ["at most 1e+09", "1e+300"]),
