@@ -187,12 +187,12 @@ def test_the_report_says_what_happens_to_each_tensor() -> None:
     assert lines[0].split() == ["buffer", "tensor", "shape", "class", "sent", "density", "elements"]
     treated = {row.split()[1]: row.split()[2:] for row in lines[1:-1]}
     assert treated["0.weight"] == ["48x32", "sparse", "adtopk", "0.5", "1536"]
-    assert treated["4.bias"] == ["10", "dense", "whole", "1", "10"]
+    assert treated["4.bias"] == ["10", "dense", "uncompressed", "1", "10"]
     assert lines[-1] == "adtopk(density=0.01, reuse=True): 3072 of 3482 elements (88.2%) are selected from"
 
 
 @pytest.mark.parametrize(
-    ("compression", "end"), [("eden-4", "eden-4(): 3072 of 3482 elements (88.2%) are quantised"),
+    ("compression", "end"), [("eden-4", "eden-4(): 3072 of 3482 elements (88.2%) are quantized"),
                              ("none", "none(): 3482 of 3482 elements (100.0%) are dense")],
 )  # fmt: skip
 def test_reports_of_what_selects_nothing_do_not_speak_of_a_selection(compression: str, end: str) -> None:
