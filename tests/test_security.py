@@ -56,9 +56,11 @@ def test_what_is_said_of_the_status_server_is_so() -> None:
     assert f"{monitor.AGAIN:g} more where a connection is refused" in guarantees
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/launching.md", "docs/guarantees.md", "docs/checkpoints.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", *(f"docs/{page}.md" for page in ("security", "launching", "guarantees", "checkpoints", "elastic"))]
+)
 def test_who_reads_another_page_is_led_here(page: str) -> None:
-    assert "SECURITY.md)" in (ROOT / page).read_text(encoding="utf-8")
+    assert re.search(r"\b(SECURITY|security)\.md[)#]", (ROOT / page).read_text(encoding="utf-8"))
 
 
 def test_the_network_policy_lets_a_jobs_own_pods_in_and_nobody_else() -> None:
