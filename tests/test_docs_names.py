@@ -32,7 +32,7 @@ NOT_OURS = {
         "powersgd/powersgd.py",
         "quantization.py",
     },
-    "docs/checkpoints.md": {"./hosts.sh"},
+    "docs/elastic.md": {"./hosts.sh"},
     "docs/experiments.md": {
         "*run*.sh",
         "./horovod_mpi.sh",
