@@ -48,8 +48,8 @@ def test_the_truth_is_said_in_these_words(words: str) -> None:
 
 
 def test_what_is_said_of_the_status_server_is_so() -> None:
-    """In the page of guarantees, too, which once said that it answers those that know its token, and no more."""
-    guarantees = " ".join((ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8").split())
+    """In the developers' page of guarantees, too, which once said that it answers those that know its token, and no more."""
+    guarantees = " ".join((ROOT / "docs" / "dev" / "guarantees_tests.md").read_text(encoding="utf-8").split())
     assert f"three seconds at most, and {status_server.MOST} of them" in guarantees and status_server.SILENCE == 3.0
     assert f"at most {status_server.MOST} connections" in " ".join(PAGE.split())
     assert "anybody who reaches `MASTER_PORT` can read" in guarantees and "is no protection from" in guarantees
