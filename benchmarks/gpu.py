@@ -5,7 +5,8 @@
     torchrun --nproc_per_node N benchmarks/gpu.py --world [--json F]   # several workers: NCCL, DDP's steps, a lost peer
 
 A line a figure: ``ok`` or ``FAILED``, what was found, and the limit. The exit code is 1 if one failed, 2 where there is
-no GPU. What is checked: docs/gpu.md. Times: CUDA events over 50 runs after 10, median, with the cache flushed between.
+no GPU. What is checked: docs/dev/gpu_checks.md.
+Times: CUDA events over 50 runs after 10, median, with the cache flushed between.
 """
 
 from __future__ import annotations

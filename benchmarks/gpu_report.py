@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"and all that they find written to {out}:\n")
     for command in commands(2).values():
         print("   ", *(Path(word).name if word == sys.executable else word for word in command))
-    print("\nNothing was judged. What they look at: docs/gpu.md")
+    print("\nNothing was judged. What they look at: docs/dev/gpu_checks.md")
     return 0
 
 

@@ -33,7 +33,7 @@ NOT_OURS = {
         "powersgd/powersgd.py",
         "quantization.py",
     },
-    "docs/checkpoints.md": {"./hosts.sh"},
+    "docs/elastic.md": {"./hosts.sh"},
     "examples/README.md": {
         "*run*.sh",
         "./horovod_mpi.sh",

@@ -48,17 +48,19 @@ def test_the_truth_is_said_in_these_words(words: str) -> None:
 
 
 def test_what_is_said_of_the_status_server_is_so() -> None:
-    """In the page of guarantees, too, which once said that it answers those that know its token, and no more."""
-    guarantees = " ".join((ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8").split())
+    """In the developers' page of guarantees, too, which once said that it answers those that know its token, and no more."""
+    guarantees = " ".join((ROOT / "docs" / "dev" / "guarantees_tests.md").read_text(encoding="utf-8").split())
     assert f"three seconds at most, and {status_server.MOST} of them" in guarantees and status_server.SILENCE == 3.0
     assert f"at most {status_server.MOST} connections" in " ".join(PAGE.split())
     assert "anybody who reaches `MASTER_PORT` can read" in guarantees and "is no protection from" in guarantees
     assert f"{monitor.AGAIN:g} more where a connection is refused" in guarantees
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/launching.md", "docs/guarantees.md", "docs/checkpoints.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", *(f"docs/{page}.md" for page in ("security", "launching", "guarantees", "checkpoints", "elastic"))]
+)
 def test_who_reads_another_page_is_led_here(page: str) -> None:
-    assert "SECURITY.md)" in (ROOT / page).read_text(encoding="utf-8")
+    assert re.search(r"\b(SECURITY|security)\.md[)#]", (ROOT / page).read_text(encoding="utf-8"))
 
 
 def test_the_network_policy_lets_a_jobs_own_pods_in_and_nobody_else() -> None:

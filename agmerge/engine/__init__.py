@@ -17,8 +17,8 @@ of a worker that steps by itself. ``shared_parameters``: the shared ones, and a 
 ``sent_pieces``: its functions of flat tensors. ``strayed``: reports a run that ends while ranks differ.
 ``delta_table``: which tensors are exchanged. ``outer``: optimizers of the shared parameters.
 
-``reporting``, ``sharing`` and ``swapping``: methods that an optimizer has around another, and a model in
-DistributedDataParallel. ``withheld_momentum``: of an optimizer, in the steps for which a memory has applied it.
+``reporting`` (with ``summary``), ``sharing`` and ``swapping``: methods that an optimizer has around another, and a
+model in DistributedDataParallel. ``withheld_momentum``: of an optimizer, in steps for which a memory has applied it.
 
 May import planning/, options/ and below.
 """

@@ -13,6 +13,7 @@ import torch
 
 import merging
 from agmerge.engine.reducers import AnyReducer
+from agmerge.engine.summary import behind, hidden, summary_lines
 from agmerge.errors import AGMergeError
 from agmerge.metrics.chrome_trace import Trace, path_of
 from agmerge.metrics.step_times import StepTimes
@@ -33,6 +34,7 @@ TREATED = {  # what is done with elements, in words
 class ReportingMixin:
     """Reports of :class:`agmerge.DistributedOptimizer`, none of which changes it."""
 
+    _inner: torch.optim.Optimizer | None  # None: it is not known which one steps
     _reducer: AnyReducer
 
     @property
@@ -155,7 +157,7 @@ class ReportingMixin:
     def compression_report(self) -> str:
         """Return a table with a line for each tensor: merge buffer, class, as what it is sent now, density, elements.
 
-        After the first step. What the plan sends dense because that is faster is ``whole``, whatever its class.
+        After the first step. ``uncompressed``: the plan sends it so because that is faster, whatever its class.
         """
         exchange = self._reducer.exchange
         return compression_table(self._buffers(), exchange.agreed.config, exchange.agreed.steps)
@@ -191,14 +193,29 @@ class ReportingMixin:
     def merge_report(self) -> str:
         """Return a table of the merge buffers of a typical step: what is sent, times and predictions.
 
-        ``sent``: what compresses their tensors; ``whole``: nothing does. Ready, start, end and exposed times are
-        milliseconds since the first tensor. After the first step.
+        ``sent``: the compressor of their tensors, or ``uncompressed``. Ready, start, end and exposed times are
+        milliseconds since the first tensor. The last line says how much of the communication is hidden. After the
+        first step.
         """
         now, config = plan_status(self._reducer.exchange), self._reducer.exchange.agreed.config
-        table = merge_buffers_table(
-            self._buffers(), config, now.measured, self._reducer.exchange.agreed.times.typical()
-        )
-        return table if now.wire == AUTO else f"{table}\nselected values travel in {now.wire}: {now.wire_why}"
+        times = self._reducer.exchange.agreed.times.typical()
+        lines = [merge_buffers_table(self._buffers(), config, now.measured, times)]
+        if now.wire != AUTO:
+            lines.append(f"value format: {now.wire} ({now.wire_why})")
+        if times is not None and self._reducer.exchange.agreed.totals.workers > 1:
+            lines.append(hidden(times, behind(config)))
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """Return five lines for people: compression, traffic, time, plan and warnings, each with its reason.
+
+        After the first step. Traffic is the average of this rank's steps, times are of the last fifty, and
+        communication is hidden if no step waits for it. :meth:`stats` has the same as figures, for programs.
+        """
+        self._buffers()
+        exchange = self._reducer.exchange
+        now, steps = plan_status(exchange), self._reducer.replica.steps
+        return "\n".join(summary_lines(exchange.agreed, now, steps, self._inner))
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Write a Chrome trace of the steps inside, to open in Perfetto; one file a rank (``trace.rank0.json``)."""
@@ -246,15 +263,17 @@ def compression_table(buffers: MergeBuffers, config: Config, step: int) -> str:
         if kind in config.compression.compressor.kinds
     ]
     if dense:
-        parts.append(f"{dense} of {total} elements ({dense / total:.1%}) are sent whole, because that is faster here")
+        parts.append(
+            f"{dense} of {total} elements ({dense / total:.1%}) are sent uncompressed, because that is faster here"
+        )
     lines.append(f"{config.compression.compressor}: {', '.join(parts)}")
     return "\n".join(lines)
 
 
 def sent_as(buffers: MergeBuffers, config: Config, slot: Slot) -> str:
-    """Return the name of what compresses a tensor in the plan in use; "whole" where nothing does."""
+    """Return the name of what compresses a tensor in the plan in use; "uncompressed" if nothing does."""
     if buffers.goes_dense(slot):
-        return "whole"
+        return "uncompressed"
     if buffers.is_quantised(slot) and buffers.quantiser is not None:
         return buffers.quantiser.name
     part = config.compression.compressor.part(slot.tensor_class.kind)
@@ -277,9 +296,8 @@ def merge_buffers_table(
     spans: Sequence[merging.Span] = ()
     if measured is not None:
         spans = merging.predict(plan, measured.profile, measured.costs, mode_of(plan, measured)).spans
-    rows = [
-        ["buffer", "tensors", "elements", "sent", "ready", "start", "end", "exposed", "predicted ready", "start", "end"]
-    ]
+    heads = [f"{name} (ms)" for name in ("ready", "start", "end", "exposed", "predicted ready", "start", "end")]
+    rows = [["buffer", "tensors", "elements", "sent", *heads]]
     for index, (start, stop) in enumerate(plan.bounds):
         elements = sum(slot.numel for slot in slots[start:stop])
         sent = dict.fromkeys(sent_as(buffers, config, slot) for slot in slots[start:stop])
@@ -294,7 +312,7 @@ def merge_buffers_table(
     if max(plan.parts) > 1:
         for row, parts in zip(rows, ("parts", *map(str, plan.parts)), strict=True):
             row.insert(4, parts)
-    lines = [*_aligned(rows), "times in ms, from the first gradient of a step on"]
+    lines = [*_aligned(rows), "times count from the first gradient of a step"]
     if spans and times is not None:
         ratio = times.finish / spans[-1].end if spans[-1].end else 1.0
         lines.append(f"measured / predicted finish: {ratio:.2f}")

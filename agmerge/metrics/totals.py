@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from agmerge.metrics import link_bytes
+from agmerge.metrics.whole_steps import WholeSteps
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Totals:
     elements_sent: int = 0  # in messages
     elements: int = 0  # that they were selected from
     wire: Counter[str] = field(default_factory=Counter)  # bytes_sent by codec
+    whole: WholeSteps = field(default_factory=WholeSteps, compare=False)  # times from step to step
 
     def sent(self, size: int, elements: int, codecs: Mapping[str, int] | None = None) -> None:
         """Count a message of ``size`` bytes; ``codecs``: these by codec, if codecs have made them."""
@@ -70,7 +72,10 @@ class Totals:
         self._dense(tensors)
 
     def _dense(self, tensors: int) -> None:
-        """Count the bytes of fp32 gradients of so many elements."""
+        """Count a step of fp32 gradients of so many elements: its bytes, and the time since the one before."""
+        if self.bytes_dense:
+            self.whole.end()
+        self.whole.begin()
         self.bytes_dense += 4 * tensors
         self.link_bytes_dense += link_bytes.all_reduce(4 * tensors, self.workers)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 LARGE = (16_000_000, 100_000_000)  # elements from which on a pass is bound by memory
 SMALL = 1_000_000  # elements at which launches count, not bytes
-HOOK, LAUNCHES = 2e-6, 18  # seconds of the host for a tensor's hook; launches for each message in hooks (docs/gpu.md)
+HOOK, LAUNCHES = 2e-6, 18  # a tensor's hook, host seconds; launches of a message in hooks (docs/dev/gpu_checks.md)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -126,11 +127,12 @@ def test_the_report_has_a_line_a_buffer_and_predictions_once_measured() -> None:
         return before, optimizer.merge_report()
 
     before, after = on_ranks(2, MODEL, body)[0]
-    assert len(before.splitlines()) == 4 and before.splitlines()[1].split()[:3] == ["0", "2", "1960"]
+    assert len(before.splitlines()) == 5 and before.splitlines()[1].split()[:3] == ["0", "2", "1960"]
     assert before.splitlines()[2].split()[-3:] == ["-", "-", "-"]
-    assert len(after.splitlines()) == 5 and "-" not in after.splitlines()[2].split()
-    assert after.splitlines()[3] == "times in ms, from the first gradient of a step on"
+    assert len(after.splitlines()) == 6 and "-" not in after.splitlines()[2].split()
+    assert after.splitlines()[0].count("(ms)") == 7 and after.splitlines()[3].startswith("times count from")
     assert after.splitlines()[4].startswith("measured / predicted finish: ")
+    assert re.fullmatch(r"\d+ % of the communication is hidden behind backward", after.splitlines()[-1])
 
 
 def test_measuring_gives_all_ranks_the_same_and_changes_no_bit() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""G2, G3, G7 and G11 of docs/guarantees.md. Two more files hold G1, and G12 with G13."""
+"""G2, G3, G7 and G11 of docs/dev/guarantees_tests.md. Two more files hold G1, and G12 with G13."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def test_the_report_says_what_happens_to_each_tensor() -> None:
     assert lines[0].split() == ["buffer", "tensor", "shape", "class", "sent", "density", "elements"]
     treated = {row.split()[1]: row.split()[2:] for row in lines[1:-1]}
     assert treated["0.weight"] == ["48x32", "sparse", "adtopk", "0.5", "1536"]
-    assert treated["4.bias"] == ["10", "dense", "whole", "1", "10"]
+    assert treated["4.bias"] == ["10", "dense", "uncompressed", "1", "10"]
     assert lines[-1] == "adtopk(density=0.01, reuse=True): 3072 of 3482 elements (88.2%) are selected from"
 
 
