@@ -11,16 +11,16 @@ from collections.abc import Sequence
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with the usage of every command."""
     whole = argparse.ArgumentParser(
-        prog="python -m agmerge", description="What works here, how to get the rest, and what planners would do."
+        prog="python -m agmerge", description="Check this machine, test a script, compare plans, and explain errors."
     )
     commands = whole.add_subparsers(dest="command", metavar="command")
-    doctor = commands.add_parser("doctor", help="show what works here, and the command that fixes what does not")
-    doctor.add_argument("--patience", type=float, default=12.0, metavar="SECONDS", help="for each probe (default: 12)")
+    doctor = commands.add_parser("doctor", help="show which backends and launchers work on this machine, and how to fix the others")
+    doctor.add_argument("--patience", type=float, default=12.0, metavar="SECONDS", help="timeout of each check, in seconds (default: 12)")
     doctor.add_argument(
         "--hosts",
         type=lambda text: list(dict.fromkeys(text.split(","))),
         metavar="A,B,...",
-        help="ask these hosts over ssh whether they can work together, instead",
+        help="check over ssh whether these hosts can work together, instead of this machine",
     )
     doctor.add_argument("--json", action="store_true", help="print the table as JSON, for a report or a script")
     build = commands.add_parser(
@@ -39,17 +39,17 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--planner", default="agmerge", help="that makes the plan of --save (default: agmerge)")
     advise = commands.add_parser(
         "advise",
-        help="try compressors in the first steps of an unchanged script, and say whether to use agmerge, and how",
-        epilog="It starts two workers here; over several machines put the script's own launcher before it, as in "
+        help="time the first steps of a script with and without compression, and print the lines to add",
+        epilog="It starts two workers on this machine. For several machines, put your launcher in front, for example "
         "torchrun --nnodes=2 ... -m agmerge advise train.py --lr 0.1. Ctrl-C prints the table so far. Exit codes: "
-        "0 with lines to paste, 3 where agmerge is of no use, 4 where nothing can be said.",
+        "0: there are lines to add, 3: do not use agmerge here, 4: no answer.",
     )
     advise.add_argument("--json", action="store_true", help="print what was measured, and the advice, as JSON")
-    advise.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="for its steps (default: 600)")
-    advise.add_argument("--workers", type=int, default=2, help="to start here, where no launcher does (default: 2)")
+    advise.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="time limit of the test, in seconds (default: 600)")
+    advise.add_argument("--workers", type=int, default=2, help="number of workers to start on this machine, without a launcher (default: 2)")
     advise.add_argument("--result", default="", help=argparse.SUPPRESS)
-    advise.add_argument("script", help="a training script with DistributedDataParallel, or with agmerge")
-    advise.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    advise.add_argument("script", help="a training script: plain PyTorch, DistributedDataParallel, Trainer, Accelerate, Lightning or agmerge")
+    advise.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     lighthouse = commands.add_parser(
         "lighthouse",
         help="serve the place where the workers of an elastic job find each other, until it is interrupted",
