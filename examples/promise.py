@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ def train(options: dict[str, Any], steps: int) -> dict[str, float]:
         optimizer.step()
         schedule.step()
     seconds = time.monotonic() - began
-    with torch.no_grad(), optimizer.shared() if options.get("sync") == "updates" else nullcontext():
+    with torch.no_grad(), optimizer.shared():
         inputs, targets = windows(held_out, torch.arange(0, 512 * LENGTH, LENGTH), LENGTH)
         scores = model(inputs).flatten(0, 1)
     return {

@@ -28,7 +28,7 @@ from sparsifiers import kernel
 
 TIMEOUT = 12.0  # seconds for one probe; all run at once
 PATIENT = 120  # seconds, for those that took longer
-LEVELS = {"baseline": "for any machine", "avx2": "AVX2", "avx512": "AVX-512", "neon": "NEON"}  # of the compiled loops
+LEVELS = {"baseline": "for any machine", "avx2": "AVX2", "avx512": "AVX-512", "neon": "NEON"}  # of the native kernels
 REQUIRED = "torch"  # the backend without which nothing trains here: the first row, and the exit code
 
 ELASTIC = "Horovod Elastic"  # the name of its row
@@ -79,7 +79,7 @@ def examine(
     version_of: Callable[[str], str] = version_of,
     levels: Sequence[str] = (),
 ) -> list[Row]:
-    """Return the rows of the table: backends, then launchers, then the compiled loops.
+    """Return the rows of the table: backends, then launchers, then the native kernels.
 
     ``probe(program)`` runs Python in a process of its own; all of them run at once. ``version_of(launcher)``: its
     version line; empty if there is none. ``levels``: see `loops_row`.
@@ -171,7 +171,7 @@ def mpirun_row(version: str) -> Row:
 
 
 def loops_row(levels: Sequence[str]) -> Row:
-    """Return the row of the compiled loops: without them selection takes 2.3 to 6 times as long.
+    """Return the row of the native kernels: without them selection takes 2.3 to 6 times as long.
 
     ``levels``: the instruction sets that they can use here, the best last; empty: none are in use.
     """
@@ -179,15 +179,15 @@ def loops_row(levels: Sequence[str]) -> Row:
         setting = os.environ.get(kernel.VARIABLE, "")
         used = setting if setting in levels else levels[-1]
         others = f"; {kernel.VARIABLE} may name {', '.join(levels)}" if levels[1:] else ""
-        return Row("speed", "compiled loops", True, f"in use, {LEVELS[used]}{others}")
+        return Row("speed", "native kernels", True, f"in use, {LEVELS[used]}{others}")
     slower = "selection takes 2.3 to 6 times as long"
     if os.environ.get(kernel.VARIABLE) == "off":
-        return Row("speed", "compiled loops", False, f"switched off: {slower}", f"unset {kernel.VARIABLE}")
+        return Row("speed", "native kernels", False, f"switched off: {slower}", f"unset {kernel.VARIABLE}")
     anew = f"{python()} -m pip install --force-reinstall --no-deps --no-cache-dir <the source of agmerge>"
     if any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang", "cl")):
-        return Row("speed", "compiled loops", False, f"not built: {slower}", anew)
+        return Row("speed", "native kernels", False, f"not built: {slower}", anew)
     fix = f"install one (apt install gcc), then {anew}"
-    return Row("speed", "compiled loops", False, f"there was no C compiler: {slower}", fix)
+    return Row("speed", "native kernels", False, f"there was no C compiler: {slower}", fix)
 
 
 def packages_row() -> Row:
