@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small GPT over a pretended slow link: dense, with the default, and with a compressor by name.
+"""Train a small GPT over a simulated slow network: without compression, with the default, and with another setting.
 
 This is what `make train` shows.
 
-python examples/promise.py [--workers 2] [--compression dgc] [--link 200mbit] [--steps 60]
+python examples/promise.py [--workers 2] [--compression dgc] [--link 200mbit] [--steps 200]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 import torch
 from gpt import GPT, corpus, windows
@@ -21,20 +22,29 @@ from torch.nn import functional as F
 
 import agmerge
 
-WIDTH, LENGTH, BATCH = 256, 32, 8
+WIDTH, LENGTH, BATCH, RATE = 256, 32, 8, 2e-3
 MARK = "RESULT "
+DEFAULT = "default"  # the label of a training without arguments
 
 
-def train(compression: str, steps: int) -> dict[str, float]:
-    """Return seconds, MB that have left this worker, and loss and accuracy on held-out text, after so many steps."""
+def label(options: dict[str, str]) -> str:
+    """Return the arguments of a training as they are written in a script."""
+    return ", ".join(f'{name}="{value}"' for name, value in options.items()) or DEFAULT
+
+
+def train(options: dict[str, Any], steps: int) -> dict[str, float]:
+    """Train; return the seconds, the MB that left this worker, and loss and accuracy on held-out text.
+
+    ``options``: arguments of ``DistributedOptimizer``.
+    """
     agmerge.init()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     text, held_out = corpus()
     model = GPT(width=WIDTH, layers=4, heads=4, context=LENGTH)
-    optimizer = agmerge.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=1e-3), model.named_parameters(), compression=compression
-    )
+    inner = torch.optim.AdamW(model.parameters(), lr=RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(inner, RATE, total_steps=steps + 1)
+    optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), **options)
     chance = torch.Generator().manual_seed(agmerge.rank())
     agmerge.barrier()
     began = time.monotonic()
@@ -43,8 +53,9 @@ def train(compression: str, steps: int) -> dict[str, float]:
         optimizer.zero_grad()
         F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
         optimizer.step()
+        schedule.step()
     seconds = time.monotonic() - began
-    with torch.no_grad():
+    with torch.no_grad(), optimizer.shared():
         inputs, targets = windows(held_out, torch.arange(0, 512 * LENGTH, LENGTH), LENGTH)
         scores = model(inputs).flatten(0, 1)
     return {
@@ -55,34 +66,34 @@ def train(compression: str, steps: int) -> dict[str, float]:
     }
 
 
-def run(compression: str, chosen: argparse.Namespace) -> dict[str, float]:
-    """Train with so many workers, each a process; return what the first one has measured."""
+def run(options: dict[str, str], chosen: argparse.Namespace) -> dict[str, float]:
+    """Train with several workers, each a process; return the figures of the first one."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={chosen.workers}"]
     done = subprocess.run(
-        [*command, __file__, "--worker", "--compression", compression, "--steps", str(chosen.steps)],
+        [*command, __file__, "--worker", json.dumps(options), "--steps", str(chosen.steps)],
         env={**os.environ, "AGMERGE_LINK": chosen.link, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
     results = [line.partition(MARK)[2] for line in done.stdout.splitlines() if MARK in line]
     if done.returncode or not results:
-        sys.exit(f"{done.stdout}\n{done.stderr}\nthe training with compression={compression!r} has failed, see above")
+        sys.exit(f"{done.stdout}\n{done.stderr}\nthe training with {label(options)} failed, see above")
     figures: dict[str, float] = json.loads(results[0])
     return figures
 
 
 def table(rows: list[tuple[str, dict[str, float]]], chosen: argparse.Namespace) -> str:
-    """Return the figures of all trainings, a line each, for people."""
+    """Return the figures of all trainings as text, one line for each; the first row is the base of the speedup."""
     lines = [
-        f"{chosen.steps} steps of a GPT of 3.2 million parameters, AdamW, {chosen.workers} workers; each has a link of "
-        f"{chosen.link} (pretended)",
-        f"{'':14} {'seconds':>8} {'x dense':>8} {'MB sent':>8} {'held-out loss':>14} {'accuracy':>9}",
+        f"GPT (3.2 million parameters), AdamW, {chosen.steps} steps, {chosen.workers} workers; "
+        f"simulated network: {chosen.link} per worker",
+        f"{'':20} {'seconds':>8} {'speedup':>8} {'MB sent':>8} {'held-out loss':>14} {'accuracy':>9}",
     ]
-    dense = rows[0][1]["seconds"]
+    uncompressed = rows[0][1]["seconds"]
     for name, figures in rows:
         lines.append(
-            f"{name:14} {figures['seconds']:8.1f} {dense / figures['seconds']:8.1f} {figures['MB']:8.1f} "
-            f"{figures['loss']:14.3f} {figures['accuracy']:8.1%}"
+            f"{name:20} {figures['seconds']:8.1f} {uncompressed / figures['seconds']:8.1f} {figures['MB']:8.1f} "
+            f"{figures['loss']:14.3f} {figures['accuracy']:9.1%}"
         )
     return "\n".join(lines)
 
@@ -91,20 +102,21 @@ def main() -> None:
     """Run the three trainings, or one of their workers."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--compression", default="dgc", help="of the third training, by name (default: dgc)")
-    parser.add_argument("--link", default="200mbit", help="rate of each worker's link (default: 200mbit)")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--compression", help='compressor of the third training (default: sync="updates" instead)')
+    parser.add_argument("--link", default="200mbit", help="rate of each worker's simulated network (default: 200mbit)")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    if chosen.worker:
-        figures = train(chosen.compression, chosen.steps)
+    if chosen.worker is not None:
+        figures = train(chosen.worker, chosen.steps)
         if agmerge.rank() == 0:
             print(MARK + json.dumps(figures), flush=True)
         return
+    third = {"compression": chosen.compression} if chosen.compression else {"sync": "updates"}
     rows = []
-    for name, compression in (("dense", "none"), ("the default", "auto"), (chosen.compression, chosen.compression)):
-        print(f"training: {name} ...", flush=True)
-        rows.append((name, run(compression, chosen)))
+    for options in ({"compression": "none"}, {}, third):
+        print(f"training with {label(options)} ...", flush=True)
+        rows.append((label(options), run(options, chosen)))
     print(table(rows, chosen))
 
 

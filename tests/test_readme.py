@@ -13,7 +13,7 @@ import torch
 from tests.support import on_ranks
 
 TEXT = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
-LINES = dict(re.findall(r"^\| ([^|]+?) \| `([^`]+)` \|$", TEXT, re.MULTILINE))
+LINES = dict(re.findall(r"^\| \[([^\]|]+)\]\([^)]+\) \| `([^`]+)` \|$", TEXT, re.MULTILINE))
 FULL = re.search(r"```diff\n(.*?)```", TEXT, re.DOTALL)
 CLIPPED = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
@@ -24,16 +24,14 @@ def run(source: str, **names: Any) -> dict[str, Any]:
     return names
 
 
-def test_it_has_at_most_a_hundred_lines_and_the_words() -> None:
-    assert len(TEXT.splitlines()) <= 100
+def test_it_has_at_most_130_lines_and_the_words() -> None:
+    assert len(TEXT.splitlines()) <= 130
     for words in ("DGC", "Gaussiank", "RedSync", "SIDCo", "ADTopk", "make train", "make test", "inter-worker"):
         assert words in TEXT, words
 
 
 def test_every_framework_has_its_line() -> None:
-    assert list(LINES) == [
-        "plain PyTorch, Horovod", "DistributedDataParallel", "transformers' Trainer", "Accelerate", "Lightning",
-    ]  # fmt: skip
+    assert list(LINES) == ["DistributedDataParallel", "Hugging Face Trainer", "Accelerate", "Lightning", "Horovod"]
 
 
 def test_the_script_and_clipping_run() -> None:
@@ -70,7 +68,7 @@ def test_the_line_of_distributed_data_parallel_runs(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("framework", ["transformers' Trainer", "Accelerate", "Lightning"])
+@pytest.mark.parametrize("framework", ["Hugging Face Trainer", "Accelerate", "Lightning"])
 def test_the_lines_of_frameworks_name_what_is_there(framework: str) -> None:
     """They train with these lines in tests/distributed/integrations; here the names are held against the modules."""
     line = LINES[framework]

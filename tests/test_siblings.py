@@ -82,7 +82,7 @@ def test_the_doctor_has_a_row_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_doctor_names_a_distribution_that_claims_the_same_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(siblings, "others", lambda name: ["mergers"] if name == "merging" else [])
     row = doctor.packages_row()
-    assert not row.works and "mergers has a package 'merging', too" in row.detail
+    assert not row.works and "mergers also has a package 'merging'" in row.detail
     assert "-m pip uninstall mergers, then " in row.fix
 
 

@@ -29,6 +29,7 @@ class Row:
     works: bool
     detail: str  # versions and libraries where it works, else why it does not
     fix: str = ""  # the command that makes it work; empty where it does
+    known: bool = True  # False: a check ran out of time, so ``works`` is False without evidence
 
 
 def built_in(facts: Mapping[str, object]) -> str:

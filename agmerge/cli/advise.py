@@ -29,12 +29,12 @@ from agmerge.cli.advise_turns import STEPS, Enough, leave_out_notices
 from agmerge.cli.advisor import NO_ANSWER, Advisor, advised
 
 STOPS = 10  # seconds for workers to print the table so far, until their launcher is told to end them
-TOLD = "it was told to end"
+TOLD = "stopped"
 
 
 def start(script: str, arguments: Sequence[str], flags: Sequence[str], workers: int) -> int:
     """Start workers on this machine, by torchrun, each of which runs ``script``; return the exit code."""
-    sys.stderr.write(f"agmerge advise: runs {STEPS} steps or so of {script}, which writes what it writes in them\n")
+    sys.stderr.write(f"agmerge advise: runs about {STEPS} steps of {script}, including everything that the script writes\n")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "code"
         run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}", "-m", "agmerge", "advise"]
@@ -54,7 +54,7 @@ def start(script: str, arguments: Sequence[str], flags: Sequence[str], workers: 
         signal.alarm(0)  # the launcher has ended
         if file.exists():
             return int(file.read_text())
-    sys.stderr.write(f"agmerge advise: no answer for {script}: what is above says why\n")
+    sys.stderr.write(f"agmerge advise: no answer for {script}, see the messages above\n")
     return NO_ANSWER
 
 
@@ -70,11 +70,11 @@ def main(script: str, arguments: Sequence[str], *, as_json: bool, patience: floa
     would take for a failure.
     """
     if not os.path.isfile(script):
-        sys.stderr.write(f"agmerge advise: there is no script {script}\n")
+        sys.stderr.write(f"agmerge advise: file not found: {script}\n")
         return NO_ANSWER
     if workers < 2 or not patience > 0:
         sys.stderr.write(
-            f"agmerge advise: --workers {workers} --patience {patience:g}: two workers and more, seconds > 0\n"
+            f"agmerge advise: --workers must be at least 2 and --patience above 0, got {workers} and {patience:g}\n"
         )
         return NO_ANSWER
     if not registry.has_launcher(os.environ):
@@ -102,7 +102,7 @@ def watched(advisor: Advisor, arguments: Sequence[str], patience: float, told_by
             if told_by is not None and told_by.exists():
                 advisor.stopped(TOLD)
             if time.monotonic() > end:
-                advisor.stopped(f"{patience:g} s (--patience) were over")
+                advisor.stopped(f"stopped by the time limit of {patience:g} s (--patience)")
 
     threading.Thread(target=guard, name="agmerge advise", daemon=True).start()
     sys.argv = [script, *arguments]

@@ -18,13 +18,13 @@ import torch
 WATCHED = 3  # steps that are watched
 COLLECTIVES = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
-DELETE = "it averages gradients itself in {where}: delete that, for agmerge averages them. Then ask again"
-NORM = "Write {optimizer}.clip_grad_norm_({norm}) for the clipping in {where}."
+DELETE = "it averages gradients itself in {where}. Delete this, because agmerge averages them. Then run advise again"
+NORM = "Replace the clipping in {where} by {optimizer}.clip_grad_norm_({norm})."
 VALUE = (
-    "Write {optimizer}.synchronize() above the clipping in {where}, and put the step that follows into "
+    "Call {optimizer}.synchronize() before the clipping in {where}, and put the following step() into "
     "`with {optimizer}.skip_synchronize():`."
 )
-FOREIGN = "Put the backward pass in {where} into `with {optimizer}.no_sync():`, since another optimizer steps by it."
+FOREIGN = "Put the backward pass in {where} into `with {optimizer}.no_sync():`, because it is for another optimizer."
 
 
 class Place(NamedTuple):

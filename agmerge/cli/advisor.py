@@ -35,25 +35,25 @@ from sparsifiers.registry import spelling
 STILL: dict[str, Any] = {"merging": "threshold", "check_every": 0}
 GIVEN: dict[str, Any] = {"compression": NONE, **STILL}
 LINK = "AGMERGE_LINK"
-NOT_USED, NO_ANSWER = 3, 4  # exit codes: "do not use agmerge here", and that nothing can be said
-ONE_WORKER = "one worker exchanges nothing: start at least two, for example by --workers 2, without a launcher"
+NOT_USED, NO_ANSWER = 3, 4  # exit codes: "do not use agmerge here", and no answer
+ONE_WORKER = "only one worker runs, so nothing is exchanged. Start at least two, for example with --workers 2"
 SEVERAL = (
-    "it has {count} DistributedDataParallel models, and only what one model exchanges is compared. Each of them can "
-    "have a line (docs/frameworks.md)"
+    "the script has {count} DistributedDataParallel models, but advise can only time one. You can still add a line for "
+    "each of them (docs/with_ddp.md)"
 )
 NO_MODEL = (
-    "no DistributedDataParallel has the parameters that its {optimizer} steps. If nothing else averages gradients, "
-    "each worker trains by itself. For Horovod and FSDP2 see docs/frameworks.md, else this makes the script one for "
-    "several workers; then ask again"
+    "no DistributedDataParallel contains the parameters of its {optimizer}. If nothing else averages gradients, each "
+    "worker trains a model of its own. For Horovod and FSDP2 see docs/use_with.md. Otherwise, the following makes it a "
+    "script for several workers. Then run advise again"
 )
 OTHER_MODEL = (
-    "its {optimizer} steps parameters that are not in its DistributedDataParallel: each worker trains these by itself. "
-    "Put the model with them into DistributedDataParallel, then ask again"
+    "its {optimizer} updates parameters that are not in its DistributedDataParallel, so each worker trains them alone. "
+    "Put their model into DistributedDataParallel, then run advise again"
 )
 SPAWNS = (
-    "it starts its workers itself, by torch.multiprocessing, where nothing can be watched. Have them started for this "
-    "question: call what each of them runs with the rank and the number of workers that torchrun puts into RANK and "
-    "WORLD_SIZE"
+    "it starts its workers itself (torch.multiprocessing), so advise cannot time them. For this test, call the function "
+    "that each worker runs directly. Take its rank and the number of workers from RANK and WORLD_SIZE, which torchrun "
+    "sets"
 )
 
 
@@ -119,7 +119,7 @@ class Advisor:
         try:
             over = self._turns.step()
         except (TypeError, ValueError) as refused:  # on all ranks alike, before anything is exchanged
-            self.give_up(f"it is refused: {refused}")
+            self.give_up(f"not supported: {refused}")
         if over:
             self.conclude(self._turns, optimizer, self._found)
 
@@ -226,7 +226,7 @@ class Advisor:
 
     def stopped(self, why: str) -> NoReturn:
         """End the process, from another thread: print the table so far, of rank 0's own steps, and no advice."""
-        self.say(f": {why} after {self.steps} of at most {STEPS} steps: no advice, but the table so far")
+        self.say(f": {why} after {self.steps} of at most {STEPS} steps. No advice, but here is the table so far")
         turns, main, script = self._turns, self._main, self._found
         if os.environ.get("RANK", "0") == "0" and turns is not None and main is not None and script is not None:
             workers = int(os.environ.get("WORLD_SIZE", "1"))  # the first turns are before agmerge.init()
@@ -242,7 +242,7 @@ class Advisor:
     def _tell_turn(self, name: str, seconds: list[float]) -> None:
         """Write a line about a turn that has ended."""
         took = advice.milliseconds(statistics.median(seconds))
-        self.say(f": step {self.steps} of at most {STEPS}: {took} a step {f'with {name}' if name else 'as it is'}")
+        self.say(f": step {self.steps} of at most {STEPS}: {took} per step {f'with {name}' if name else 'unmodified'}")
 
     def give_up(self, why: str) -> NoReturn:
         """End the script: no advice can be given."""
@@ -278,7 +278,7 @@ class Advisor:
             code = NO_ANSWER
         if code is None:  # the script has come to its end
             seen = f"{self.steps} steps of an optimizer, {len(advise_script.models())} DistributedDataParallel"
-            hint = ". More epochs, or a smaller batch, would do" if self.steps else ""
+            hint = ". Use more epochs, or a smaller batch" if self.steps else ""
             self.say(f" ended too early{self.ended}, after {seen}; {STEPS} steps are needed{hint}")
             code = NO_ANSWER
         if self._result and os.environ.get("RANK") == "0":
@@ -296,7 +296,7 @@ def advised(advisor: Advisor) -> type[agmerge.DistributedOptimizer]:
             dear = isinstance(options.merging, str) and spelling(options.merging) == "dear"
             if options.sync == UPDATES or dear or options.process_set is not None:
                 advisor.give_up(
-                    "it has sync='updates', merging='dear' or process_set=: only exchanges of gradients are compared"
+                    "sync='updates', merging='dear' and process_set= are not supported: advise only compares exchanges of gradients"
                 )
             self._turns = Turns(optimizer, lambda _: self, as_it_is=False, tell=advisor._tell_turn)
             advisor.follows(self._turns, optimizer)

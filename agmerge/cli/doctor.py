@@ -28,7 +28,7 @@ from sparsifiers import kernel
 
 TIMEOUT = 12.0  # seconds for one probe; all run at once
 PATIENT = 120  # seconds, for those that took longer
-LEVELS = {"baseline": "for any machine", "avx2": "AVX2", "avx512": "AVX-512", "neon": "NEON"}  # of the compiled loops
+LEVELS = {"baseline": "for any machine", "avx2": "AVX2", "avx512": "AVX-512", "neon": "NEON"}  # of the native kernels
 REQUIRED = "torch"  # the backend without which nothing trains here: the first row, and the exit code
 
 ELASTIC = "Horovod Elastic"  # the name of its row
@@ -58,7 +58,7 @@ def probe(program: str, timeout: float = TIMEOUT) -> ProbeResult:
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False
         )
     except subprocess.TimeoutExpired:
-        silence = f"not known: no answer within {timeout:g} s; it hangs, or this machine is busy"
+        silence = f"no answer within {timeout:g} s: it hangs, or this machine is busy"
         return ProbeResult(error=silence, late=True)
     if ended.returncode < 0:
         return ProbeResult(error=f"crashes: killed by signal {-ended.returncode}")
@@ -79,7 +79,7 @@ def examine(
     version_of: Callable[[str], str] = version_of,
     levels: Sequence[str] = (),
 ) -> list[Row]:
-    """Return the rows of the table: backends, then launchers, then the compiled loops.
+    """Return the rows of the table: backends, then launchers, then the native kernels.
 
     ``probe(program)`` runs Python in a process of its own; all of them run at once. ``version_of(launcher)``: its
     version line; empty if there is none. ``levels``: see `loops_row`.
@@ -111,7 +111,7 @@ def examine(
 def backend_row(name: str, probe: ProbeResult, mpirun: str) -> Row:
     """Return the row of the backend ``name``. ``mpirun``: its version line; empty where there is none."""
     row = BACKENDS[name].diagnose(probe, python(), mpirun)
-    return replace(row, fix=with_patience()) if probe.late else row
+    return replace(row, fix=with_patience(), known=False) if probe.late else row
 
 
 def with_route(row: Row, facts: Mapping[str, object]) -> Row:
@@ -126,7 +126,7 @@ def with_route(row: Row, facts: Mapping[str, object]) -> Row:
 def torchrun_row(torch: Row) -> Row:
     """Return the row of torchrun. ``torch``: its backend's."""
     if not torch.works:
-        return Row("launcher", "torchrun", False, "needs the backend torch", torch.fix)
+        return Row("launcher", "torchrun", False, "needs the backend torch", torch.fix, torch.known)
     program = typed("torchrun") if shutil.which("torchrun", path=build_horovod.path()) else ""
     return Row("launcher", "torchrun", True, program or f"{python()} -m torch.distributed.run")
 
@@ -139,10 +139,10 @@ def horovodrun_row(backend: Row, horovod: ProbeResult, horovodrun: ProbeResult, 
     """
     anew = f"{python()} -m agmerge build-horovod --force"
     if horovod.error:
-        return Row("launcher", "horovodrun", False, "needs the backend horovod", backend.fix)
+        return Row("launcher", "horovodrun", False, "needs the backend horovod", backend.fix, backend.known)
     if horovodrun.error or not shutil.which("horovodrun", path=build_horovod.path()):
         fix = with_patience() if horovodrun.late else anew
-        return Row("launcher", "horovodrun", False, horovodrun.error or "no such program", fix)
+        return Row("launcher", "horovodrun", False, horovodrun.error or "no such program", fix, not horovodrun.late)
     over_mpi, over_gloo = horovod.facts["mpi"] and bool(mpirun), horovod.facts["gloo"]
     controllers = [text for text, possible in (("over MPI", over_mpi), ("with --gloo", over_gloo)) if possible]
     if not controllers:
@@ -159,7 +159,7 @@ def elastic_rows(horovod: ProbeResult, env: Mapping[str, str]) -> list[Row]:
         return []
     given = env.get(GLOO_TIMEOUT)
     detail = f"a lost worker is noticed within {given or 30} s"
-    advice = "" if given else f"; {GLOO_TIMEOUT}=10 makes that sooner, if no step takes as long"
+    advice = "" if given else f"; to notice it sooner, set {GLOO_TIMEOUT}=10, if every step is shorter than 10 s"
     return [Row("elastic", ELASTIC, True, detail + advice)]
 
 
@@ -171,7 +171,7 @@ def mpirun_row(version: str) -> Row:
 
 
 def loops_row(levels: Sequence[str]) -> Row:
-    """Return the row of the compiled loops: without them selection takes 2.3 to 6 times as long.
+    """Return the row of the native kernels: without them selection takes 2.3 to 6 times as long.
 
     ``levels``: the instruction sets that they can use here, the best last; empty: none are in use.
     """
@@ -179,27 +179,27 @@ def loops_row(levels: Sequence[str]) -> Row:
         setting = os.environ.get(kernel.VARIABLE, "")
         used = setting if setting in levels else levels[-1]
         others = f"; {kernel.VARIABLE} may name {', '.join(levels)}" if levels[1:] else ""
-        return Row("speed", "compiled loops", True, f"in use, {LEVELS[used]}{others}")
+        return Row("speed", "native kernels", True, f"in use, {LEVELS[used]}{others}")
     slower = "selection takes 2.3 to 6 times as long"
     if os.environ.get(kernel.VARIABLE) == "off":
-        return Row("speed", "compiled loops", False, f"switched off: {slower}", f"unset {kernel.VARIABLE}")
+        return Row("speed", "native kernels", False, f"switched off: {slower}", f"unset {kernel.VARIABLE}")
     anew = f"{python()} -m pip install --force-reinstall --no-deps --no-cache-dir <the source of agmerge>"
     if any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang", "cl")):
-        return Row("speed", "compiled loops", False, f"not built: {slower}", anew)
+        return Row("speed", "native kernels", False, f"not built: {slower}", anew)
     fix = f"install one (apt install gcc), then {anew}"
-    return Row("speed", "compiled loops", False, f"there was no C compiler: {slower}", fix)
+    return Row("speed", "native kernels", False, f"there was no C compiler: {slower}", fix)
 
 
 def packages_row() -> Row:
     """Return the row of the packages beside ours: whether another distribution has packages of the same names."""
     names = ", ".join(siblings.OWN)
     found = {name: siblings.others(name) for name in siblings.OWN}
-    claims = [f"{' and '.join(found[name])} has a package {name!r}, too" for name in found if found[name]]
+    claims = [f"{' and '.join(found[name])} also has a package {name!r}" for name in found if found[name]]
     if not claims:
         return Row("package", names, True, f"agmerge's own, in {siblings.FOLDER}")
     rest = " ".join(sorted({other for several in found.values() for other in several}))
     anew = f"{python()} -m pip install --force-reinstall --no-deps agmerge"
-    detail = f"{'; '.join(claims)}: whichever is installed later overwrites the other"
+    detail = f"{', '.join(claims)}. The one that is installed later overwrites the other"
     return Row("package", names, False, detail, f"{python()} -m pip uninstall {rest}, then {anew}")
 
 
@@ -207,7 +207,7 @@ def packages_row() -> Row:
 
 
 def with_patience() -> str:
-    """Return the command that runs the doctor again and gives slow probes more time."""
+    """Return the command that runs the doctor again with a longer timeout."""
     return f"{python()} -m agmerge doctor --patience {PATIENT}"
 
 
@@ -225,14 +225,17 @@ def python() -> str:
 def detected(env: Mapping[str, str]) -> str:
     """Return a sentence about what ``agmerge.init()`` would do in the environment ``env``."""
     try:
-        return f"agmerge.init() takes the backend {detect(env)!r} in this environment"
+        return f"agmerge.init() uses the backend {detect(env)!r} in this environment"
     except (AGMergeError, ValueError) as error:
         return f"agmerge.init() fails in this environment: {error}"
 
 
-def table(rows: Sequence[Row], advice: str = "To have the others:") -> str:
-    """Return ``rows`` as aligned lines, then, under the line ``advice``, commands that mend those that do not work."""
-    cells = [(row.kind, row.name, "works" if row.works else "no", row.detail) for row in rows]
+def table(rows: Sequence[Row], advice: str = "To fix the others:") -> str:
+    """Return ``rows`` as aligned lines, then, under the line ``advice``, commands that fix those that do not work.
+
+    A row shows "works", "no", or "?" if its check ran out of time.
+    """
+    cells = [(row.kind, row.name, "works" if row.works else "no" if row.known else "?", row.detail) for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(3)]
     lines = ["  ".join([*map(str.ljust, line, widths), line[3]]) for line in cells]
     broken = [row for row in rows if not row.works]

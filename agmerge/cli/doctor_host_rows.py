@@ -17,7 +17,7 @@ Facts = Mapping[str, Any]  # as the agent's ``facts`` returns them
 
 CLOCK = 1.0  # seconds by which clocks may differ: then the lines of two logs can still be put in order
 FIREWALL = "iptables -I INPUT -p tcp -s {} -j ACCEPT"
-TITLES = {"loops": "compiled loops", "agmerge": "agmerge", "python": "Python", "horovod": "Horovod"}
+TITLES = {"loops": "native kernels", "agmerge": "agmerge", "python": "Python", "horovod": "Horovod"}
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _interface(name: str, network: Mapping[str, Any]) -> str:
 
 
 def _level(name: str) -> str:
-    """Return the instruction set of compiled loops in words."""
+    """Return the instruction set of native kernels in words."""
     return LEVELS.get(name, "none" if name == "none" else "not known")
 
 

@@ -127,12 +127,12 @@ def cheaper(cost: Cost, optimizer: torch.optim.Optimizer) -> str:
 
 
 def told_cost(name: str, bound: float | None, optimizer: torch.optim.Optimizer) -> str:
-    """Return in words how much of the loss a compressor costs. ``bound``: its density or rank."""
+    """Return in words how much a compressor increases the loss. ``bound``: its density or rank."""
     cost = _cost(name, bound, optimizer)
     if cost is not None:
-        return f"{cost.percent} % of a small language model's, in our runs"
+        return f"{cost.percent} % higher in our tests"
     if name in defaults.candidates_for(optimizer):
-        return f"less than {ENOUGH:g} %, in our runs" if name != NONE else "nothing"
+        return f"less than {ENOUGH:g} % higher in our tests" if name != NONE else "none"
     return "not measured with this optimizer"
 
 
@@ -142,11 +142,11 @@ def takes_updates(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def told_cost_of_updates(workers: int, optimizer: torch.optim.Optimizer) -> str:
-    """Return in words how much of the loss ``sync="updates"`` costs."""
+    """Return in words how much ``sync="updates"`` increases the loss."""
     if "AdamW" not in _kinds(optimizer):
         return "not measured with this optimizer"
     number, percent = next((row for row in OF_UPDATES if row[0] >= workers), OF_UPDATES[-1])
-    return f"{percent:g} % of a small language model's with {number} workers, in our runs"
+    return f"{percent:g} % higher with {number} workers in our tests"
 
 
 def _named(config: Any) -> Iterator[tuple[str, float | None, tuple[str, str] | tuple[()]]]:

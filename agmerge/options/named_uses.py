@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that are had by name: what each is for, and what it costs of the loss, in words.
+"""Settings that a script sets explicitly: their purpose and their effect on the loss, in words.
 
-docs/which_setting.md shows them, ``python -m agmerge advise`` tells them; figures are those of ``named_costs``.
+docs/will_it_help.md and ``python -m agmerge advise`` show them. The figures are those of ``named_costs``.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def stand_in(kind: str) -> torch.optim.Optimizer:
 class Use:
     """One row of the page. ``name``: of a compressor, or ``UPDATES``; empty: something else, which has a page."""
 
-    want: str  # what a user wants
-    take: str  # what to write, in Markdown
-    page: str  # of docs/, where to read on, with an anchor perhaps
+    want: str  # the goal of a user, as the end of "you want to ..."
+    take: str  # the setting, in Markdown
+    page: str  # of docs/, which describes it
     name: str = ""
     bound: float | None = None  # the density or the rank at which it cost so much
     with_optimizer: str = ADAMW  # with which
 
     @property
     def cost(self) -> str:
-        """Return what it costs of the loss, in words; empty: there is no figure."""
+        """Return its effect on the loss, in words; empty: there is no figure."""
         if self.name == UPDATES:
             return told_cost_of_updates(OF_UPDATES[0][0], stand_in(self.with_optimizer))
         return told_cost(self.name, self.bound, stand_in(self.with_optimizer)) if self.name else ""
@@ -47,26 +47,27 @@ class Use:
     def row(self) -> str:
         """Return its row of the table."""
         with_kind = f" ({self.with_optimizer})" if self.name and self.name != UPDATES else ""
-        costs = f"{self.cost}{with_kind}: " if self.cost else "see "
-        return f"| {self.want} | {self.take} | {costs}[{self.page.partition('.')[0].replace('_', ' ')}]({self.page}) |"
+        effect = f"{self.cost}{with_kind}" if self.cost else "depends on the number of steps"
+        return f"| {self.want} | [{self.take}]({self.page}) | {effect} |"
 
 
 USES = (
-    Use("few bytes with SGD and momentum", '`compression="dgc"`', "compressors.md", "dgc", 0.01, SGD),
-    Use("few bytes with AdamW", '`sync="updates"`', "adaptive.md", UPDATES),
-    Use("half the bits of `eden-2`", '`compression="eden-1"`', "compressors.md", "eden-1"),
-    Use("exchanges every few steps only", "`agmerge.LocalOptimizer`", "adaptive.md"),
-    Use("factors of large matrices", '`compression="acpsgd"`', "low_rank.md", "acpsgd", 4),
-    Use("1 % of each gradient, whatever it costs", '`compression="topk"`', "compressors.md", "topk", 0.01),
+    Use("send very little with SGD and momentum", '`compression="dgc"`', "compressors.md", "dgc", 0.01, SGD),
+    Use("send very little with AdamW", '`sync="updates"`', "adaptive.md", UPDATES),
+    Use("halve the traffic of 2 bits", '`compression="eden-1"`', "compressors.md", "eden-1"),
+    Use("exchange only every few steps", "`agmerge.LocalOptimizer`", "adaptive.md"),
+    Use("send low-rank factors of large matrices", '`compression="acpsgd"`', "low_rank.md", "acpsgd", 4),
+    Use("send 1 % of each gradient", '`compression="topk"`', "compressors.md", "topk", 0.01),
 )
 
 
 def table() -> str:
-    """Return the table of docs/which_setting.md, the default's row first."""
-    default = f"| no loss, as fast as that can be | the default | less than {ENOUGH:g} % of the loss, in our runs |"
-    return "\n".join(["| You want | Take | It costs |", "|---|---|---|", default, *(use.row for use in USES)]) + "\n"
+    """Return the table of docs/will_it_help.md, the default's row first."""
+    default = f"| train as before | nothing | less than {ENOUGH:g} % higher in our tests |"
+    head = ["| you want to | set | effect on the loss |", "|---|---|---|"]
+    return "\n".join([*head, default, *(use.row for use in USES)]) + "\n"
 
 
 def wanted(name: str) -> str:
-    """Return what a compressor, or ``UPDATES``, is for; empty: it has no row."""
+    """Return the purpose of a compressor, or of ``UPDATES``; empty: it has no row."""
     return next((use.want for use in USES if use.name == name), "")

@@ -16,15 +16,16 @@ from sparsifiers.quantising.choice import NONE
 WORTH = 1.1  # times as fast: less is no reason to change a script
 NOT_HERE = "do not use agmerge here"
 UNSURE = (
-    "no gain is sure. A step takes {now} now, turn by turn, and {then} with {name}. Ask again when nothing else "
-    "runs on this machine."
+    "no reliable speedup. A step takes {now} now and {then} with {name}, depending on the trial. Run it again when "
+    "nothing else runs on this machine."
 )
+ABOUT_LOSS = "Effect on the loss: of small language models in our tests, compared with uncompressed gradients."
 DDP, TRAINER, ACCELERATE, LIGHTNING = "DistributedDataParallel", "Trainer", "Accelerate", "Lightning"
 OURS, PLAIN = "agmerge", "plain PyTorch"
 # Where to paste what, by what the script uses. A word in braces stands for a name of the script's.
 LINES = {
     DDP: (
-        "below DistributedDataParallel(...) and the optimizer{also}, and start the script as ever",
+        "below DistributedDataParallel(...) and the optimizer{also}, and start the script as before",
         ("import agmerge", "compressed = agmerge.integrations.ddp.compress({model}, optimizer={optimizer}{scaling})"),
     ),
     TRAINER: (
@@ -44,7 +45,7 @@ LINES = {
         ("{optimizer} = agmerge.DistributedOptimizer({plain}, {model}.named_parameters(){scaling})",),
     ),
     PLAIN: (
-        "below the optimizer{also}, and start the script by torchrun",
+        "below the optimizer{also}, and start the script with torchrun",
         (
             "import agmerge",
             "agmerge.init()",
@@ -58,9 +59,9 @@ SCALING = ", scaler={scaler}"
 ALSO = " and GradScaler(...)"
 # What the words stand for where the script's own names are not known: lines have gaps there then.
 WORDS = {
-    "model": "the model, in its DistributedDataParallel where it is in one",
-    "optimizer": "the optimizer that the script steps",
-    "plain": "the one that agmerge wraps",
+    "model": "the model (the DistributedDataParallel, if there is one)",
+    "optimizer": "the optimizer whose step() the script calls",
+    "plain": "the optimizer that agmerge wraps",
     "scaler": "the GradScaler",
     "trainer": "the Trainer",
     "accelerator": "the Accelerator",
@@ -98,7 +99,7 @@ class Facts:
     names: Mapping[str, str] = field(default_factory=dict)  # of the script's, by word of WORDS; empty: not known
     scaled: bool = False  # a GradScaler makes its steps
     has_default: bool = False  # it has this library's default already
-    link: str = ""  # the rate of a pretended link, which holds this library's messages back alone
+    link: str = ""  # the rate of a simulated network, which delays this library's messages only
 
     @property
     def beside_dense(self) -> bool:
@@ -128,25 +129,25 @@ def choose(facts: Facts) -> Advice:
     fastest = min(facts.candidates, key=lambda one: one.seconds)
     told = ""
     if not fastest.is_default and best.seconds / fastest.seconds >= WORTH and _least(facts, fastest) >= WORTH:
-        speed, use = times(facts.now / fastest.seconds), f"for {fastest.use}, " if fastest.use else ""
-        told = f" By name there is {fastest.argument}, {use}{speed} (loss: {fastest.cost})."
+        speed, use = times(facts.now / fastest.seconds), f"To {fastest.use}, set" if fastest.use else "You can also set"
+        told = f" {use} {fastest.argument}: {speed} (effect on the loss: {fastest.cost})."
     if best.name == NONE:
-        why = f"{NOT_HERE}: the fastest is to send whole gradients, as the script does."
+        why = f"{NOT_HERE}: uncompressed gradients, as the script sends them now, are the fastest."
         return Advice(False, why + told, gain, "", ())
     if gain < WORTH:
-        dense = "with whole gradients" if facts.beside_dense else "now"
-        why = f"{NOT_HERE}: a step takes {milliseconds(facts.now)} {dense}, and {milliseconds(best.seconds)} at best."
+        base = "with uncompressed gradients" if facts.beside_dense else "now"
+        why = f"{NOT_HERE}: a step takes {milliseconds(facts.now)} {base}, and {milliseconds(best.seconds)} at best."
         return Advice(False, why + told, gain, "", ())
     if _least(facts, best) < WORTH:
         why = f"{NOT_HERE}: {UNSURE.format(now=ranged(facts.turns), name=best.name, then=ranged(best.turns))}"
         return Advice(False, why, gain, "", ())
     why = (
-        f"use the default: steps of {milliseconds(best.seconds)} in place of {milliseconds(facts.now)}, {times(gain)}."
+        f"Use the default: {milliseconds(best.seconds)} per step instead of {milliseconds(facts.now)}, {times(gain)}."
     )
     if facts.has_default:
         why = (
-            f"change nothing, the script has the default: steps of {milliseconds(best.seconds)}, and of "
-            f"{milliseconds(facts.now)} with whole gradients, {times(gain)}."
+            f"Change nothing, the script already uses the default: {milliseconds(best.seconds)} per step instead of "
+            f"{milliseconds(facts.now)} with uncompressed gradients, {times(gain)}."
         )
         return Advice(True, why + told, gain, "", ())
     where, lines = filled(facts.framework, facts.names, scaled=facts.scaled)
@@ -173,7 +174,7 @@ def words(framework: str, *, scaled: bool) -> tuple[str, ...]:
 
 
 def pasted(framework: str, names: Mapping[str, str], *, scaled: bool) -> list[str]:
-    """Return what is printed of the lines for a script: where, the lines, and what words in them stand for."""
+    """Return the printed lines for a script: where to paste them, the lines, and the meaning of words in them."""
     where, lines = filled(framework, names, scaled=scaled)
     if names or not words(framework, scaled=scaled):
         return [f"Put this {where}:", "", *(f"    {line}" for line in lines)]
@@ -184,7 +185,7 @@ def template(framework: str, *, scaled: bool) -> list[str]:
     """Return what is printed where a script's names are not known: lines with gaps, which do not run as they are."""
     where, lines = filled(framework, {}, scaled=scaled)
     stand = [f"<{word}> is {WORDS[word]}" for word in words(framework, scaled=scaled)]
-    return [f"With your own names, put this {where}:", "", *(f"  {line}" for line in lines), "", f"{'; '.join(stand)}."]
+    return [f"With your own names, put this {where}:", "", *(f"  {line}" for line in lines), "", f"{', '.join(stand)}."]
 
 
 def plain_lines(pairs: Sequence[tuple[str, str]], passes: Sequence[int], scaler: str = "") -> tuple[str, ...]:
@@ -213,7 +214,7 @@ def changes(lines: Sequence[str], edits: Sequence[str], *, several: bool, scaled
     where = where.replace("the optimizer", "the optimizers") if several else where
     if not edits:
         return [f"Put this {where}:", "", *(f"    {line}" for line in lines)]
-    told = ["It needs more than lines to paste:", "", *(f"{number}. {edit}" for number, edit in enumerate(edits, 1))]
+    told = ["Make these changes:", "", *(f"{number}. {edit}" for number, edit in enumerate(edits, 1))]
     return [*told, f"{len(edits) + 1}. Put this {where}:", "", *(f"       {line}" for line in lines)]
 
 
@@ -229,21 +230,22 @@ def ranged(turns: Sequence[float]) -> str:
 
 def times(gain: float) -> str:
     """Return a gain as text."""
-    return f"{gain:.2g} times as fast"
+    return f"a speedup of {gain:.2g}x"
 
 
 def table(facts: Facts) -> list[str]:
     """Return the lines of the table of what was measured."""
     about = f"{facts.parameters / 1e6:.3g} million parameters, {facts.optimizer}, {facts.framework}"
-    link = f", a pretended link of {facts.link}" if facts.link else ""
-    beside = "x dense" if facts.beside_dense else "x now"
-    lines = [f"{about}, {facts.workers} workers{link}", "", f"{'':26}{'ms a step':>10} {beside:>7}  costs of the loss"]
+    link = f", simulated network of {facts.link}" if facts.link else ""
+    head = f"{'':26}{'ms per step':>12} {'speedup':>8}  effect on the loss"
+    lines = [f"{about}, {facts.workers} workers{link}", "", head]
     if not facts.beside_dense:
-        lines.append(f"{'as it is':26}{1e3 * facts.now:10.1f}  {1:6.2f}")
+        lines.append(f"{'unmodified script':26}{1e3 * facts.now:12.1f} {1:8.2f}")
     for one in sorted(facts.candidates, key=lambda one: one.seconds):
-        name = one.argument if one.name == UPDATES else f"{one.name}{' (of the default)' if one.is_default else ''}"
-        lines.append(f"{name:26}{1e3 * one.seconds:10.1f}  {facts.now / one.seconds:6.2f}  {one.cost}")
-    return lines
+        name = one.argument if one.name == UPDATES else f"{one.name}{' (default)' if one.is_default else ''}"
+        lines.append(f"{name:26}{1e3 * one.seconds:12.1f} {facts.now / one.seconds:8.2f}  {one.cost}")
+    base = "uncompressed gradients (compression='none')" if facts.beside_dense else "the unmodified script"
+    return [*lines, "", f"Speedup: compared with {base}.", ABOUT_LOSS]
 
 
 def text(facts: Facts, advice: Advice) -> str:

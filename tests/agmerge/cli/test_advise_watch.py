@@ -76,8 +76,8 @@ def test_a_script_that_averages_by_itself_hears_in_which_line(between: Any, line
         assert told == []
     else:
         assert told == [
-            f"it averages gradients itself in line {line_of(f'    {line}')}: delete that, for agmerge averages them. "
-            "Then ask again"
+            f"it averages gradients itself in line {line_of(f'    {line}')}. Delete this, because agmerge averages "
+            "them. Then run advise again"
         ]
 
 
@@ -99,7 +99,7 @@ def test_clipping_is_written_anew_with_the_scripts_own_limit(watch: Watch) -> No
         optimizer.step()
         watch.stepped(optimizer)
     assert watch.edits(__file__, {optimizer: "opt"}) == [
-        f"Write opt.clip_grad_norm_(2 * limit) for the clipping in line {line_of('        torch.nn.utils.clip_grad')}."
+        f"Replace the clipping in line {line_of('        torch.nn.utils.clip_grad')} by opt.clip_grad_norm_(2 * limit)."
     ]
 
 

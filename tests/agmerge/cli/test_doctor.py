@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ GOOD: Mapping[str, ProbeResult] = {
     MPI4PY: ProbeResult({"version": "4.1.2", "threads": True, "library": "Open MPI v5.0.11"}),
     HOROVODRUN: ProbeResult(),
 }
-NAMES = ["torch", "horovod", "mpi", "local", "torchrun", "horovodrun", "mpirun", "compiled loops"]
+NAMES = ["torch", "horovod", "mpi", "local", "torchrun", "horovodrun", "mpirun", "native kernels"]
 OPEN_MPI = "mpirun (Open MPI) 5.0.11"
 BUILD = "python -m agmerge build-horovod"
 
@@ -58,7 +59,7 @@ def test_where_everything_works_nothing_is_to_be_fixed() -> None:
     assert table["horovod"].detail == "Horovod 0.28.1: MPI, Gloo (no NCCL)"
     assert table["mpi"].detail == "mpi4py 4.1.2: Open MPI v5.0.11"
     assert table["horovodrun"].detail == "horovodrun: over MPI, with --gloo"
-    assert "To have the others" not in doctor.table(list(table.values()))
+    assert "To fix the others" not in doctor.table(list(table.values()))
 
 
 def test_where_nothing_but_torch_is_installed_each_command_is_named() -> None:
@@ -93,10 +94,13 @@ def test_a_broken_build_is_built_anew() -> None:
 
 
 def test_a_probe_that_ran_out_of_time_is_no_broken_build() -> None:
-    slow = ProbeResult(error="not known: no answer within 15 s; it hangs, or this machine is busy", late=True)
+    slow = ProbeResult(error="no answer within 15 s: it hangs, or this machine is busy", late=True)
     again = "python -m agmerge doctor --patience 120"
     table = rows(torch=slow, horovod=slow, mpi4py=slow)
-    assert broken(table) == {name: again for name in ("torch", "horovod", "mpi", "torchrun", "horovodrun")}
+    unknown = ("torch", "horovod", "mpi", "torchrun", "horovodrun")
+    assert broken(table) == {name: again for name in unknown}
+    states = dict(re.findall(r"^(?:backend|launcher) +(\w+) +(works|no|\?) ", doctor.table(list(table.values())), re.M))
+    assert {name for name, state in states.items() if state == "?"} == set(unknown) and "no" not in states.values()
 
 
 def test_probes_run_side_by_side() -> None:
@@ -141,7 +145,7 @@ def test_whether_the_compiled_loops_are_in_use(
 def test_how_late_a_lost_worker_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(doctor.GLOO_TIMEOUT, raising=False)
     row = rows()[doctor.ELASTIC]
-    assert row.works and "within 30 s; HOROVOD_GLOO_TIMEOUT_SECONDS=10" in row.detail
+    assert row.works and "within 30 s; to notice it sooner, set HOROVOD_GLOO_TIMEOUT_SECONDS=10" in row.detail
     monkeypatch.setenv(doctor.GLOO_TIMEOUT, "7")
     assert rows()[doctor.ELASTIC].detail == "a lost worker is noticed within 7 s"
     over_mpi = ProbeResult({"version": "0.28.1", "mpi": True, "gloo": False, "nccl": False})
@@ -194,7 +198,7 @@ def test_the_exit_code_is_about_torch_alone(
     monkeypatch.setattr(doctor, "examine", lambda *given: table)
     monkeypatch.setenv("AGMERGE_BACKEND", "local")
     assert main(["doctor"]) == code
-    assert "agmerge.init() takes the backend 'local' in this environment" in capsys.readouterr().out
+    assert "agmerge.init() uses the backend 'local' in this environment" in capsys.readouterr().out
 
 
 def test_the_table_is_json_on_demand(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +206,8 @@ def test_the_table_is_json_on_demand(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setenv("AGMERGE_BACKEND", "local")
     assert main(["doctor", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
-    assert told["rows"][0] == {"kind": "backend", "name": "torch", "works": False, "detail": "x", "fix": "y"}
+    row = {"kind": "backend", "name": "torch", "works": False, "detail": "x", "fix": "y", "known": True}
+    assert told["rows"][0] == row
     assert told["agmerge"] and told["python"] and "'local'" in told["init"]
 
 
@@ -237,7 +242,7 @@ def test_a_probe_survives(code: str, error: str) -> None:
 @pytest.mark.usefixtures("real_python")
 def test_a_probe_that_hangs_is_ended() -> None:
     assert doctor.probe("import time; time.sleep(60)", timeout=1) == ProbeResult(
-        error="not known: no answer within 1 s; it hangs, or this machine is busy", late=True
+        error="no answer within 1 s: it hangs, or this machine is busy", late=True
     )
 
 

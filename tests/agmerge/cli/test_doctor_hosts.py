@@ -67,7 +67,7 @@ def test_where_all_is_well_there_is_nothing_to_do() -> None:
     assert broken(found()) == {}
     details = {(row.kind, row.name): row.detail for row in rows(found())}
     assert details["alike", "torch"] == "2.13.0+cpu on all"
-    assert details["alike", "compiled loops"] == "AVX-512 on all"
+    assert details["alike", "native kernels"] == "AVX-512 on all"
     assert details["clock", "b"] == "+0.000 s from this machine's, give or take 0.002 s"
     assert details["network", "a"] == "net0, 10.0.0.1, 1 Gbit/s"
     assert details["link", "a -> b"] == "0.21 ms, 941 Mbit/s, from 10.0.0.1 to 10.0.0.2"
@@ -102,8 +102,8 @@ def test_a_host_on_which_no_worker_could_start() -> None:
         ("torch", "2.12.1", "torch", "2.13.0+cpu on a; 2.12.1 on b", "-m pip install torch==2.13.0"),
         ("horovod", "", "Horovod", "0.28.1 on a; none on b", "-m agmerge build-horovod"),
         ("mpirun", "mpirun (Open MPI) 4.1.4", "mpirun", "; mpirun (Open MPI) 4.1.4 on b", "make it what a has"),
-        ("loops", "none", "compiled loops", "AVX-512 on a; none on b", "the slowest host sets the pace"),
-        ("loops", "avx2", "compiled loops", "AVX-512 on a; AVX2 on b", "python -m agmerge doctor"),
+        ("loops", "none", "native kernels", "AVX-512 on a; none on b", "the slowest host sets the pace"),
+        ("loops", "avx2", "native kernels", "AVX-512 on a; AVX2 on b", "python -m agmerge doctor"),
     ],
 )
 def test_what_differs_between_hosts(name: str, value: str, title: str, detail: str, fix: str) -> None:
