@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressors of gradients, and memories, which keep the coordinates that are not sent as a residual.
+"""Compressors of gradients, and memories, which keep unsent values as a residual.
 
     >>> import torch, sparsifiers
     >>> chosen = sparsifiers.get("topk", density=0.25).select(torch.tensor([0.5, -3.0, 2.0, 0.0]))
     >>> chosen.trimmed().tolist()
     [1]
 
-A sparsifier reads one 1-D vector and returns the places of its important coordinates; it never changes the vector and
-never communicates. A memory keeps, or drops, the residual. `Compressor` is the common base of sparsifiers and
-compressors that select nothing: a `LowRank` sends two factors of a matrix, and a `Quantiser` every coordinate in few
-bits; `quantisers()` names these, and `quantiser(name)` makes one. This package needs torch, numpy and the standard
-library, and imports neither `agmerge` nor `merging`.
+There are three kinds of compressors, with `Compressor` as their base class:
+
+* A `Sparsifier` selects the important coordinates of a 1-D vector. Make one with `get(name)`.
+* A `Quantizer` sends every coordinate in few bits. Make one with `quantizer(name)`.
+* A `LowRank` compressor sends two thin factors of a matrix. Make one with `low_rank(name)`.
+
+Compressors do not change the gradient, and do not communicate. A `Memory` keeps or drops the residual. This package
+needs only torch, NumPy and the standard library. It imports neither `agmerge` nor `merging`.
 """
 
 from __future__ import annotations
@@ -22,21 +25,26 @@ from sparsifiers.catalogue import (
     get,
     is_low_rank,
     is_quantiser,
+    is_quantizer,
     low_rank,
     low_rank_names,
     memory,
     names,
     quantiser,
     quantisers,
+    quantizer,
+    quantizers,
     register,
     register_quantiser,
+    register_quantizer,
 )
 from sparsifiers.compensation import Momentum, Rate
 from sparsifiers.compressor import Compressor, Kind
 from sparsifiers.low_rank import ACPSGD, LowRank, PowerSGD
 from sparsifiers.memories import Memory
-from sparsifiers.quantising.base import Quantiser
+from sparsifiers.quantising.base import Quantiser, Quantizer
 
+# Names with "quantis" are the old spelling of those with "quantiz".
 __all__ = [
     "ACPSGD",
     "ByName",
@@ -47,6 +55,7 @@ __all__ = [
     "Momentum",
     "PowerSGD",
     "Quantiser",
+    "Quantizer",
     "Rate",
     "Request",
     "Selection",
@@ -55,12 +64,16 @@ __all__ = [
     "get",
     "is_low_rank",
     "is_quantiser",
+    "is_quantizer",
     "low_rank",
     "low_rank_names",
     "memory",
     "names",
     "quantiser",
     "quantisers",
+    "quantizer",
+    "quantizers",
     "register",
     "register_quantiser",
+    "register_quantizer",
 ]

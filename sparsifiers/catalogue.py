@@ -24,7 +24,7 @@ from sparsifiers.published import (
     QUANTISERS,
     SPARSIFIERS,
 )
-from sparsifiers.quantising.base import Quantiser
+from sparsifiers.quantising.base import Quantizer
 from sparsifiers.quantising.eden import Eden
 from sparsifiers.quantising.float8 import Float8
 from sparsifiers.quantising.linear import Int4, Int8
@@ -53,7 +53,7 @@ _low_rank: Registry[LowRank] = Registry("low-rank compressor", LowRank, LOW_RANK
 _low_rank.register("powersgd", PowerSGD)
 _low_rank.register("acpsgd", ACPSGD)
 
-_quantisers: Registry[Quantiser] = Registry("quantiser", Quantiser, QUANTISERS, NEAREST_QUANTISER)
+_quantisers: Registry[Quantizer] = Registry("quantizer", Quantizer, QUANTISERS, NEAREST_QUANTISER)
 _quantisers.register("eden-1", lambda: Eden(1))
 _quantisers.register("eden-2", lambda: Eden(2))
 _quantisers.register("eden-3", lambda: Eden(3))
@@ -84,9 +84,9 @@ def get(name: str, density: float = 0.01, **options: object) -> Sparsifier:
     ValueError for an unknown name or a density outside (0, 1]; TypeError for an option it does not have.
     """
     if name in _quantisers and name not in _sparsifiers:
-        raise ValueError(f"{name!r} is a quantiser, no sparsifier; make it by sparsifiers.quantiser({name!r})")
+        raise ValueError(f"{name!r} is a quantizer, no sparsifier; make it by sparsifiers.quantizer({name!r})")
     if isinstance(name, str) and name not in _sparsifiers and (near := _quantisers.published(name)):
-        raise ValueError(f"{name!r} is no sparsifier; what comes nearest is sparsifiers.quantiser({near!r})")
+        raise ValueError(f"{name!r} is no sparsifier; what comes nearest is sparsifiers.quantizer({near!r})")
     return _sparsifiers.create(name, density, **options)
 
 
@@ -120,27 +120,27 @@ def low_rank(name: str, rank: Ranks = RANK, **options: object) -> LowRank:
     return _low_rank.create(name, rank, **options)
 
 
-def quantisers() -> tuple[str, ...]:
-    """Return the canonical names of the quantisers; those that a script has registered come last."""
+def quantizers() -> tuple[str, ...]:
+    """Return the canonical names of the quantizers; those that a script has registered come last."""
     return _quantisers.names()
 
 
-def is_quantiser(name: str) -> bool:
-    """Return whether this is the name of a quantiser, or an alias, in any spelling."""
+def is_quantizer(name: str) -> bool:
+    """Return whether this is the name of a quantizer, or an alias, in any spelling."""
     return name in _quantisers
 
 
-def quantiser(name: str, **options: object) -> Quantiser:
-    """Make a quantiser by canonical name or alias, in any case, with or without hyphens and underscores.
+def quantizer(name: str, **options: object) -> Quantizer:
+    """Make a quantizer by canonical name or alias, in any case, with or without hyphens and underscores.
 
-    options: hyper-parameters of that quantiser, see its class. ValueError for an unknown name, a value that it cannot
+    options: hyper-parameters of that quantizer, see its class. ValueError for an unknown name, a value that it cannot
     have, or a type that this torch lacks; TypeError for an option that it does not have.
     """
     return _quantisers.create(name, **options)
 
 
-def register_quantiser(name: str, factory: Callable[..., Quantiser]) -> None:
-    """Register a quantiser, made by `factory(**options)`. ValueError for a taken name."""
+def register_quantizer(name: str, factory: Callable[..., Quantizer]) -> None:
+    """Register a quantizer, made by `factory(**options)`. ValueError for a taken name."""
     _refuse_taken(name, _sparsifiers, _low_rank)
     _quantisers.register(name, factory)
 
@@ -164,3 +164,8 @@ def _refuse_taken(name: object, *others: Registry[Any]) -> None:
     """Raise ValueError if compressors of another kind have this name: `compression=name` means one of all kinds."""
     if any(name in other for other in others):
         raise ValueError(f"the name {name!r} is taken by a compressor of another kind; choose another one")
+
+
+# The old spelling of these names: scripts have it.
+quantiser, quantisers = quantizer, quantizers
+is_quantiser, register_quantiser = is_quantizer, register_quantizer

@@ -23,7 +23,13 @@ class Kind(enum.Enum):
     DENSE = "dense"  # every element, perhaps in fewer bits: an all-reduce
     SPARSE = "sparse"  # some elements and where they stand: an exchange of indices and values
     LOW_RANK = "low-rank"  # two thin factors of a matrix, each combined by an all-reduce
-    QUANTISED = "quantised"  # every element in few bits, block by block: shards are gathered, read and added up
+    QUANTIZED = "quantized"  # every element in few bits, block by block: shards are gathered, read and added up
+    QUANTISED = "quantized"  # the old spelling of the same member
+
+    @classmethod
+    def _missing_(cls, value: object) -> Kind | None:
+        """Return the member of a value in its old spelling: pickles have it."""
+        return cls.QUANTIZED if value == "quantised" else None
 
 
 class Compressor(ABC):

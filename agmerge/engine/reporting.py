@@ -26,7 +26,7 @@ from agmerge.tensors.layout import Slot
 from sparsifiers import Kind
 
 TREATED = {  # what is done with elements, in words
-    Kind.SPARSE: "selected from", Kind.LOW_RANK: "factorised", Kind.QUANTISED: "quantised", Kind.DENSE: "dense",
+    Kind.SPARSE: "selected from", Kind.LOW_RANK: "factorized", Kind.QUANTIZED: "quantized", Kind.DENSE: "dense",
 }  # fmt: skip
 
 
@@ -110,8 +110,11 @@ class ReportingMixin:
             "values_why": now.wire_why,
             "exchange": now.exchange,
             "exchange_why": now.exchange_why,
-            "quantiser": now.quantiser,
+            "quantizer": now.quantiser,
             "bits": now.bits,
+            "quantizer_why": now.quantiser_why,
+            # The old spelling of two keys: scripts read them.
+            "quantiser": now.quantiser,
             "quantiser_why": now.quantiser_why,
             "norm_inflation": exchange.norm.inflation(),
             "residual_norm": sum(norm**2 for norm in norms) ** 0.5,

@@ -29,7 +29,7 @@ WRITTEN = (
 PART = 1024  # blocks that the host quantises at once: intermediate results stay in the cache
 
 
-class Quantiser(Compressor):
+class Quantizer(Compressor):
     """Compressor that sends every coordinate in few bits, block by block.
 
     A subclass sets `name`, `bits` and `unbiased`, and writes `record_bytes`, `_encode` and `_decode`; one that needs
@@ -152,7 +152,7 @@ class Quantiser(Compressor):
         draws: Sequence[Draws],
         size: int,
         scale: float,
-        second: Quantiser,
+        second: Quantizer,
         own: Draws,
         out: Tensor,
     ) -> None:
@@ -173,7 +173,7 @@ class Quantiser(Compressor):
         draws: Sequence[Draws],
         size: int,
         scale: float,
-        second: Quantiser,
+        second: Quantizer,
         own: Draws,
         out: Tensor,
     ) -> None:
@@ -237,7 +237,7 @@ class Quantiser(Compressor):
         rows: Tensor,
         keys: Sequence[int],
         scale: float,
-        second: Quantiser,
+        second: Quantizer,
         own: int,
         out: Tensor,
     ) -> None:
@@ -255,7 +255,7 @@ class Quantiser(Compressor):
         rows: Tensor,
         keys: Sequence[int],
         scale: float,
-        second: Quantiser,
+        second: Quantizer,
         own: int,
         out: Tensor,
     ) -> None:
@@ -307,3 +307,6 @@ def _blocks_of(values: Tensor, size: int) -> Tensor:
     missing = blocks_in(values.numel(), size) * size - values.numel()
     rows = pad(values, (0, missing)) if missing else values
     return rows.to(torch.float32, copy=True).view(-1, size)
+
+
+Quantiser = Quantizer  # the old spelling: scripts and pickles have it

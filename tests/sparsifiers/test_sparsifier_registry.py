@@ -264,22 +264,22 @@ def test_quantisers_as_papers_and_people_write_them(said: str, name: str) -> Non
 @pytest.mark.parametrize("other", ["natural", "inceptionn", "adaq", "sketch", "topk", "powersgd", "fp16", ""])
 def test_what_is_no_quantiser(other: str) -> None:
     assert not sparsifiers.is_quantiser(other)
-    with pytest.raises(ValueError, match=rf"unknown quantiser '{other}'; known: eden-1, .*, onebit"):
+    with pytest.raises(ValueError, match=rf"unknown quantizer '{other}'; known: eden-1, .*, onebit"):
         sparsifiers.quantiser(other)
 
 
 @pytest.mark.parametrize("name", ["int8", "8bit", "EDEN"])
 def test_a_quantiser_is_no_sparsifier_and_the_error_says_what_to_call(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"'{name}' is a quantiser, no .*sparsifiers\.quantiser\('{name}'\)"):
+    with pytest.raises(ValueError, match=rf"'{name}' is a quantizer, no .*sparsifiers\.quantizer\('{name}'\)"):
         sparsifiers.get(name)
 
 
 def test_options_of_quantisers() -> None:
     assert repr(sparsifiers.quantiser("qsgd", bits=8)) == "qsgd(bits=8, norm='max')"
-    with pytest.raises(TypeError, match="quantiser 'qsgd' has no option 'levels'; it accepts bits, norm"):
+    with pytest.raises(TypeError, match="quantizer 'qsgd' has no option 'levels'; it accepts bits, norm"):
         sparsifiers.quantiser("qsgd", levels=7)
     for name in set(sparsifiers.quantisers()) - {"qsgd"}:
-        with pytest.raises(TypeError, match=f"quantiser '{name}' has no option 'bits'; it accepts none"):
+        with pytest.raises(TypeError, match=f"quantizer '{name}' has no option 'bits'; it accepts none"):
             sparsifiers.quantiser(name, bits=4)
 
 

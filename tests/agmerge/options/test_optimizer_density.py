@@ -192,7 +192,7 @@ def test_the_report_says_what_happens_to_each_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("compression", "end"), [("eden-4", "eden-4(): 3072 of 3482 elements (88.2%) are quantised"),
+    ("compression", "end"), [("eden-4", "eden-4(): 3072 of 3482 elements (88.2%) are quantized"),
                              ("none", "none(): 3482 of 3482 elements (100.0%) are dense")],
 )  # fmt: skip
 def test_reports_of_what_selects_nothing_do_not_speak_of_a_selection(compression: str, end: str) -> None:
