@@ -301,10 +301,16 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         return _restore, (inner, named, arguments, rank_state.save(self._reducer), type(self))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Collective. Add the group to the inner optimizer; on every rank at the same step. The next step agrees on it.
+        """Collective. Add a parameter group to the inner optimizer.
 
-        Ranks communicate only with ``overlap=``: messages under way are received. Raises ``ValueError`` where there are
-        several optimizers: call it on one of them, ``optimizers[0].add_param_group(...)``.
+        Call it on every rank at the same step. Ranks communicate here only with ``overlap=``, to receive updates that
+        are under way.
+
+        Args:
+            param_group (dict): The group, as in ``torch.optim.Optimizer.add_param_group``.
+
+        Raises:
+            ValueError: With several optimizers. Call ``optimizer.optimizers[0].add_param_group(...)`` instead.
         """
         if len(optimizers_of(self._inner)) == 1:  # else the next line but one refuses, before anything is sent
             self._reducer.check_idle("add_param_group()")
@@ -316,7 +322,14 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
     # -- a step ---------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Collective. Make every ``p.grad`` the combined update: for clipping between ``backward`` and ``step``."""
+        """Collective. Wait until every ``p.grad`` is the average over all workers, or the sum with ``op=Sum``.
+
+        Call it between ``backward()`` and ``step()`` to clip or read gradients, then step inside
+        :meth:`skip_synchronize`.
+
+        Raises:
+            ValueError: With ``sync="updates"``, which does not average gradients.
+        """
         if is_dynamo_compiling():
             _outside_graphs(DistributedOptimizer.synchronize, self)
             return
@@ -324,22 +337,41 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make ``step()``, inside, use the gradients as ``synchronize()`` (and clipping) left them."""
+        """Make ``step()`` inside this context use the gradients as they are after ``synchronize()``.
+
+        Example::
+
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        """
         with _of_gradients(self._reducer, "skip_synchronize()").taking_combined():
             yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate locally in backward passes inside: they are not counted and nothing is sent."""
+        """Accumulate gradients locally in the backward passes inside this context, without communication.
+
+        These passes do not count for ``backward_passes_per_step``.
+        """
         with _of_gradients(self._reducer, "no_sync()").passes.paused():
             yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Collective. Combine the gradients, then step the inner optimizer. Return the closure's loss, if there is one.
+        """Collective. Average the gradients over all workers, then step the inner optimizer.
 
-        A closure runs once, before the gradients are combined. In ``skip_synchronize()`` they are used as they are.
-        With ``sync="updates"``, step it first, with this worker's own gradients, and then make the exchange that is
-        due. Raises ``ValueError`` in ``torch.inference_mode()``, where nothing can be kept for the next step.
+        In :meth:`skip_synchronize` the gradients are not averaged again. With ``sync="updates"`` the inner optimizer
+        steps first, with this worker's own gradients. Then the updates are exchanged, if an exchange is due.
+
+        Args:
+            closure (callable): Computes the loss and the gradients. It runs once, before the exchange. Default: None.
+
+        Returns:
+            The loss of the closure, or None.
+
+        Raises:
+            ValueError: In ``torch.inference_mode()``, where the residuals could not be changed.
         """
         if is_dynamo_compiling():
             return _outside_graphs(DistributedOptimizer.step, self, closure)
@@ -350,12 +382,18 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         return self._reducer.step(self, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Collective. Zero the inner optimizer's gradients; ``AssertionError`` while all of them are on their way.
+        """Collective. Set the gradients of the inner optimizer to zero or to None.
 
-        Ranks communicate only where a step has begun and cannot end: after a backward pass too many was refused, or one
-        has ended early, by an exception that the script survives. The gradients of the step are dropped then, and in
-        the second case the step comes to nothing on all ranks: the others raise :class:`agmerge.AGMergeError` in it. A
-        lone worker drops them at any time.
+        Ranks communicate here only if a step has begun and cannot end. This is the case after too many backward passes,
+        or after an exception in ``backward()`` that the script has caught. Its gradients are dropped then. In the
+        second case the step is dropped on all ranks, and the others raise :class:`agmerge.AGMergeError` in it.
+
+        Args:
+            set_to_none (bool): Set gradients to None, which saves memory. Pass False for zeros. Default: True.
+
+        Raises:
+            AssertionError: Between a complete ``backward()`` and ``step()``, because the gradients are already being
+                sent.
         """
         if is_dynamo_compiling():
             _outside_graphs(DistributedOptimizer.zero_grad, self, set_to_none)
@@ -365,13 +403,23 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         self._inner.zero_grad(set_to_none=set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sum so many backward passes from the next step on. The same on every rank."""
+        """Change the number of backward passes per step, from the next step on.
+
+        Args:
+            passes (int): The number, at least 1. It must be the same on every rank.
+        """
         check_passes(passes)
         if self._reducer.combines_gradients or passes != 1:
             _of_gradients(self._reducer, f"set_backward_passes_per_step({passes})").passes.set_per_step(passes)
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Collective. Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Between steps."""
+        """Collective. Use a ``GradScaler`` from the next step on, as with the argument ``scaler``.
+
+        Call it between two steps, on every rank.
+
+        Args:
+            scaler (torch.amp.GradScaler): The scaler of your script.
+        """
         self._reducer.check_idle("attach_scaler()")
         options = replace(self._options, scaler=scaler)
         guards = resolve(options).guards
@@ -390,10 +438,13 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
                 scaler.unscale_ = grad_scaler.UnscaleHook(scaler, self, self._reducer.combine_for)
 
     def join(self) -> int:
-        """Collective. Take part without gradients until every rank does: for a rank that has no batches left.
+        """Collective. Take part in the steps of other ranks without gradients, until all ranks have joined.
 
-        Return the rank that joined last. Averages go on being over all ranks; this rank's residuals go on being sent.
-        This rank takes the steps that the others take, hooks of the optimizer's step included.
+        Call it on a rank that has no batches left. Averages are still over all ranks, and this rank's residuals are
+        still sent. It makes the same optimizer steps as the others, and the hooks of these steps run.
+
+        Returns:
+            The rank that joined last.
         """
         return join.join(self._reducer, self._step_combined)
 
@@ -408,19 +459,20 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
                 scaler.update()
 
     def reset(self) -> None:
-        """Forget the group of workers; the next step connects to the group that exists then.
+        """Forget the group of workers. The next step connects to the workers that exist then.
 
-        After ``agmerge.shutdown()`` and ``agmerge.init()`` this happens by itself. Residuals stay with this worker,
-        scaled to the new number of workers (docs/checkpoints.md). A step that has begun is given up, and an earlier
-        error forgotten.
+        After ``agmerge.shutdown()`` and ``agmerge.init()`` this happens automatically. Residuals stay with this worker,
+        scaled to the new number of workers (docs/checkpoints.md). A step that has begun is dropped, and an earlier
+        error is cleared.
         """
         self._reducer.leave()
         self._reducer.discard()
 
     def close(self) -> None:
-        """Collective. Remove all hooks. The inner optimizer and the model go on without this wrapper.
+        """Collective. Remove all hooks. The inner optimizer and the model then work without agmerge.
 
-        Ranks communicate only with ``sync="updates"``, which is consolidated first unless there is an error under way.
+        Ranks communicate here only with ``sync="updates"``: :meth:`consolidate` runs first, unless an error is being
+        raised.
         """
         self._stop_hiding()
         self._reducer.close()
