@@ -179,7 +179,8 @@ def adopt() -> None:
 
 
 def shutdown() -> None:
-    """Leave the group of workers. Only :func:`init` may be called afterwards."""
+    """Leave the group of workers. Only :func:`init` may be called afterwards. It has no effect in
+    ``agmerge.testing.run``."""
     global _has_left
     if _process is not None and bound() is None:
         _has_left = _job is not None and _job.leaves
