@@ -70,7 +70,7 @@ def alltoall(
         tensor (torch.Tensor): The rows to send, first those for rank 0.
         splits (list or torch.Tensor): Number of rows for each rank. They must add up to ``len(tensor)``. Default: equal
             shares.
-        name (str): Name of the call in errors. Ranks compare it, too. Default: the order of calls.
+        name (str): Name of the call in errors. Ranks compare it. Default: calls are matched by their order.
         process_set (ProcessSet, list or ProcessGroup): The ranks that take part. Default: all.
 
     Returns:

@@ -64,7 +64,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, pro
     Args:
         tensor (torch.Tensor): Shape and dtype must be the same on all ranks. Any dtype.
         root_rank (int): The root, a rank of the world, also with ``process_set``.
-        name (str): Name of the call in errors. Ranks compare it, too. Default: the order of calls.
+        name (str): Name of the call in errors. Ranks compare it. Default: calls are matched by their order.
         process_set (ProcessSet, list or ProcessGroup): The ranks that take part. Default: all.
     """
     return run(Broadcast("broadcast", tensor, root_rank, name, process_set))

@@ -78,7 +78,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = 
 
     Args:
         tensor (torch.Tensor): This rank's tensor, of any dtype. Only the first dimension may differ between ranks.
-        name (str): Name of the call in errors. Ranks compare it, too. Default: the order of calls.
+        name (str): Name of the call in errors. Ranks compare it. Default: calls are matched by their order.
         process_set (ProcessSet, list or ProcessGroup): The ranks that take part. Default: all.
 
     Returns:

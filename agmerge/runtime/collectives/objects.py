@@ -25,7 +25,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, proc
     Args:
         obj (object): On the root: anything that can be pickled. Other ranks may pass None.
         root_rank (int): The root, a rank of the world, also with ``process_set``. Default: 0.
-        name (str): Name of the call in errors. Ranks compare it, too. Default: the order of calls.
+        name (str): Name of the call in errors. Ranks compare it. Default: calls are matched by their order.
         process_set (ProcessSet, list or ProcessGroup): The ranks that take part. Default: all.
 
     Raises:
@@ -47,7 +47,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None)
 
     Args:
         obj (object): Anything that can be pickled.
-        name (str): Name of the call in errors. Ranks compare it, too. Default: the order of calls.
+        name (str): Name of the call in errors. Ranks compare it. Default: calls are matched by their order.
         process_set (ProcessSet, list or ProcessGroup): The ranks that take part. Default: all.
 
     Raises:

@@ -88,7 +88,7 @@ def allreduce(
     Args:
         tensor (torch.Tensor): This rank's tensor. Shape and dtype must be the same on all ranks.
         average (bool): Horovod's older form of ``op``. Default: None.
-        name (str): Name of the call in errors. Ranks compare it, too. Default: the order of calls.
+        name (str): Name of the call in errors. Ranks compare it. Default: calls are matched by their order.
         compression (Compression): ``agmerge.Compression.fp16`` or ``bf16`` casts the messages. Default: no cast.
         op (ReduceOp): ``agmerge.Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. Default: ``Average``. An average
             of integers is rounded towards zero, as in Horovod.
