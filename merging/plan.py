@@ -22,7 +22,7 @@ class Plan:
     Args:
         counts (tuple of int): Number of tensors in each merge buffer, at least 1.
         dense (tuple of bool): For each merge buffer, whether it is sent uncompressed. Default: no.
-        labels (tuple of str): For each merge buffer, how it is sent, such as ``"quantiser=eden-2"``. Planners do not
+        labels (tuple of str): For each merge buffer, how it is sent, such as ``"wire=int8"``. Planners do not
             read them. Default: empty.
         names (tuple of str): Names of the n tensors, in order. A saved plan with names is checked against the model.
             Default: None.

@@ -5,7 +5,7 @@
     trainer = Trainer(devices=2, accelerator="cpu", strategy=strategy)
 
 ``strategy="ddp_agmerge"`` is the same by default. The optimizer stays plain. Accumulation, clipping, precision and
-manual optimisation need nothing. A rank that keeps something of its own writes a file into a folder beside each
+manual optimization need nothing. A rank that keeps something of its own writes a file into a folder beside each
 checkpoint, ``x.ckpt.agmerge/``, and ``fit(ckpt_path="x.ckpt")`` reads it. By default rank 0 alone has one.
 
 This works with the package that the script has imported, ``lightning`` or ``pytorch_lightning``.

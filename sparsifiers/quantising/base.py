@@ -156,9 +156,9 @@ class Quantizer(Compressor):
         own: Draws,
         out: Tensor,
     ) -> None:
-        """Write the sum of :meth:`decode_sum`, quantised once more: nothing of the vector's size is allocated.
+        """Write the sum of :meth:`decode_sum`, quantized once more: nothing of the vector's size is allocated.
 
-        second, own: the quantiser of the sum, and its draws.
+        second, own: the quantizer of the sum, and its draws.
         out: uint8, 1-D, of `second.record_bytes(size)` for each block.
         """
         by = self._compiled(size), second._compiled(size)
