@@ -9,7 +9,7 @@ import torch
 
 
 class ReduceOp(enum.Enum):
-    """Reduction that makes one tensor of the contributions of all ranks."""
+    """Reduction of the tensors of all ranks: ``agmerge.Average``, ``Sum``, ``Min``, ``Max`` or ``Product``."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -32,19 +32,22 @@ Adasum = ReduceOp.ADASUM
 
 
 class Compression(enum.Enum):
-    """Horovod's names of ``compression="none" | "fp16" | "bf16"``."""
+    """Horovod's names of casts: ``agmerge.Compression.none``, ``fp16`` and ``bf16``.
+
+    ``compression=agmerge.Compression.none`` turns compression off.
+    """
 
     none = "none"
     fp16 = "fp16"
     bf16 = "bf16"
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """Cast a floating-point ``tensor`` for the wire; return it and the context that ``decompress`` needs."""
+        """Cast a floating-point ``tensor``. Return it, and the context that ``decompress`` needs."""
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.value)
         if dtype is None or not tensor.dtype.is_floating_point:
             return tensor, None
         return tensor.to(dtype), tensor.dtype
 
     def decompress(self, tensor: torch.Tensor, context: torch.dtype | None) -> torch.Tensor:
-        """Cast ``tensor`` back to its dtype before ``compress``."""
+        """Cast ``tensor`` back to the dtype that it had before ``compress``."""
         return tensor if context is None else tensor.to(context)

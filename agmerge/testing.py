@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as threads of one process: most distributed bugs show there, in milliseconds."""
+"""Run ranks as threads of one process. Most distributed bugs show there, within milliseconds."""
 
 from __future__ import annotations
 
@@ -32,16 +32,31 @@ def run(
     return_errors: bool = False,
     link: str = "",
 ) -> list[T]:
-    """Call ``fn(rank)`` on ``n`` threads, each a rank of one in-memory group; return the results, rank by rank.
+    """Call a function on several threads, each of them a rank of one in-memory group.
 
-    ``inject(call)`` runs on the rank's thread before each collective that it starts: it may sleep (a slow
-    rank), raise (a rank that fails), or change ``call.tensor`` in place (a damaged message). A rank with an
-    ``fn`` that has ended is gone: others that wait for it get :class:`agmerge.PeerLost`. The first error that
-    is not such a consequence is raised here; with ``return_errors`` the exceptions are among the results.
-    ``link``: each rank has a pretended link of this rate, such as ``"200mbit"``: its collectives end when that would
-    have carried their bytes.
+    ``torch.manual_seed`` acts on the complete process, so build a model once and give each rank a deepcopy.
 
-    ``torch.manual_seed`` acts on the whole process: build a model once and give each rank a deepcopy.
+    Example::
+
+        def body(rank):
+            return agmerge.allreduce(torch.tensor([float(rank)]))
+
+        assert agmerge.testing.run(2, body) == [torch.tensor([0.5])] * 2
+
+    Args:
+        n (int): Number of ranks.
+        fn (callable): Called as ``fn(rank)`` on each rank. When it ends, the rank is gone: ranks that wait for it get
+            :class:`agmerge.PeerLost`.
+        inject (callable): Called as ``inject(call)`` on the rank's thread before each collective. It can sleep (a slow
+            rank), raise (a rank that fails), or change ``call.tensor`` in place (a damaged message). Default: None.
+        return_errors (bool): Return exceptions among the results instead of raising the first one. Default: False.
+        link (str): Simulate a network of this rate for each rank, such as ``"200mbit"``. Default: no limit.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        BaseException: The first error of a rank that does not follow from the loss of another rank.
     """
     group = Group(n, inject)
     results: list[T | BaseException | None] = [None] * n
@@ -71,7 +86,12 @@ def run(
 
 
 def jitter(seed: int, longest: float = 1e-3) -> Callable[[Call], None]:
-    """Return an ``inject`` that makes ranks arrive in random order: each call sleeps up to ``longest`` seconds."""
+    """Return an ``inject`` for :func:`run` that makes ranks arrive in random order.
+
+    Args:
+        seed (int): Seed of the random times.
+        longest (float): Seconds that a call sleeps at most. Default: 0.001.
+    """
     source = random.Random(seed)
 
     def inject(call: Call) -> None:
@@ -81,9 +101,13 @@ def jitter(seed: int, longest: float = 1e-3) -> Callable[[Call], None]:
 
 
 def calls() -> list[tuple[str, str, int]]:
-    """Return the collectives that this rank has started so far: (kind, name, bytes) in order.
+    """Return the collectives that this rank has started so far.
 
-    Only inside :func:`run`.
+    Returns:
+        A list of ``(kind, name, bytes)``, in order.
+
+    Raises:
+        ValueError: Outside of :func:`run`.
     """
     rank, group = workers.rank(), getattr(_thread, "group", None)
     if group is None or workers.bound() is None:
@@ -93,7 +117,7 @@ def calls() -> list[tuple[str, str, int]]:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Inside of an :class:`agmerge.DistributedOptimizer` on one rank, at one moment."""
+    """Internal state of an :class:`agmerge.DistributedOptimizer` on one rank, at one moment."""
 
     plan: merging.Plan | None  # in use; None before the first step
     # By name of the parameter, copies in its shape. Tensors without a residual are left out.
@@ -106,9 +130,13 @@ class Inspection:
 
 
 def inspect(optimizer: Any) -> Inspection:
-    """Return the plan, residuals, measurements and tensor classes of a ``DistributedOptimizer``; nothing changes.
+    """Return plan, residuals, measurements and tensor classes of an optimizer. Nothing changes, and nothing is sent.
 
-    Not collective. Residuals are those of the last step that has ended.
+    Args:
+        optimizer (DistributedOptimizer): The optimizer. Its residuals are those after the last complete step.
+
+    Returns:
+        An :class:`Inspection`.
     """
     reducer, exchange = optimizer._reducer, optimizer._reducer.exchange  # so that tests need not know of them
     buffers = exchange.agreed.buffers

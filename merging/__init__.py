@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of which gradients share a message, and predictions of when each message leaves.
-
-Planners partition the tensors of a model, in readiness order, into merge buffers; `predict` returns when
-each is sent and when the last has arrived. Pure functions of their arguments; standard library and
-numpy only.
+"""Plan which gradients share a message, and predict when each message is sent.
 
     planner = merging.get("threshold", bytes=8 << 20)
     plan = planner.plan(profile, costs, mode="behind")
     merging.predict(plan, profile, costs, "behind").finish
+
+Planners assign the tensors of a model, in the order in which gradients become ready, to merge buffers. :func:`predict`
+returns when each is sent, and when the last one has arrived. The results depend only on the arguments. This package
+needs only the standard library and NumPy.
 """
 
 from __future__ import annotations

@@ -16,11 +16,17 @@ _PROBE: Elements = np.array([0, *(2**power for power in range(32))], dtype=np.in
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost function that is checked at every call.
+    """Check a cost function at every call.
 
-    A number gives a float, an array of any shape a float64 array of that shape (do not write into it).
-    `function` gets the caller's argument and may return one number for an array, if the cost is constant.
-    Raises ValueError where it returns another shape, a negative or a non-finite time.
+    A number gives a float, an array an array of the same shape, which you must not write into. The function may return
+    one number for an array if the cost is constant.
+
+    Args:
+        name (str): Name of the cost, for errors.
+        function (callable): From numbers of elements to seconds.
+
+    Raises:
+        ValueError: At a call, for another shape, or a negative or infinite time.
     """
 
     name: str  # which of `Costs`, for errors
@@ -47,21 +53,23 @@ class Cost:
 
 @dataclass(frozen=True, init=False)
 class Costs:
-    """Cost model of planners and `predict`.
+    """Describe what selection and messages cost, for planners and :func:`predict`.
 
-    sparsify: seconds to select from a vector of that many elements (sums of `Profile.work`): per tensor
-        when ahead, per merge buffer when behind. sparsify(0) == 0.
-    exchange: seconds to exchange a message of that many elements (sums of `Profile.load`). exchange(0)
-        is the start-up, the alpha of the alpha-beta model.
-    dense: seconds of a dense exchange of that many elements (sums of `Profile.numel`), or None where
-        no merge buffer may go dense. A dense merge buffer costs no sparsify.
-    message: seconds for which a message of that many elements (sums of `Profile.load`) keeps the processor from
-        backward, beside selection: encoding, starting, and the network's threads. None: no time.
-        A dense merge buffer costs message(0), as packing is part of `dense`.
+    Every function maps a number of elements, or a NumPy array of them, to seconds, and never decreases. This is checked
+    once, at powers of two up to 2**31.
 
-    Each maps a number or a numpy array of element counts to seconds, elementwise, never decreasing; this
-    is tried once, at powers of two up to 2**31. Raises TypeError for anything but functions, ValueError for
-    a function that breaks a rule.
+    Args:
+        sparsify (callable): Seconds to select from a vector: per tensor with ``"ahead"``, per merge buffer with
+            ``"behind"``. It must be 0 for 0 elements.
+        exchange (callable): Seconds to exchange a compressed message. Its value for 0 elements is the start-up, alpha.
+        dense (callable): Seconds to exchange an uncompressed message. Default: None, if no merge buffer may be
+            uncompressed.
+        message (callable): Seconds for which encoding and sending a message keep the processor from the backward pass.
+            An uncompressed merge buffer costs ``message(0)``. Default: None, no time.
+
+    Raises:
+        TypeError: If one is not a function.
+        ValueError: If a function breaks these rules.
     """
 
     sparsify: Cost

@@ -21,16 +21,19 @@ _FAR = 4  # the slope beyond the last point is over the last factor of 4 in elem
 
 @dataclass(frozen=True)
 class Curve:
-    """Curve of seconds over element counts, never decreasing. Immutable, hashable, equal by value; fit for `Costs`.
+    """Interpolate measured seconds over numbers of elements. Immutable and hashable, and usable in :class:`Costs`.
 
-    elements: counts of elements, m integers of at least 0, strictly ascending.
-    seconds: seconds at each, m floats, finite, not negative, never decreasing.
+    The curve is linear between points, and constant before the first one. After the last one it continues with the
+    average slope of its last part. A single point is a constant. The points (0, 0.0) and (1, s) describe a start-up of
+    s seconds that 0 elements do not pay.
 
-    Linear between the points. Below the first, its value. Beyond the last, linear with the slope to it from
-    the last point of at most a quarter of its elements (or the first point); one point alone is a constant.
-    The points (0, 0.0) and (1, s) make a start-up of s that 0 elements do not pay.
+    Args:
+        elements (tuple of int): Numbers of elements, in ascending order.
+        seconds (tuple of float): Seconds for each, never decreasing.
 
-    Raises TypeError for anything but numbers, ValueError for no points at all, another length, or a broken rule.
+    Raises:
+        TypeError: For anything but numbers.
+        ValueError: Without points, for different lengths, or if the values are not ascending.
     """
 
     elements: tuple[int, ...]
@@ -53,14 +56,18 @@ class Curve:
 
     @classmethod
     def fit(cls, samples: Mapping[int, Sequence[float]], *, zero: bool = False) -> Curve:
-        """Return the curve through measured `samples`, {elements: seconds of each run}.
+        """Fit a curve to measured times.
 
-        Each size has the median of its runs; where medians fall as sizes grow, they are replaced by their
-        mean, weighted by the number of runs: the closest curve that never decreases (pool adjacent violators;
-        Ayer et al., 1955). With `zero`, no elements cost nothing, f(0) == 0, and one element as much as the smallest
-        size, for a start-up that is only paid when there is work; size 0 is then no sample.
+        Each size gets the median of its runs. Medians that decrease with size are averaged, weighted by the number of
+        runs (pool adjacent violators, Ayer et al., 1955).
 
-        Raises ValueError where there is no sample, of a size or at all, or one is negative or not finite.
+        Args:
+            samples (dict): ``{elements: [seconds of each run]}``.
+            zero (bool): 0 elements cost nothing, and one element costs as much as the smallest size. Use it for a
+                start-up that is only paid if there is work. Default: False.
+
+        Raises:
+            ValueError: Without samples, or for a negative or infinite one.
         """
         sizes = sorted(whole("curve: a sampled size", size, least=1 if zero else 0) for size in samples)
         if not sizes:
@@ -75,7 +82,7 @@ class Curve:
         return cls(tuple(points), tuple(points.values()))
 
     def scaled(self, factor: float) -> Curve:
-        """Return the curve with all seconds times `factor`, which is finite and not negative."""
+        """Return the curve with all seconds multiplied by ``factor``."""
         factor = _checked("curve: factor", factor, unit="")
         return Curve(self.elements, tuple(factor * value for value in self.seconds))
 
@@ -105,21 +112,21 @@ class Curve:
         return at, values, slopes
 
     def dumps(self) -> str:
-        """Return the curve as canonical JSON: equal curves give equal text, on every rank and machine."""
+        """Return the curve as JSON. Equal curves give equal text, on every rank and machine."""
         return storage.seal(_KIND, asdict(self))
 
     @classmethod
     def loads(cls, text: str) -> Curve:
-        """Return the curve that `dumps` wrote. ValueError for a text that is foreign, damaged or edited."""
+        """Return the curve of a text from ``dumps``. Raises ``ValueError`` if the text is damaged or edited."""
         return storage.unseal(text, _KIND, cls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `dumps()` to `path`, atomically."""
+        """Write the curve to a file, atomically."""
         storage.write(path, self.dumps())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Curve:
-        """Return the curve saved at `path`. ValueError, with the path, for a foreign or damaged file."""
+        """Return the curve in a file. Raises ``ValueError``, with the path, if the file is damaged or not a curve."""
         return storage.read(path, _KIND, cls)
 
 

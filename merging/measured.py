@@ -25,21 +25,23 @@ CURVES = ("sparsify", "exchange", "dense", "message")
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """Profile, cost curves, and facts about them. Immutable, hashable, equal by value.
+    """Keep a profile, cost curves and facts about a training run. Immutable and hashable.
 
-    profile: sizes and times per tensor.
-    sparsify: the cost of selection, as in `Costs`, with sparsify(0) == 0 (`Curve.fit(..., zero=True)`); None where
-        nothing is selected.
-    exchange: the cost of an exchange of so many elements of load.
-    dense: the cost of a dense exchange, or None where no merge buffer may go dense.
-    message: processor seconds of a message, as in `Costs`, or None: no time.
-    modes: the modes that the training may use, those preferred first: "dense", "ahead", "behind", "dear".
-    workers: the number of ranks in the measured exchanges.
-    facts: other conditions of the measurements (backend, compressor, density), pairs of text in alphabetical
-        order, never read here; a mapping is accepted too.
+    Args:
+        profile (Profile): Sizes and times of the tensors.
+        sparsify (Curve): Cost of selection, with 0 seconds for 0 elements. None if nothing is selected.
+        exchange (Curve): Cost of a compressed message.
+        dense (Curve): Cost of an uncompressed message. None if no merge buffer may be uncompressed.
+        modes (tuple of str): Modes that the training may use, preferred ones first: ``"dense"``, ``"ahead"``,
+            ``"behind"``, ``"dear"``.
+        workers (int): Number of ranks in the measurements.
+        facts (dict): Other conditions, for example the backend. They are only kept. Default: none.
+        message (Curve): Processor seconds of a message. Default: None, no time.
 
-    Raises TypeError for a value of the wrong kind. Raises ValueError for no mode, an unknown one or one that
-    is repeated, mode "dear" without profile.forward, a fact given twice, and for curves that `Costs` refuses.
+    Raises:
+        TypeError: For a value of the wrong kind.
+        ValueError: For an unknown, missing or repeated mode, a repeated fact, or a curve that :class:`Costs` does not
+            accept. Also for mode ``"dear"`` without ``profile.forward``.
     """
 
     profile: Profile
@@ -72,38 +74,50 @@ class Measurements:
 
     @property
     def costs(self) -> Costs:
-        """Return the curves as `Costs`; without `sparsify`, selection takes no time."""
+        """Return the curves as :class:`Costs`. Without ``sparsify`` selection takes no time."""
         sparsify = _nothing if self.sparsify is None else self.sparsify
         return Costs(sparsify, self.exchange, self.dense, message=self.message)
 
     def dumps(self) -> str:
-        """Return the measurements as canonical JSON: equal ones give equal text, on every rank and machine."""
+        """Return the measurements as JSON. Equal ones give equal text, on every rank and machine."""
         curves = {what: _plain(getattr(self, what)) for what in CURVES}
         others = {"modes": self.modes, "workers": self.workers, "facts": self.facts}
         return storage.seal(_KIND, {"profile": self.profile.plain(), **curves, **others})
 
     @classmethod
     def loads(cls, text: str) -> Measurements:
-        """Return equal measurements, to the bit. ValueError for a text that is foreign, damaged or edited."""
+        """Return the measurements of a text from ``dumps``, bitwise equal. Raises ``ValueError`` if it is damaged or
+        edited."""
         return storage.unseal(text, _KIND, _build)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `dumps()` to `path`, atomically."""
+        """Write the measurements to a file, atomically. ``python -m agmerge plan`` reads it."""
         storage.write(path, self.dumps())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Measurements:
-        """Return the measurements saved at `path`. ValueError, with the path, for a foreign or damaged file."""
+        """Return the measurements in a file. Raises ``ValueError``, with the path, if the file is damaged or of another
+        kind."""
         return storage.read(path, _KIND, _build)
 
 
 @in_pieces
 def best(planner: Planner, measurements: Measurements) -> Pieces[tuple[Plan, str]]:
-    """Return the planner's plan with the earliest predicted end of the step, and its mode.
+    """Return the plan with the earliest predicted end of a step, and its mode.
 
-    Every mode of the measurements that the planner supports is tried; of equals the first is kept. Where merge
-    buffers may go dense and the planner's plan has none, its partition with the best flags is tried, too. Pure:
-    the same everywhere for equal measurements. Raises ValueError where the planner plans for none of the modes.
+    All modes of the measurements that the planner supports are compared. If several are equal, the first is used. If
+    merge buffers may be uncompressed and the plan has none that are, its best choice of them is compared, too. The
+    result depends only on the arguments.
+
+    Args:
+        planner (Planner): Computes a plan for each mode.
+        measurements (Measurements): What to plan for.
+
+    Returns:
+        A pair of :class:`Plan` and mode.
+
+    Raises:
+        ValueError: If the planner supports none of the modes.
     """
     earliest: tuple[float, Plan, str] | None = None
     costs = measurements.costs

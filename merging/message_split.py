@@ -19,17 +19,22 @@ GAIN = 0.03  # of the finish: least gain of a division, since predictions are no
 
 @in_pieces
 def divide(plan: Plan, profile: Profile, costs: Costs, mode: str, most: int = MOST) -> Pieces[Plan]:
-    """Return `plan` with the parts with which it is predicted to end sooner; its own parts are dropped.
+    """Divide merge buffers into parts if the step is predicted to end sooner.
 
-    While one part travels, the next is selected and encoded. So of a merge buffer that backward does not hide
-    about the smaller of both times is hidden by the other; every part costs a start-up. From the last merge
-    buffer to the first, each is tried in 2, 4, ... up to `most` parts of at least `SMALLEST` elements of work. It
-    gets the number that ends the step first, if that gains more than the share `GAIN` of the finish. At most
-    m log2(most) predictions. Never divided: dense merge buffers, those without selection, and merge buffers of
-    several tensors in mode "ahead", which are selected from before they are complete.
+    While one part is sent, the next is selected and encoded. Every part costs a start-up. From the last merge buffer to
+    the first, 2, 4, ... parts of at least ``SMALLEST`` values are tried. A division is kept if it shortens the step by
+    more than ``GAIN``. Uncompressed merge buffers, those without selection, and those of several tensors with
+    ``"ahead"`` are never divided. The idea is that of CaSync (HiPress, SOSP 2021) and Espresso (EuroSys 2023).
 
-    Source: the pipelines of CaSync (HiPress, SOSP 2021) and Espresso (EuroSys 2023); the rule is our own.
-    Raises ValueError for an unknown mode, a plan that does not fit the profile, and `most` below 1.
+    Args:
+        plan (Plan): The merge buffers. Its own parts are dropped.
+        profile (Profile): Sizes and times of the tensors.
+        costs (Costs): Costs of selection and messages.
+        mode (str): ``"dense"``, ``"ahead"`` or ``"behind"``.
+        most (int): Largest number of parts. Default: 8.
+
+    Raises:
+        ValueError: For an unknown mode, a plan that does not fit the profile, or ``most`` below 1.
     """
     check_mode(mode)
     most = whole("divide: most", most, least=1)

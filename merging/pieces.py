@@ -21,7 +21,7 @@ Pieces = Generator[None, None, T]
 
 
 def in_pieces(pieces: Callable[P, Pieces[T]]) -> Callable[P, T]:
-    """Return the function that runs a generator function to its end, for its result; a decorator, of methods too."""
+    """Make an ordinary function, or method, of a generator that yields None at possible interruptions: a decorator."""
 
     @functools.wraps(pieces)
     def to_the_end(*args: P.args, **kwargs: P.kwargs) -> T:

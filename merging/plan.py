@@ -17,19 +17,22 @@ _KIND = "merging.Plan"
 
 @dataclass(frozen=True)
 class Plan:
-    """Partition of n tensors, in readiness order, into m merge buffers. Immutable, hashable, equal by value.
+    """Assign n tensors, in the order in which gradients become ready, to m merge buffers. Immutable and hashable.
 
-    counts: tensors per merge buffer, m integers of at least 1; they sum to n.
-    dense: per merge buffer, whether it goes dense; m booleans, all False if left out.
-    labels: per merge buffer, codec and exchange, opaque to planners; m strings, all "" if left out.
-    names: the n tensor names in readiness order, so that a saved plan can be replayed against the same
-        order; or None.
-    parts: per merge buffer, in how many messages its selection travels, each selected while the one
-        before is under way; m integers of at least 1, all 1 if left out. Dense tensors are not divided: a
-        dense merge buffer has 1, and where nothing is selected there is one message in any case.
+    Args:
+        counts (tuple of int): Number of tensors in each merge buffer, at least 1.
+        dense (tuple of bool): For each merge buffer, whether it is sent uncompressed. Default: no.
+        labels (tuple of str): For each merge buffer, how it is sent, such as ``"wire=int8"``. Planners do not
+            read them. Default: empty.
+        names (tuple of str): Names of the n tensors, in order. A saved plan with names is checked against the model.
+            Default: None.
+        parts (tuple of int): For each merge buffer, the number of messages that its selection is sent in. The next part
+            is selected while the one before is sent. Uncompressed merge buffers have 1 part. Default: 1.
 
-    Raises TypeError for an entry of the wrong type, ValueError for a wrong length, a merge buffer
-    without tensors, a repeated name and a dense merge buffer in several parts.
+    Raises:
+        TypeError: If an entry has the wrong type.
+        ValueError: For a wrong length, an empty merge buffer, a repeated name, or an uncompressed merge buffer in
+            parts.
     """
 
     counts: tuple[int, ...]
@@ -62,14 +65,19 @@ class Plan:
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """Return (start, stop) per merge buffer: it holds the tensors start <= i < stop of the readiness order."""
+        """Return a pair (start, stop) per merge buffer: it has the tensors from start to stop - 1."""
         stops = tuple(accumulate(self.counts))
         return tuple(zip((0, *stops[:-1]), stops, strict=True))
 
     def check(self, n: int, names: Sequence[str] | None = None) -> None:
-        """Raise ValueError unless this plan partitions n tensors, called `names` in readiness order.
+        """Check that this plan fits a model. Names are compared if both sides have them.
 
-        Names are compared if both sides have them; the error says where they differ first.
+        Args:
+            n (int): Number of tensors.
+            names (list of str): Their names, in the order in which gradients become ready. Default: None.
+
+        Raises:
+            ValueError: If the plan does not fit. The text has the first difference.
         """
         total = sum(self.counts)
         if total != n or (names is not None and len(names) != n):
@@ -87,9 +95,9 @@ class Plan:
                 )
 
     def dumps(self) -> str:
-        """Return the plan as canonical JSON: equal plans give equal text, on every rank and machine.
+        """Return the plan as JSON. Equal plans give equal text, on every rank and machine.
 
-        Parts are left out where all are 1: such a plan has the same text as in versions without parts.
+        ``parts`` is left out if all are 1, so such a plan has the same text as in older versions.
         """
         body = asdict(self)
         if max(self.parts) == 1:
@@ -98,20 +106,20 @@ class Plan:
 
     @classmethod
     def loads(cls, text: str) -> Plan:
-        """Return the plan that `dumps` wrote. ValueError for a text that is foreign, damaged or edited."""
+        """Return the plan of a text from ``dumps``. Raises ``ValueError`` if the text is damaged or edited."""
         return storage.unseal(text, _KIND, cls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `dumps()` to `path`, atomically."""
+        """Write the plan to a file, atomically. ``merging=path`` uses it."""
         storage.write(path, self.dumps())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Return the plan saved at `path`. ValueError, with the path, for a foreign or damaged file."""
+        """Return the plan in a file. Raises ``ValueError``, with the path, if the file is damaged or not a plan."""
         return storage.read(path, _KIND, cls)
 
     def digest(self) -> str:
-        """Return 16 hex digits of the SHA-256 of `dumps()`: equal for equal plans, in every process."""
+        """Return 16 hexadecimal digits, which are equal for equal plans, in every process."""
         return hashlib.sha256(self.dumps().encode("ascii")).hexdigest()[:16]
 
 

@@ -17,12 +17,12 @@ from merging.timeline import MODES, check_mode
 
 @dataclass(frozen=True, repr=False)
 class Planner(ABC):
-    """Planner: a pure function from a profile and costs to a plan, with its hyper-parameters.
+    """Base class of planners, which compute a plan from a profile and costs.
 
-    A planner is a frozen dataclass (`repr=False`, `kw_only=True`) with a `name`; its fields are its
-    options, plain values checked in `__post_init__`; it implements `partition`, with `in_pieces` if that may take
-    more than a millisecond. The same inputs give the same plan in every process. The other class variables control
-    how training uses its plans.
+    A planner is a frozen dataclass (``repr=False, kw_only=True``) with a ``name``. Its fields are its options, plain
+    values that ``__post_init__`` checks. It writes ``partition``, with ``in_pieces`` if that can take more than a
+    millisecond. The same inputs must give the same plan in every process. Class variables control how training uses the
+    plans (docs/extend.md).
     """
 
     name: ClassVar[str]  # for `merging.get`, in the texts that ranks compare, and in reports
@@ -34,10 +34,19 @@ class Planner(ABC):
 
     @in_pieces
     def plan(self, profile: Profile, costs: Costs, mode: str = "dense") -> Pieces[Plan]:
-        """Return this planner's partition of the profile's tensors, with their names.
+        """Compute the plan for a model.
 
-        Every merge buffer holds fewer than 2**31 elements. Raises ValueError for a mode not in `modes` and for
-        a tensor that reaches 2**31 elements.
+        Args:
+            profile (Profile): Sizes and times of the tensors.
+            costs (Costs): Costs of selection and messages.
+            mode (str): ``"dense"``, ``"ahead"`` or ``"behind"``, see ``sparsify`` of
+                :class:`agmerge.DistributedOptimizer`. Default: ``"dense"``.
+
+        Returns:
+            A :class:`Plan` with names. Each merge buffer has fewer than 2**31 values.
+
+        Raises:
+            ValueError: If the planner does not support the mode, or a tensor has 2**31 values or more.
         """
         check_mode(mode, self.modes)
         check_tensors(profile)
@@ -47,10 +56,10 @@ class Planner(ABC):
 
     @abstractmethod
     def partition(self, profile: Profile, costs: Costs, mode: str) -> Plan:
-        """Return the plan by this planner's own rule, which may leave names and the size limit to `plan`."""
+        """Return the plan by the rule of this planner. ``plan`` adds names, and enforces the size limit."""
 
     def options(self) -> dict[str, Any]:
-        """Return the hyper-parameters by name, in alphabetical order."""
+        """Return the options by name, in alphabetical order."""
         return {name: getattr(self, name) for name in sorted(field.name for field in fields(self))}
 
     def __repr__(self) -> str:

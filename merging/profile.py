@@ -17,19 +17,21 @@ from merging.checks import Elements, Reals, elements, reals, tensor_names
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Profile:
-    """Sizes and times of n tensors, index 0 being ready first. Immutable; the arrays are read-only copies.
+    """Keep sizes and times of n tensors, in the order in which gradients become ready. Immutable.
 
-    names: n distinct strings.
-    numel: elements per tensor, int64 of shape (n,), each at least 1.
-    backward: seconds from the readiness of tensor i-1 to that of tensor i, float64 of shape (n,).
-    forward: seconds of forward per tensor, likewise, or None.
-    work: elements handed to selection, int64 of shape (n,); 0 exempts a tensor. Given None, it is numel.
-    load: elements expected on the wire, int64 of shape (n,). Given None, it is numel.
-    noise: energy that selection leaves behind per tensor, float64 of shape (n,), or None.
+    Args:
+        names (list of str): n different names.
+        numel (array): Values of each tensor, at least 1.
+        backward (array): Seconds from the readiness of the tensor before to that of each tensor.
+        forward (array): Seconds of the forward pass for each tensor. Default: None.
+        work (array): Values that selection reads, 0 for tensors that are not selected from. Default: ``numel``.
+        load (array): Values that are expected to be sent. Default: ``numel``.
+        noise (array): Energy that selection leaves behind. Default: None.
 
-    Raises TypeError for anything but names and numbers. Raises ValueError, which names the tensor, for a
-    length other than n, a repeated name, an empty tensor, a negative or fractional count, and a
-    negative or non-finite time.
+    Raises:
+        TypeError: For anything but names and numbers.
+        ValueError: For wrong lengths, repeated names, empty tensors, and negative or infinite numbers. The text names
+            the tensor.
     """
 
     names: tuple[str, ...]
@@ -84,18 +86,19 @@ class Profile:
         Profile.__init__(self, **state)
 
     def plain(self) -> dict[str, Any]:
-        """Return the arguments that make an equal profile, by name, as lists of Python numbers and strings."""
+        """Return the arguments that make an equal profile, as lists of numbers and strings."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile to `path` as JSON, atomically; `read` gives back an equal one, to the bit."""
+        """Write the profile to a file, as JSON and atomically. ``read`` returns it, bitwise equal."""
         storage.write(path, storage.seal("merging.Profile", self.plain()))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Profile:
-        """Return the profile saved at `path`. ValueError, with the path, for a foreign or damaged file.
+        """Return the profile in a file. Raises ``ValueError``, with the path, if the file is damaged or of another
+        kind.
 
-        It is not called `load` because that is the array of elements on the wire.
+        It is not called ``load``, because that is the number of values that are sent.
         """
         return storage.read(path, "merging.Profile", cls)

@@ -25,16 +25,20 @@ _planners: dict[str, type[Planner]] = {}  # by canonical name, in the order in w
 
 
 def names() -> tuple[str, ...]:
-    """Return the canonical names of all planners, registered ones last."""
+    """Return the names of all planners. Registered ones come last."""
     return tuple(_planners)
 
 
 def register(name: str, planner: type[Planner]) -> None:
-    """Register a planner for `get(name, **options)`, and for `merging=name` in a training script.
+    """Register your own planner, for ``merging=name``. Do it on every rank.
 
-    `planner` is a subclass of `Planner` with `name` as its own name; every option has a default, since comparisons of
-    all planners take each with its defaults. Register it on every rank. Raises TypeError for a wrong name, another
-    class, and for an option without a default; ValueError for a taken name and for another one than the class has.
+    Args:
+        name (str): A new name, which must be the class variable ``name`` of the planner.
+        planner (type): A subclass of :class:`Planner`. Every option must have a default.
+
+    Raises:
+        TypeError: If the name is not a string, the class is not a planner, or an option has no default.
+        ValueError: If the name is taken, or the class has another name.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"a planner's name must be a non-empty string, not {name!r}")
@@ -52,12 +56,16 @@ def register(name: str, planner: type[Planner]) -> None:
 
 
 def get(name: str, /, **options: Any) -> Planner:
-    """Return the planner called `name`, with its own defaults for the options left out.
+    """Make a planner, by name.
 
-    Case, hyphens, underscores, blanks and brackets do not count in names; published names ("wfbp", "AGM-Inter") are
-    accepted, not listed: such a name implies options, which `options` override.
-    Raises ValueError for an unknown name, TypeError for an unknown option; each lists the known ones. A
-    planner refuses a wrong option value with either.
+    Args:
+        name (str): A name of :func:`names`, or a published one such as ``"wfbp"`` or ``"AGM-Inter"``. Case, hyphens,
+            underscores, spaces and brackets do not matter. A published name may imply options.
+        **options: Options of this planner, such as ``bytes=8 << 20`` for ``"threshold"``. Others have their defaults.
+
+    Raises:
+        ValueError: For an unknown name, or a wrong value. The text lists the known names.
+        TypeError: For an unknown option. The text lists the known ones.
     """
     meaning = find(name) if isinstance(name, str) else None
     if meaning is None:

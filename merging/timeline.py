@@ -19,7 +19,7 @@ MODES = ("dense", "ahead", "behind")
 
 
 class Span(NamedTuple):
-    """Times of one merge buffer, in seconds since backward began."""
+    """Predicted times of one merge buffer, in seconds since the backward pass began."""
 
     ready: float  # to leave
     start: float  # of its exchange
@@ -28,10 +28,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Predicted step, in seconds since backward began: one span per merge buffer, in plan order.
+    """Predicted times of one step, in seconds since the backward pass began. ``spans`` has one span per merge buffer.
 
-    gathers: the all-gathers of mode "dear", likewise in plan order; `spans` are its reduce-scatters.
-    step: when the forward pass after them ends, in mode "dear"; else None.
+    With mode ``"dear"``, ``spans`` are the reduce-scatters and ``gathers`` the all-gathers. ``step`` is the end of the
+    next forward pass, and None in other modes.
     """
 
     spans: tuple[Span, ...]
@@ -40,35 +40,47 @@ class Timeline:
 
     @property
     def finish(self) -> float:
-        """Return when the last exchange ends; in mode "dear", when the next forward pass does."""
+        """Return when the last exchange ends. In mode ``"dear"``: when the next forward pass ends."""
         return self.spans[-1].end if self.step is None else self.step
 
 
 def predict(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Timeline:
-    """Return the timeline of one step: a compute clock t, a channel clock E, both 0 at first.
+    """Predict the times of one step.
 
-    For each merge buffer G in plan order, with b, S and C for backward, sparsify and exchange:
+    Args:
+        plan (Plan): The merge buffers.
+        profile (Profile): Sizes and times of the tensors.
+        costs (Costs): Costs of selection and messages.
+        mode (str): ``"dense"``, ``"ahead"``, ``"behind"`` or ``"dear"``.
+
+    Returns:
+        A :class:`Timeline`.
+
+    Raises:
+        ValueError: For an unknown mode, a plan that does not fit the profile, an uncompressed merge buffer without
+            ``costs.dense``, several tensors ``"ahead"`` in parts, or mode ``"dear"`` without ``profile.forward``.
+
+    The model has a clock t of the processor and a clock E of the network, both 0 at first. For each merge buffer G in
+    plan order, with b, S, M and C for backward, ``sparsify``, ``message`` and ``exchange``::
 
         dense     t += b_i             for each tensor i
         ahead     t += b_i + S(work_i) for each tensor i: selection runs in the stream of backward
         behind    t += b_i             for each tensor i, then t += S(sum of work over G)
-        all       t += M(sum of load over G) where there is costs.message; E = max(E, t) + C(sum of load over G)
+        all       t += M(sum of load over G) if there is costs.message, E = max(E, t) + C(sum of load over G)
 
-    In modes "ahead" and "behind" a merge buffer with `plan.parts` P > 1 is selected and sent in as many parts, the next
-    being selected while the one before travels; its span is from the first part's being ready to the last one's end.
-    Work and load are rounded up to whole elements. One that is sent ahead is of one tensor: of several, each has been
-    selected from when the merge buffer is complete. One without work has one part.
+    In modes ``"ahead"`` and ``"behind"`` a merge buffer with P > 1 parts is selected and sent in P messages. The next
+    part is selected while the one before is sent. The span begins when the first part is ready, and ends with the last
+    one. Work and load are rounded up to integers. With ``"ahead"`` such a merge buffer has one tensor. Without work
+    there is one part::
 
         parts     P times: t += S(work / P) + M(load / P), E = max(E, t) + C(load / P)    after b_i for each tensor i
 
-    Mode "dear" is dense with C in two halves. The reduce-scatters go as above; when the last has ended, the
-    all-gathers follow each other, last merge buffer first, in the order of forward, which has the clock u:
+    Mode ``"dear"`` is dense with C in two halves. The reduce-scatters are as above. After the last one, the all-gathers
+    follow each other, last merge buffer first, in the order of the forward pass, which has the clock u::
 
-        dear      A = A + C / 2 ; u = max(u, A) + sum of forward over G    with A = u = E at first
+        dear      A = A + C / 2, u = max(u, A) + sum of forward over G    with A = u = E at first
 
-    A merge buffer with `plan.dense` set costs no S, M(0), and costs.dense(sum of numel over G) instead of C.
-    Raises ValueError for an unknown mode, a plan that does not fit the profile, a dense merge buffer
-    without costs.dense, several tensors ahead in parts, and mode "dear" without profile.forward.
+    An uncompressed merge buffer costs no S, M(0), and ``costs.dense(sum of numel over G)`` instead of C.
     """
     check_mode(mode, (*MODES, "dear"))
     plan.check(len(profile), profile.names)

@@ -26,7 +26,7 @@ PLAIN = frozenset({int})  # of sizes; a bool is an int, but not of this type
 
 @dataclass(frozen=True)
 class Request:
-    """Checked arguments of `select` or `capacity`: all that a selection may depend on beside the vector."""
+    """Checked arguments of ``select`` or ``capacity``, for the methods of a :class:`Sparsifier` of your own."""
 
     k: int  # indices that are wanted; 0 only for an empty vector
     key: str  # names the vector, and owns the state that belongs to it; "" in `capacity`
@@ -38,10 +38,16 @@ class Request:
 
 
 def budget(density: float, numel: int) -> int:
-    """Return how many of `numel` elements a density selects: max(1, ceil(density * numel)), and 0 of 0.
+    """Return how many values a density selects: ``max(1, ceil(density * numel))``.
 
-    The product is rounded once, in fp64, before ceil: all ranks and all callers get the same integer. ValueError or
-    TypeError for a density outside (0, 1] or a numel outside [0, 2**31).
+    The product is rounded once, in float64, so all ranks get the same number.
+
+    Args:
+        density (float): Fraction, above 0 and at most 1.
+        numel (int): Number of values, below 2**31. For 0 the result is 0.
+
+    Raises:
+        ValueError: For numbers outside these ranges. Also ``TypeError``, for anything but numbers.
     """
     density, numel = check_density(density), check_numel("budget", numel)
     return min(numel, max(1, math.ceil(density * numel)))

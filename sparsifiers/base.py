@@ -20,10 +20,10 @@ from sparsifiers.gpu import Scratch
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Selection of coordinates to be sent.
+    """Selected coordinates of a vector.
 
-    A message has `capacity` entries, of which `count` are used; the entries after them are padding. ValueError for
-    tensors of another form.
+    It has ``capacity`` entries, of which the first ``count`` are used. The others are padding. Wrong dtypes or shapes
+    raise ``ValueError``.
     """
 
     indices: Tensor  # int32[capacity]: first `count` unique places, ascending, then any in range, sent with value +0
@@ -47,27 +47,29 @@ class Selection:
 
     @property
     def capacity(self) -> int:
-        """Return how many entries there are."""
+        """Return the number of entries, padding included."""
         return self.indices.numel()
 
     def padded(self, capacity: int) -> Selection:
-        """Return this selection with so many entries, or with its own if these are more. Its count stays."""
+        """Return this selection with at least ``capacity`` entries. The count does not change."""
         missing = max(capacity - self.capacity, 0)
         values = None if self.values is None else pad(self.values, (0, missing))
         return Selection(pad(self.indices, (0, missing)), self.count, values) if missing else self
 
     def trimmed(self) -> Tensor:
-        """Return the selected indices without padding, int64[count]. Waits for the device if `count` is on one."""
+        """Return the selected indices without padding, as int64. If ``count`` is on a device, this waits for it."""
         return self.indices[: int(self.count)].long()
 
 
 class Sparsifier(Compressor):
-    """Compressor that selects coordinates of a vector.
+    """Base class of compressors that select coordinates of a vector.
 
-    A subclass sets `name` and writes `_select`; everything else has a default that is right for a sparsifier
-    that has no options, sends at most k indices and remembers nothing. One with messages that are always smaller writes
-    `_capacity`; for options and state see `Compressor`. Arguments are checked here, once, and arrive as a `Request`:
-    k carries warm-up, per-tensor densities and budgets, and step is the only clock.
+    A subclass sets ``name`` and writes ``_select``, and ``_capacity`` if its messages are always smaller than k. For
+    options and state see :class:`Compressor` (docs/extend.md). Arguments are checked in :meth:`select`, and arrive as a
+    :class:`Request`. Its k already includes warm-up and the density of the tensor.
+
+    Args:
+        density (float): Fraction of the values to select if the caller passes no k. Default: 0.01.
     """
 
     kind = Kind.SPARSE
@@ -87,19 +89,23 @@ class Sparsifier(Compressor):
         shapes: Sequence[Sequence[int]] | None = None,
         scratch: Scratch | Candidates | None = None,
     ) -> Selection:
-        """Choose at most k coordinates of `vector`, which is 1-D, of any float dtype, stride and device.
+        """Select at most k coordinates of a vector. The vector does not change, and nothing waits for a device.
 
-        k: elements wanted, in [1, numel]; None: budget(density, numel).
-        key: names the vector, and owns the state that belongs to it; a key not seen before starts cold.
-        step: committed exchanges so far, the only clock; equal on all ranks.
-        shapes: those of the tensors that the vector concatenates; None: it is one 1-D tensor.
-        scratch: of kernels, beside the vector, where the sparsifier `has_kernels`. The selection is then made when it
-            is read, or written to a message (`Deferred`): till then the vector must stay as it is. On the host the
-            candidates noted when the vector was written, where it `takes_candidates`; they change nothing but time.
-            None: there is none, and the selection is made now.
+        Args:
+            vector (torch.Tensor): One-dimensional, of any float dtype, stride and device.
+            k (int): Number of coordinates, from 1 to ``numel``. Default: ``budget(density, numel)``.
+            key (str): Name of the vector. State is kept for each key, and a new key starts without state.
+            step (int): Number of exchanges so far, the same on all ranks.
+            shapes (list): Shapes of the tensors that the vector consists of. Default: one 1-D tensor.
+            scratch (Scratch or Candidates): Memory of device kernels (if the sparsifier ``has_kernels``). The selection
+                is then made when it is read, so do not change the vector before. On the host: candidates that were
+                noted when the vector was written (if it ``takes_candidates``). They only save time. Default: None.
 
-        The vector is not changed, no gradient is recorded, and nothing waits for a device. ValueError or TypeError
-        for arguments outside the contract.
+        Returns:
+            A :class:`Selection`.
+
+        Raises:
+            ValueError: For an argument outside of this contract. Also ``TypeError``.
         """
         check_vector(self, vector, key)
         request = check_request(
@@ -122,9 +128,9 @@ class Sparsifier(Compressor):
         step: int = 0,
         shapes: Sequence[Sequence[int]] | None = None,
     ) -> int:
-        """Return the entries of the message that `select` fills, at most k, from the same arguments.
+        """Return the number of entries of the message that :meth:`select` fills, for the same arguments.
 
-        It is a pure function of these, so that all ranks know the size of a message beforehand.
+        It depends only on these arguments, so all ranks know the size of a message beforehand.
         """
         request = check_request(self, self.density, numel, k=k, key="", step=step, shapes=shapes)
         return self._capacity(numel, request)

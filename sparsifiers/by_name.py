@@ -12,18 +12,23 @@ from sparsifiers.name_patterns import compiled
 
 
 class ByName(Compressor):
-    """Compressor of each tensor by the first pattern that matches its full name; by the last, if none does.
+    """Compress different parameters with different compressors.
 
-    Patterns are regular expressions.
+    The first pattern that matches the full parameter name decides. Parameters without a match get the last compressor.
+    At most one compressor of each kind may compress. Use a compressor of ``Kind.DENSE`` to leave parameters
+    uncompressed.
 
-    At most one compressor of each kind compresses, so that a tensor's kind names its compressor; a pattern may leave
-    tensors dense, by a compressor of `Kind.DENSE`.
+    Args:
+        parts (list of pairs): Regular expressions and their compressors.
+
+    Raises:
+        ValueError: Without parts, with two compressors of one kind, or for an invalid pattern.
     """
 
     name = "by-name"
 
     def __init__(self, parts: Sequence[tuple[str, Compressor]]) -> None:
-        """Check `parts`, pairs of a pattern and a compressor. ValueError for none, two of a kind, or no pattern."""
+        """Check the parts, as the class says."""
         try:
             self._parts = tuple((compiled(pattern), part) for pattern, part in parts)
         except ValueError as error:
@@ -51,7 +56,7 @@ class ByName(Compressor):
 
     @property
     def patterns(self) -> tuple[re.Pattern[str], ...]:
-        """Return the patterns, in the order given."""
+        """Return the patterns, in the given order."""
         return tuple(pattern for pattern, _ in self._parts)
 
     def name_patterns(self) -> Mapping[str, Sequence[re.Pattern[str]]]:
@@ -65,7 +70,7 @@ class ByName(Compressor):
         return self._by_kind.get(kind)
 
     def replaced(self, part: Compressor) -> ByName:
-        """Return the same with `part` in the place of the one of its kind."""
+        """Return a copy with ``part`` as the compressor of its kind."""
         return ByName([(p.pattern, part if old.kind is part.kind else old) for p, old in self._parts])
 
     def options(self) -> dict[str, object]:

@@ -73,15 +73,21 @@ _memories.register("residualgtopk", ResidualGTopK)
 
 
 def names() -> tuple[str, ...]:
-    """Return the canonical names of the sparsifiers; those that a script has registered come last."""
+    """Return the names of the sparsifiers. Registered ones come last."""
     return _sparsifiers.names()
 
 
 def get(name: str, density: float = 0.01, **options: object) -> Sparsifier:
-    """Make a sparsifier by canonical name or alias, in any case, with or without hyphens and underscores.
+    """Make a sparsifier, by name.
 
-    density: elements sent / elements, in (0, 1]. options: hyper-parameters of that sparsifier, see its class.
-    ValueError for an unknown name or a density outside (0, 1]; TypeError for an option it does not have.
+    Args:
+        name (str): A name of :func:`names`, or an alias. Case, hyphens and underscores do not matter.
+        density (float): Fraction of the values to select, above 0 and at most 1. Default: 0.01.
+        **options: Options of this sparsifier, such as ``tau=0.1`` for ``"threshold"``.
+
+    Raises:
+        ValueError: For an unknown name, or a density outside (0, 1].
+        TypeError: For an option that the sparsifier does not have.
     """
     if name in _quantisers and name not in _sparsifiers:
         raise ValueError(f"{name!r} is a quantizer, no sparsifier; make it by sparsifiers.quantizer({name!r})")
@@ -96,13 +102,22 @@ def is_sparsifier(name: str) -> bool:
 
 
 def register(name: str, factory: Callable[..., Sparsifier]) -> None:
-    """Register a sparsifier, made by `factory(density, **options)`. ValueError for a taken name."""
+    """Register your own sparsifier, for ``compression=name``. Do it on every rank.
+
+    Args:
+        name (str): A new name.
+        factory (callable): Makes the sparsifier: ``factory(density, **options)``. A subclass of :class:`Sparsifier` is
+            one.
+
+    Raises:
+        ValueError: If the name is taken.
+    """
     _refuse_taken(name, _low_rank, _quantisers)
     _sparsifiers.register(name, factory)
 
 
 def low_rank_names() -> tuple[str, ...]:
-    """Return the canonical names of the low-rank compressors."""
+    """Return the names of the low-rank compressors."""
     return _low_rank.names()
 
 
@@ -112,16 +127,23 @@ def is_low_rank(name: str) -> bool:
 
 
 def low_rank(name: str, rank: Ranks = RANK, **options: object) -> LowRank:
-    """Make a low-rank compressor by canonical name or alias, in any case, with or without hyphens and underscores.
+    """Make a low-rank compressor, by name.
 
-    rank: columns of each factor, or {pattern: rank}, where patterns are regular expressions that must match the full
-    name. options: `seed`. ValueError for an unknown name or a rank that is no whole number above 0; TypeError for an option that it does not have.
+    Args:
+        name (str): ``"powersgd"`` or ``"acpsgd"``, or an alias. Case, hyphens and underscores do not matter.
+        rank (int or dict): Rank of the factors. Or ``{pattern: rank}``, with regular expressions that must match the
+            full parameter name. The first match wins. Default: 4.
+        **options: ``seed``, an integer, of the first basis.
+
+    Raises:
+        ValueError: For an unknown name, or a rank that is not a whole number above 0.
+        TypeError: For an unknown option.
     """
     return _low_rank.create(name, rank, **options)
 
 
 def quantizers() -> tuple[str, ...]:
-    """Return the canonical names of the quantizers; those that a script has registered come last."""
+    """Return the names of the quantizers. Registered ones come last."""
     return _quantisers.names()
 
 
@@ -131,16 +153,29 @@ def is_quantizer(name: str) -> bool:
 
 
 def quantizer(name: str, **options: object) -> Quantizer:
-    """Make a quantizer by canonical name or alias, in any case, with or without hyphens and underscores.
+    """Make a quantizer, by name.
 
-    options: hyper-parameters of that quantizer, see its class. ValueError for an unknown name, a value that it cannot
-    have, or a type that this torch lacks; TypeError for an option that it does not have.
+    Args:
+        name (str): A name of :func:`quantizers`, or an alias. Case, hyphens and underscores do not matter.
+        **options: Options of this quantizer, such as ``bits=8`` for ``"qsgd"``.
+
+    Raises:
+        ValueError: For an unknown name or a wrong value, or if this version of PyTorch lacks a dtype.
+        TypeError: For an option that the quantizer does not have.
     """
     return _quantisers.create(name, **options)
 
 
 def register_quantizer(name: str, factory: Callable[..., Quantizer]) -> None:
-    """Register a quantizer, made by `factory(**options)`. ValueError for a taken name."""
+    """Register your own quantizer, for ``compression=name``. Do it on every rank.
+
+    Args:
+        name (str): A new name.
+        factory (callable): Makes the quantizer: ``factory(**options)``. A subclass of :class:`Quantizer` is one.
+
+    Raises:
+        ValueError: If the name is taken.
+    """
     _refuse_taken(name, _sparsifiers, _low_rank)
     _quantisers.register(name, factory)
 
@@ -156,7 +191,16 @@ def canonical(name: str) -> str | None:
 
 
 def memory(name: str, **options: object) -> Memory:
-    """Make a memory by name. ValueError for an unknown name; TypeError for an option it does not have."""
+    """Make a memory, by name, for ``memory=``.
+
+    Args:
+        name (str): ``"none"``, ``"residual"``, ``"dgc"`` or ``"residualgtopk"``.
+        **options: Options of this memory, such as ``clipping=1.0`` for ``"dgc"``.
+
+    Raises:
+        ValueError: For an unknown name.
+        TypeError: For an option that the memory does not have.
+    """
     return _memories.create(name, **options)
 
 

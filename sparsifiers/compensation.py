@@ -12,14 +12,14 @@ from sparsifiers import kernel
 
 
 class Rate(NamedTuple):
-    """Momentum that an optimizer has for a tensor."""
+    """Momentum settings of an optimizer for one tensor."""
 
     momentum: float  # the factor m
     nesterov: bool = False  # Nesterov's form is asked for
 
 
 class Momentum(NamedTuple):
-    """Momentum of a tensor, as of the last step and as of this one, each of the tensor's shape."""
+    """Momentum of one tensor, before and after this step."""
 
     before: Tensor  # of the last step; only read
     after: Tensor  # of this step; written

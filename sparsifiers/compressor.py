@@ -18,7 +18,7 @@ from sparsifiers.canonical import canonical
 
 
 class Kind(enum.Enum):
-    """Treatment of a tensor: how the ranks combine its compressed gradients."""
+    """How the gradient of a tensor is sent."""
 
     DENSE = "dense"  # every element, perhaps in fewer bits: an all-reduce
     SPARSE = "sparse"  # some elements and where they stand: an exchange of indices and values
@@ -33,12 +33,12 @@ class Kind(enum.Enum):
 
 
 class Compressor(ABC):
-    """Method that makes gradients smaller, with its options and its state.
+    """Base class of all compressors.
 
-    A subclass sets `name` and `kind`. Everything else has a default that is right for a compressor without options
-    that sends all elements and remembers nothing. One with hyper-parameters returns them from `options`; one that
-    remembers something between calls writes `state_dict`, `load_state_dict` and `retain`, and `snapshot` too if
-    `state_dict` would wait for a device.
+    A subclass sets ``name`` and ``kind``. The other methods have defaults for a compressor without options that sends
+    all values and has no state. If yours has options, return them from ``options``. If it has state, write
+    ``state_dict``, ``load_state_dict`` and ``retain``, and also ``snapshot`` if ``state_dict`` would wait for a device
+    (docs/extend.md).
     """
 
     name: str  # the canonical name, as in compression=name

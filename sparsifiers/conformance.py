@@ -40,14 +40,18 @@ Maker = Callable[..., Sparsifier]  # called as make(density, **options)
 
 
 def check(sparsifier: str | Callable[..., Any], *, at_least: float = 0.8, **options: object) -> None:
-    """Raise AssertionError, with what was wrong and on which input, unless the sparsifier keeps the contract.
+    """Check that your own compressor keeps the contract. Call it in your tests.
 
-    sparsifier: a registered name, or a factory as given to `register`: factory(density, **options). Or the name, or
-        the class, of a low-rank compressor: see `sparsifiers.conformance_low_rank`. Or the name or the class of a
-        quantiser, or a factory of one, which needs no density: see `sparsifiers.conformance_quantiser`.
-    at_least: the fraction of k that must be sent wherever there are k non-zeros; 0 for a threshold that the user
-        fixes, which sends as many as it finds and is not the same for a scaled vector.
-    options: hyper-parameters, passed on to the sparsifier; its own exceptions pass through.
+    Args:
+        sparsifier (str or callable): A registered name, or what you pass to ``register``. For sparsifiers that is
+            ``factory(density, **options)``. For low-rank compressors and quantizers it is the name or the class.
+            Quantizers can also be a factory without density.
+        at_least (float): Fraction of k that must be selected if the vector has k non-zeros. Use 0 for a threshold that
+            the user sets, because it selects as many values as it finds. Default: 0.8.
+        **options: Options of the compressor.
+
+    Raises:
+        AssertionError: If the contract is broken. The text says what is wrong, and for which input.
     """
 
     if isinstance(sparsifier, str) and is_low_rank(sparsifier) or _makes_low_rank(sparsifier):

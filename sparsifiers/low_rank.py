@@ -17,11 +17,18 @@ Ranks = int | Mapping[str, int] | Sequence[tuple[str, int]]
 
 
 class LowRank(Compressor):
-    """Compressor of a matrix to two factors of few columns, projected on a basis that all ranks have in common.
+    """Base class of compressors that send two thin factors of a matrix, projected on a basis that all ranks share.
 
-    A tensor of two or more dimensions is a matrix: its first dimension by all others. One with fewer elements than
-    its factors is sent dense. Bases do not belong to the compressor: they are equal on all ranks, and kept with the
-    plan.
+    A tensor of two or more dimensions counts as a matrix: its first dimension by all others. If the factors have as
+    many values as the tensor, it is sent uncompressed. The basis is kept with the plan, not in the compressor.
+
+    Args:
+        rank (int or dict): Rank of the factors. Or ``{pattern: rank}``, with regular expressions that must match the
+            full parameter name. Default: 4, also for parameters without a match.
+        seed (int): Seed of the first basis, the same on all ranks. Default: 0.
+
+    Raises:
+        ValueError: For a rank that is not a whole number above 0, an invalid pattern, or an empty dict.
     """
 
     kind = Kind.LOW_RANK
@@ -29,14 +36,7 @@ class LowRank(Compressor):
     alternates: bool  # a step sends one factor, the left and the right one in turn; else both, one after the other
 
     def __init__(self, rank: Ranks = RANK, seed: int = 0) -> None:
-        """Check the options.
-
-        rank: number of columns of each factor. Or {pattern: rank}: patterns are regular expressions that must match
-        the full name of a parameter, the first match counts, and 4 is the rank of the others. seed: of the bases that
-        a training begins with, the same on all ranks.
-
-        ValueError for a rank that is no whole number above 0, for a pattern that is none, and for an empty mapping.
-        """
+        """Check the options, as the class says."""
         self.rank: int | tuple[tuple[str, int], ...] = _ranks(rank)
         if not isinstance(seed, Integral) or isinstance(seed, bool) or seed < 0:
             raise ValueError(f"{self.name}: seed={seed!r}: give a whole number >= 0")
@@ -47,7 +47,7 @@ class LowRank(Compressor):
         )
 
     def rank_of(self, name: str) -> int:
-        """Return the rank that is asked for of the tensor of this name."""
+        """Return the rank for the parameter of this name."""
         if isinstance(self.rank, int):
             return self.rank
         return next((rank for pattern, rank in self.patterns if pattern.fullmatch(name)), RANK)
@@ -66,11 +66,10 @@ class LowRank(Compressor):
 
 
 class PowerSGD(LowRank):
-    """Low-rank compressor that sends both factors in each step, in two rounds.
+    """Send both factors in each step, in two rounds: PowerSGD.
 
     Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-    NeurIPS 2019, Algorithm 1, with a warm start; the residual is of this rank's own matrix, not of the average
-    of all ranks.
+    NeurIPS 2019, Algorithm 1, with a warm start. The residual is of this rank's own matrix, not of the average.
     """
 
     name = "powersgd"
@@ -78,7 +77,7 @@ class PowerSGD(LowRank):
 
 
 class ACPSGD(LowRank):
-    """Low-rank compressor that sends one factor in each step, left and right in turn; both in a tensor's first step.
+    """Send one factor in each step, left and right alternately: ACP-SGD. The first step sends both.
 
     Zhang, Zhang, Shi, Chu and Li, "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning",
     ICDCS 2023, Algorithm 1.

@@ -27,12 +27,12 @@ from sparsifiers.compensation import (
 
 
 class Memory:
-    """Rule that makes the vector for selection out of a residual and a gradient.
+    """Base class of error feedback: how a residual and a gradient become the vector to select from.
 
-    A subclass sets `name` and `has_residual`, and says in `formula` what it computes. One for which that has no words
-    writes `_compensate` in its place, and is called tensor by tensor. One with a momentum sets `has_momentum`, and
-    writes `for_dense_lane`: its momentum has the residual's shape and dtype, and `compensate` applies it where there is
-    a residual, else `correct` does.
+    A subclass sets ``name`` and ``has_residual``, and returns its rule from ``formula``. If a :class:`Formula` cannot
+    express the rule, it writes ``_compensate`` instead, which is called for each tensor. A subclass with a momentum
+    sets ``has_momentum``, and writes ``for_dense_lane``. The momentum has the shape and dtype of the residual.
+    ``compensate`` applies it to tensors with a residual, ``correct`` to others.
     """
 
     name: str  # the canonical name that it is registered under

@@ -41,12 +41,17 @@ GONE = "the lighthouse is gone, and looked for; training goes on. Start it again
 
 @dataclass(frozen=True)
 class Elastic:
-    """Options of an elastic job, see docs/elastic.md.
+    """Options of an elastic job, for ``agmerge.init(elastic=agmerge.Elastic(...))`` (docs/elastic.md).
 
-    ``lighthouse``: host:port of ``python -m agmerge lighthouse``; empty: as ``AGMERGE_LIGHTHOUSE`` says.
-    ``min_workers``: with fewer of them none trains. ``suspect``: seconds without a sign of life after which a worker
-    counts as lost. ``patience``: seconds to wait for the lighthouse, and for ``min_workers``. ``restart``: when the
-    last worker that has the job's state is lost, others begin again, with a warning; False: they raise an error.
+    Args:
+        lighthouse (str): ``host:port`` of ``python -m agmerge lighthouse``. Default: the environment variable
+            ``AGMERGE_LIGHTHOUSE``.
+        min_workers (int): Training pauses with fewer workers. Default: 1.
+        suspect (float): Seconds without a sign of life after which a worker counts as failed. Default: 5. Raise it if
+            workers may stall longer, for example on a busy machine.
+        patience (float): Seconds to wait for the lighthouse and for ``min_workers``. Default: 600.
+        restart (bool): If the last worker that has the job's state fails, the others start again from the beginning,
+            with a warning. With False they raise an error. Default: True.
     """
 
     lighthouse: str = ""

@@ -20,10 +20,10 @@ _SET = "ranks="  # begins the section of a key with the ranks of a process set
 
 
 class ResidualState:
-    """State of a :class:`agmerge.DistributedOptimizer` beside its optimizer's, for ``torch.distributed.checkpoint``.
+    """Save residuals with ``torch.distributed.checkpoint``, next to the model and the plain optimizer.
 
-    Torch's own helpers know the inner optimizer's state alone: give them ``optimizer.optimizer``, and this a key of its
-    own::
+    Torch's own helpers know only the inner optimizer, so pass them ``optimizer.optimizer``, and add this object under a
+    key of its own::
 
         state = {
             "model": model.state_dict(),
@@ -32,14 +32,18 @@ class ResidualState:
         }
         torch.distributed.checkpoint.save(state, checkpoint_id=path)
 
-    Of several optimizers give them the list, ``optimizer.optimizers``. With ``sync="updates"`` leave ``"optimizer"``
-    out: each rank's optimizer has stepped by itself, and this object keeps its state too. The model is rank 0's;
-    loading puts parameters where they were.
+    For several optimizers pass torch's helpers the list ``optimizer.optimizers``. With ``sync="updates"`` leave
+    ``"optimizer"`` out: each rank's optimizer has stepped by itself, and this object keeps its state, too. The saved
+    model is rank 0's then, and loading restores the parameters of each rank.
 
-    To load, say where from: ``agmerge.ResidualState(optimizer, path)``. Each rank reads its own section; on another
-    number of ranks they are redistributed, as with :func:`agmerge.gather_state`. A checkpoint without any starts from
-    zero, with a warning. ``name``: of the optimizer, where a checkpoint has several. With ``process_set=`` keys name
-    the ranks in the set, and a set loads what that one has saved that its first rank was in.
+    To load, pass the path: ``agmerge.ResidualState(optimizer, path)``. Each rank reads its own part. On a different
+    number of ranks residuals are redistributed, as with :func:`agmerge.gather_state`. If a checkpoint has no residuals,
+    they start from zero, with a warning. With ``process_set=`` the keys contain the ranks of the set.
+
+    Args:
+        optimizer (DistributedOptimizer): The wrapped optimizer.
+        saved (str or path): The checkpoint to load from. Default: None, for saving.
+        name (str): Name of the optimizer, if a checkpoint has several. Default: ``"optimizer"``.
     """
 
     def __init__(

@@ -43,14 +43,24 @@ OTHERS_STATE = (
 
 
 class State:
-    """Collective. Model, optimizer and numbers of a training, which newcomers are handed by the oldest worker.
+    """Collective. Keep model, optimizer and numbers of a training the same on all workers of an elastic job.
 
-    All workers make it, once, before the first step; a worker that comes later starts with the values of the others.
-    Further keyword arguments become attributes, such as ``step=0``: numbers, texts, tensors, lists and dictionaries of
-    these, and anything with ``state_dict()`` and ``load_state_dict()``, as a ``scheduler`` is. ``optimizer``: an
-    :class:`agmerge.DistributedOptimizer` or ``LocalOptimizer``. ``sampler``: a :class:`Sampler`, which deals the
-    samples out among the workers that there are. ``on_change(before, now)``: is called on every worker after the number
-    of workers has changed, before the next step, to change the learning rate, say.
+    Create it once on every worker, before the first step. A worker that joins later receives the values from an
+    existing one. Call :meth:`commit` after each step (docs/elastic.md).
+
+    Args:
+        model (torch.nn.Module): The model.
+        optimizer (DistributedOptimizer or LocalOptimizer): The wrapped optimizer.
+        scheduler (object): Learning-rate scheduler, or another object with ``state_dict()``. Default: None.
+        sampler (Sampler): Distributes the samples over the present workers. Default: None.
+        on_change (callable): Called as ``on_change(before, now)`` on every worker after the number of workers has
+            changed, before the next step. Use it, for example, to adapt the learning rate. Default: None.
+        **values: Further values, such as ``step=0``. They become attributes. Numbers, strings, tensors, lists and dicts
+            are supported, and objects with ``state_dict()`` and ``load_state_dict()``.
+
+    Raises:
+        agmerge.AGMergeError: Without ``agmerge.init(elastic=True)``, for a plain optimizer, and if the state of the
+            other workers does not fit.
     """
 
     def __init__(
@@ -77,10 +87,15 @@ class State:
         self._size = workers.size()
 
     def commit(self) -> bool:
-        """Collective. Let newcomers in, if any wait; call it between two steps, on all workers alike.
+        """Collective. Admit new workers, if any wait. Call it between two steps, on all workers.
 
-        With fewer than ``min_workers`` it waits for some. Raises :class:`agmerge.TooFewWorkers` after ``patience``.
-        Returns False on a worker that has called :meth:`leave`: it takes part no more, and ends its loop.
+        With fewer than ``min_workers`` it waits for more.
+
+        Returns:
+            False on a worker that has called :meth:`leave`, which must end its training loop. Otherwise True.
+
+        Raises:
+            agmerge.TooFewWorkers: If there are too few workers for longer than ``patience``.
         """
         if not self._end_step():
             return False
@@ -88,12 +103,18 @@ class State:
         return True
 
     def retried(self, function: Callable[P, T]) -> Callable[P, T]:
-        """Return ``function``, which the survivors call again, all of them, where a worker is lost while it runs.
+        """Make a function with collectives of its own survive the loss of a worker: a decorator.
 
-        A decorator, for functions of the script with collectives of its own, such as one that evaluates. All workers
-        call it, between two steps, in the same places: it ends with an agreement of 16 bytes a worker. What it changes
-        before a collective it must be able to change twice. Raises :class:`agmerge.AGMergeError` within a step, and
-        :class:`agmerge.RankMismatchError` where workers are at the ends of different functions.
+        If a worker fails while the function runs, all survivors call it again. Use it, for example, for an evaluation
+        that calls ``agmerge.allreduce``. All workers must call the function between two steps, at the same places. It
+        ends with a message of 16 bytes per worker. The function must be able to run twice.
+
+        Args:
+            function (callable): The function.
+
+        Returns:
+            The decorated function. It raises :class:`agmerge.AGMergeError` within a step, and
+            :class:`agmerge.RankMismatchError` if workers are in different functions.
         """
 
         @functools.wraps(function)
@@ -107,10 +128,11 @@ class State:
         return called
 
     def leave(self) -> None:
-        """Announce that this worker leaves after its next exchange, as before its machine is taken away.
+        """Announce that this worker leaves after its next exchange, for example before its machine is taken away.
 
-        The :meth:`commit` after that exchange returns False here, or after a later one where another worker is lost in
-        it. What this worker has not sent it gives to another. Any thread may call this.
+        The next :meth:`commit` after that exchange returns False here, or a later one if another worker fails
+        meanwhile. This worker's residuals go to another worker. You can call this from any thread, such as a signal
+        handler.
         """
         self._leaves = True
         workers.announce_leaving()

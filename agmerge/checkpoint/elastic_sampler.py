@@ -23,15 +23,19 @@ OTHER_SAMPLER = (
 
 
 class Sampler(torch.utils.data.Sampler[int]):
-    """Sampler of indices of a data set that all workers of an elastic job train with together.
+    """Distribute the samples of a data set over the workers of an elastic job: a sampler for ``DataLoader``.
 
-    Each epoch has an order of its own, the same on all workers. Each step takes the next ``batch_size`` indices of it
-    for every worker; what is left at the end and is not enough for all is left out. When workers come or go, the rest
-    of the epoch is dealt out among those that are there, and all end an epoch at the same step. A batch that a loader
-    had drawn ahead by then is used still: of these samples some are taken twice, and others left out.
+    Pass it to :class:`State`, too. Each epoch has its own order, the same on all workers. Each step takes the next
+    ``batch_size`` samples for every worker. Samples at the end of the epoch that are not enough for all workers are
+    left out. When workers fail or join, the rest of the epoch is distributed over the present workers, and all end the
+    epoch at the same step. Batches that a loader has already prefetched are still used, so a few samples may be used
+    twice, and others not at all.
 
-    ``batch_size``: samples of a worker's step, those of all backward passes of the step. ``data``: anything with a
-    length. ``seed``: of the orders. ``shuffle=False``: each epoch is in the order of the data set.
+    Args:
+        data (sized object): The data set, or anything with a length.
+        batch_size (int): Samples of one worker in one step, over all its backward passes.
+        seed (int): Seed of the orders. Default: 0.
+        shuffle (bool): Draw a random order for each epoch. With False the order is that of the data set. Default: True.
     """
 
     def __init__(self, data: Sized, batch_size: int, *, seed: int = 0, shuffle: bool = True) -> None:
@@ -46,12 +50,12 @@ class Sampler(torch.utils.data.Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """Return which epoch the next step is of; the first one is 0."""
+        """Return the epoch of the next step, from 0."""
         return self._begins(*self._at, workers.size())[0]
 
     @property
     def passes(self) -> float:
-        """Return how often the data set has been passed through."""
+        """Return how often the data set has been used so far, for example 1.5."""
         epoch, taken = self._begins(*self._at, workers.size())
         return epoch + taken / self._count
 

@@ -17,11 +17,17 @@ from agmerge.runtime import workers
 
 
 def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
-    """Collective. Return ``optimizer.state_dict()`` with the residuals of every rank, on rank 0; None on the others.
+    """Collective. Gather ``optimizer.state_dict()`` with the residuals of all ranks on rank 0.
 
-    Every rank loads it with ``load_state_dict()``, also where there are more or fewer of them than have saved it:
-    residuals are then kept (docs/checkpoints.md). Rank 0 needs memory for the residuals of all ranks. With
-    ``process_set=`` that is the first rank of each set, and the result is of that set; None outside of the sets.
+    Use it to save one file, or to resume with a different number of workers. Every rank loads it with
+    ``load_state_dict()``. Residuals are kept (docs/checkpoints.md). Rank 0 needs memory for the residuals of all ranks.
+
+    Args:
+        optimizer (DistributedOptimizer, LocalSync or Compressed): What agmerge returned for your optimizer or model.
+
+    Returns:
+        A dictionary on rank 0, None on the others. With ``process_set=`` the first rank of each set gets the state of
+        this set, and ranks outside get None.
     """
     config, exchange = optimizer._reducer.exchange.agreed.config, optimizer._reducer.exchange
     if exchange.group.outside:

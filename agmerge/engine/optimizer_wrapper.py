@@ -32,14 +32,14 @@ class OptimizerHolder:
 
     @property
     def optimizer(self) -> Any:
-        """Return the optimizer that the script gave. Raises ``AttributeError`` where it gave several."""
+        """Return the plain optimizer that you passed. Raises ``AttributeError`` if you passed several."""
         if self._inner is not None and len(optimizers_of(self._inner)) > 1:
             raise AttributeError(SEVERAL.format(type(self._inner).__name__))
         return getattr(self._inner, "given", self._inner)  # of one that stands for an object of another library
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that the script gave, in their order; of one that has ``optimizers`` itself, these."""
+        """Return the list of the plain optimizers that you passed, in their order."""
         inner: Any = self._inner
         return [] if inner is None else getattr(inner, "optimizers", [inner])
 

@@ -12,11 +12,18 @@ import torch
 
 @dataclass(frozen=True)
 class Nesterov:
-    """Outer step with Nesterov's momentum: pass it as ``outer=``.
+    """Outer optimizer with Nesterov momentum, for ``outer=``, as in DiLoCo.
 
-    With U the mean of the workers' pseudo-gradients since the last exchange, ``M = momentum * M + U`` and ``shared -=
-    lr * (U + momentum * M)``. It is the outer optimizer of Douillard et al., "DiLoCo: Distributed Low-Communication
-    Training of Language Models", 2023, Algorithm 1, with their values.
+    With U as the average of the workers' updates since the last exchange, ``M = momentum * M + U`` and ``shared -= lr *
+    (U + momentum * M)``. The defaults are those of Douillard et al., "DiLoCo: Distributed Low-Communication Training of
+    Language Models", 2023, Algorithm 1.
+
+    Args:
+        lr (float): Learning rate, above 0. Default: 0.7. With 1.0 and ``momentum=0`` the average is applied as it is.
+        momentum (float): At least 0 and below 1. Default: 0.9.
+
+    Raises:
+        ValueError: For other values.
     """
 
     lr: float = 0.7
@@ -29,7 +36,7 @@ class Nesterov:
             raise ValueError(f"Nesterov: momentum must lie in [0, 1), not {self.momentum!r}")
 
     def __call__(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """Return an optimizer of ``parameters`` that makes such steps."""
+        """Return an optimizer of ``parameters`` that makes these steps."""
         return NesterovStep(parameters, self.lr, self.momentum)
 
 

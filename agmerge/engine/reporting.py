@@ -32,14 +32,18 @@ TREATED = {  # what is done with elements, in words
 
 
 class ReportingMixin:
-    """Reports of :class:`agmerge.DistributedOptimizer`, none of which changes it."""
+    """Reports of :class:`agmerge.DistributedOptimizer`. None of them changes the training."""
 
     _inner: torch.optim.Optimizer | None  # None: it is not known which one steps
     _reducer: AnyReducer
 
     @property
     def plan(self) -> merging.Plan:
-        """Return the plan in use. Raises ``AGMergeError`` before the first step, when there is none."""
+        """Return the merge plan in use, a :class:`merging.Plan`.
+
+        Raises:
+            agmerge.AGMergeError: Before the first step.
+        """
         return self._buffers().plan
 
     def _buffers(self) -> MergeBuffers:
@@ -51,38 +55,62 @@ class ReportingMixin:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return the settings that ranks must agree on, by name and as text: compressor, memory, planner and others.
+        """Return the settings that all ranks must agree on, by name and as text, for example compressor and planner.
 
-        ``"density"`` is the compressor's own target, ``"merging"`` a planner with its options, ``"plan"`` and a digest,
-        or ``"groups"``.
+        ``"density"`` is the compressor's own target. ``"merging"`` is a planner with its options, ``"groups"``, or
+        ``"plan"`` with a digest.
         """
         return dict(self._reducer.exchange.agreed.config.facts())
 
     def stats(self) -> dict[str, Any]:
-        """Return totals since construction, of this rank; ``buffers`` and ``residual_norm`` (L2) are as of now.
+        """Return statistics of this rank.
 
-        ``steps``: of the optimizer; ``exchanges`` are as many, unless ``every=`` leaves steps out.
-        ``bytes_sent``: handed to collectives for gradients, with headers and padding; ``wire``: the same bytes
-        by codecs of indices and values, ``header``, ``votes`` (of ``masked``), ``plain``. ``bytes_dense``: those of a
-        dense float32 all-reduce. ``link_bytes``: of ``bytes_sent``, those that have left this rank by the
-        collective's algorithm, so that exchanges compare for any number of workers: 2 (W-1)/W of the bytes of an
-        all-reduce (a ring), W - 1 copies of gathered ones, of shards those of other ranks; within nodes and
-        between them. ``link_bytes_dense``: likewise, of ``bytes_dense``. For a lone worker both are 0.
-        ``traffic_reduction``: ``link_bytes_dense / link_bytes``, how many times less traffic than with DDP.
-        ``elements_sent``: dense tensors included. ``density``: elements sent / elements. ``steps_skipped``: see
-        ``nonfinite``; their bytes are counted. ``exposed_seconds``: waiting for messages in ``synchronize()``; of
-        gradients on a device, in the steps that were measured. ``compressor``: in use now, by its canonical name.
-        ``planning``: "timing" (the first steps), "probing" (small messages between
-        steps), "trying" (some steps with each of several plans), "settled", "known" (from an earlier run), or "fixed".
-        ``values``: the codec of selected values now, "auto" the gradient's own dtype; ``values_why``: the reason.
-        ``exchange``: that of sparse merge buffers now; with ``exchange="fastest"`` "auto" is the default one.
-        ``exchange_why``: the reason. ``quantiser``: that of dense gradients now, and ``bits``: of a coordinate,
-        scales not counted; "none" and None where there is none; ``quantiser_why``: the reason.
-        ``norm_inflation``: the norm of the last combined gradients over :meth:`grad_norm`, 1 where nothing is
-        quantised: the noise of a quantiser makes it larger. ``bytes_probed``: of probes, since ranks agreed last; not
-        in ``bytes_sent``, nor in ``link_bytes``. ``selection``: only while :meth:`measure_selection` is on.
-        ``elastic``: only in an elastic job: workers ``lost``, ``left`` and ``arrived``, steps ``repeated``, at least in
-        part, and the ``seconds`` of that (docs/elastic.md).
+        Counts and bytes are totals since construction. ``buffers``, ``residual_norm`` and settings are the present
+        ones. With a single worker no bytes leave the rank.
+
+        =======================  ======  ==============================================================================
+        key                      type    meaning
+        =======================  ======  ==============================================================================
+        ``steps``                int     optimizer steps
+        ``exchanges``            int     exchanges: as many as ``steps``, unless ``every=`` is above 1
+        ``steps_skipped``        int     steps skipped because of ``nonfinite="skip"``; their bytes are counted
+        ``traffic_reduction``    float   ``link_bytes_dense / link_bytes``: how many times less traffic than with DDP
+        ``link_bytes``           int     bytes that left this rank for gradients, by the algorithm of each collective
+        ``link_bytes_dense``     int     bytes that would have left it in uncompressed float32, with a ring all-reduce
+        ``bytes_sent``           int     bytes passed to collectives for gradients, with headers and padding
+        ``bytes_dense``          int     bytes that would have been passed to them in uncompressed float32
+        ``wire``                 dict    ``bytes_sent`` by format of values or indices, ``header``, ``votes``, ``plain``
+        ``bytes_probed``         int     bytes of measurements since ranks last agreed; not counted elsewhere
+        ``elements_sent``        int     values sent, including uncompressed tensors
+        ``density``              float   ``elements_sent`` / all values
+        ``exposed_seconds``      float   time spent waiting in ``synchronize()``; on a device, in measured steps only
+        ``norm_inflation``       float   norm of ``p.grad`` / :meth:`grad_norm`: above 1 because of rounding noise
+        ``residual_norm``        float   L2 norm of the residuals of this rank
+        ``buffers``              int     merge buffers
+        ``compressor``           str     compressor in use, ``"auto"`` for the default
+        ``quantizer``            str     quantizer in use, or ``"none"``
+        ``bits``                 float   its bits per value, without scales, or None
+        ``quantizer_why``        str     reason for this quantizer
+        ``values``               str     format of selected values; ``"auto"`` is the gradient's dtype
+        ``values_why``           str     reason for this format
+        ``exchange``             str     exchange of selected values now
+        ``exchange_why``         str     reason for this exchange
+        ``planning``             str     state of the planner, see below
+        ``selection``            dict    figures of selections, only while :meth:`measure_selection` is on
+        ``elastic``              dict    only in elastic jobs: workers ``lost``, ``left``, ``arrived``, steps
+                                         ``repeated`` at least in part, and ``seconds`` of that (docs/elastic.md)
+        =======================  ======  ==============================================================================
+
+        ``planning`` is ``"timing"`` in the first steps, ``"probing"`` while messages are timed between steps,
+        ``"trying"`` while plans are compared in real steps, and ``"settled"`` afterwards. It is ``"known"`` if an
+        earlier run has chosen the plan, and ``"fixed"`` if nothing is chosen from times. The keys ``quantiser`` and
+        ``quantiser_why`` of older versions still work.
+
+        Among W workers, m bytes count as ``2 m (W-1)/W`` link bytes in an all-reduce, and as ``m (W-1)`` in an
+        all-gather. So ``link_bytes`` compare between exchanges, and between numbers of workers.
+
+        Returns:
+            A dictionary, with plain numbers and strings.
         """
         exchange = self._reducer.exchange
         totals, compressor = exchange.agreed.totals, exchange.agreed.config.compression.compressor
@@ -125,21 +153,21 @@ class ReportingMixin:
         }
 
     def grad_norm(self) -> float:
-        """Return the L2 norm of the combined gradient of the last step, without the noise of quantisation.
+        """Return the L2 norm of the averaged gradient of the last step, without the noise of quantization.
 
-        Dense training would log the same: the norm of the mean over workers (of the sum, with ``op=Sum``), without
-        a loss scale, before the script clips or changes anything. It is there from ``synchronize()`` on, or from the
-        end of ``step()``, until the next gradients are combined; under DistributedDataParallel from the end of
-        ``backward()``. All ranks get the same bits, without communication. Waits for a device. Where nothing is
-        quantised, gradients are read from the first call on, with their present values: make it before clipping.
+        This is the norm that uncompressed training would log: without a loss scale, and before you clip gradients. With
+        ``op=Sum`` it is the norm of the sum. Call it after ``synchronize()`` or ``step()``, or with DDP after
+        ``backward()``. All ranks get bitwise the same value, without communication. If nothing is quantized, ``p.grad``
+        is read at the first call, so call it before you clip.
 
-        Exact where nothing is quantised; else an estimate. Its square is right on average, and within 1 % from some
-        hundred thousand elements on (``qsgd`` and ``terngrad``, with noise that depends on the gradient, deviate more).
-        With a sparsifier or low rank, and with error feedback of a quantiser, it is the norm of ``p.grad``:
-        of sent values, of several steps, and no gradient's. Of DTensors it is the norm of this rank's shards.
+        The value is exact if nothing is quantized. Otherwise it is an estimate, within 1 % from some hundred thousand
+        parameters on (``qsgd`` and ``terngrad`` deviate more). With a sparsifier, low rank, or a quantizer with error
+        feedback it is the norm of ``p.grad``, which holds values of several steps. For DTensors it is the norm of this
+        rank's shards.
 
-        Raises :class:`agmerge.AGMergeError` before the first step, and with ``sync="updates"`` and ``merging="dear"``,
-        where gradients are never together before the optimizer steps.
+        Raises:
+            agmerge.AGMergeError: Before the first step, and with ``sync="updates"`` or ``merging="dear"``, which never
+                hold all averaged gradients at once.
         """
         config = self._reducer.exchange.agreed.config
         if config.sync.updates is not None or config.sync.model is not None:
@@ -148,25 +176,34 @@ class ReportingMixin:
         return self._reducer.exchange.norm.norm()
 
     def measure_selection(self, on: bool = True) -> None:
-        """Measure selections, in ``stats()["selection"]``, since the last agreement; costs a pass or two a step.
+        """Start or stop measuring how well selections represent the gradients, see ``stats()["selection"]``.
 
-        ``on``: False ends it.
+        It costs one or two passes over the gradients per step.
+
+        Args:
+            on (bool): False stops it. Default: True.
         """
         self._reducer.exchange.agreed.observe_selection(on)
 
     def compression_report(self) -> str:
-        """Return a table with a line for each tensor: merge buffer, class, as what it is sent now, density, elements.
+        """Return a table of how each tensor is sent now: merge buffer, class, compressor, density and elements.
 
-        After the first step. ``uncompressed``: the plan sends it so because that is faster, whatever its class.
+        Call it after the first step. A tensor of any class is ``uncompressed`` if that is faster.
         """
         exchange = self._reducer.exchange
         return compression_table(self._buffers(), exchange.agreed.config, exchange.agreed.steps)
 
     def measure(self) -> merging.Measurements:
-        """Collective. Measure what selection and exchanges cost now; :meth:`merge_report` predicts from it.
+        """Collective. Measure what selection and exchanges cost now, for predictions in :meth:`merge_report`.
 
-        The plan stays. Called after ``step()``; takes a few seconds at most. Planners that need times measure by
-        themselves in the first steps: this is for the others, and for ``python -m agmerge plan``.
+        Call it after ``step()``. It takes a few seconds at most, and the plan stays. You need it only for planners that
+        do not measure in the first steps, and for ``python -m agmerge plan``.
+
+        Returns:
+            The :class:`merging.Measurements`.
+
+        Raises:
+            agmerge.AGMergeError: Before the first step.
         """
         self._reducer.check_idle("measure()")
         exchange = self._reducer.exchange
@@ -177,10 +214,12 @@ class ReportingMixin:
 
     @property
     def measurements(self) -> merging.Measurements:
-        """Return the measurements behind the plan in use.
+        """Return the measurements that the plan in use is based on, a :class:`merging.Measurements`.
 
-        Their ``save(path)`` writes a file that ``python -m agmerge plan`` reads. Raises ``AGMergeError`` if nothing was
-        measured.
+        Their ``save(path)`` writes a file for ``python -m agmerge plan``.
+
+        Raises:
+            agmerge.AGMergeError: If nothing has been measured.
         """
         measured = plan_status(self._reducer.exchange).measured
         if measured is None:
@@ -191,11 +230,10 @@ class ReportingMixin:
         return measured
 
     def merge_report(self) -> str:
-        """Return a table of the merge buffers of a typical step: what is sent, times and predictions.
+        """Return a table of the merge buffers in a typical step: size, compressor, measured and predicted times.
 
-        ``sent``: the compressor of their tensors, or ``uncompressed``. Ready, start, end and exposed times are
-        milliseconds since the first tensor. The last line says how much of the communication is hidden. After the
-        first step.
+        Call it after the first step. Times are in milliseconds since the first gradient was ready. The last line says
+        how much of the communication is hidden behind the backward pass.
         """
         now, config = plan_status(self._reducer.exchange), self._reducer.exchange.agreed.config
         times = self._reducer.exchange.agreed.times.typical()
@@ -218,7 +256,14 @@ class ReportingMixin:
         return "\n".join(summary_lines(exchange.agreed, now, steps, self._inner))
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
-        """Write a Chrome trace of the steps inside, to open in Perfetto; one file a rank (``trace.rank0.json``)."""
+        """Write a Chrome trace of the steps inside this context, to open in Perfetto.
+
+        Args:
+            path (str or path): The file. Each rank writes its own: ``trace.json`` becomes ``trace.rank0.json``.
+
+        Raises:
+            agmerge.AGMergeError: While another trace is being recorded.
+        """
         return traced(self._reducer.exchange, path)
 
 

@@ -19,26 +19,28 @@ class SharingMixin:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Make the parameters, inside, those that all workers share: to evaluate, and to save.
+        """Give the model, inside this context, the parameters that all workers share. Evaluate and save in it.
 
-        With ``sync="updates"`` a worker's own parameters are ahead of these. They are restored afterwards, so that
-        changes inside are lost. Nothing communicates. With ``sync="gradients"`` they are the same anyway.
+        With ``sync="updates"`` each worker's own parameters are ahead of these. They are restored afterwards, so
+        changes that you make inside are lost. Nothing is communicated. With ``sync="gradients"`` the parameters are the
+        same anyway.
         """
         reducer = self._reducer
         with nullcontext() if reducer.combines_gradients else reducer.replica.showing():
             yield
 
     def consolidate(self) -> None:
-        """Collective. Exchange all unsent updates, dense: then parameters are equal on all ranks, to the bit.
+        """Collective. Exchange all unsent updates, uncompressed, so that parameters are bitwise identical on all ranks.
 
-        With ``sync="gradients"`` they are anyway, and nothing happens.
+        Call it after the last step with ``sync="updates"``. With ``sync="gradients"`` it does nothing.
         """
         if not self._reducer.combines_gradients:
             self._reducer.consolidate()
 
     def flush(self) -> None:
-        """Collective. Apply updates left to a later step by ``overlap=``, or to the next forward by ``merging="dear"``.
+        """Collective. Apply the updates that are still under way.
 
-        With other arguments there are none. DeAR's messages are under way already: ranks need not call this together.
+        With ``overlap=`` these are updates that a later step would receive. With ``merging="dear"`` the next forward
+        pass would apply them, and ranks need not call this together. With other settings it does nothing.
         """
         self._reducer.flush()

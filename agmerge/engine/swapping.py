@@ -31,12 +31,23 @@ class SwappingMixin:
         warmup: Any = None,
         **options: Any,
     ) -> None:
-        """Collective. Compress otherwise from the next step on. Between steps; residuals and plan stay.
+        """Collective. Change the compressor, from the next step on. Call it between two steps, on every rank.
 
-        Arguments are those of :class:`agmerge.DistributedOptimizer`; ``density`` and ``rank`` None are those in use,
-        ``options`` are the compressor's. Residuals are sent by the new compressor; by one that drops nothing, entirely
-        in the next step. A momentum that the new memory does not have, and bases that the new compressor does not have,
-        are kept, and saved, until a later one uses them; an SGD's own momentum then begins at zero.
+        The plan and the residuals are kept. The new compressor sends the residuals, or sends them completely in the
+        next step if it has no residual itself. A momentum or a low-rank basis that the new compressor does not use is
+        kept, and saved, until a later one uses it. An SGD's own momentum then starts at zero.
+
+        Args:
+            compression (str, list, dict or object): As in :class:`agmerge.DistributedOptimizer`.
+            density (float, dict or str): As there. None: keep the present one.
+            rank (int or dict): As there. None: keep the present one.
+            memory (str or object): As there. None: what the compressor needs.
+            warmup (int, str or callable): As there. None: no warm-up.
+            **options: Options of the compressor, such as ``bits=8`` for ``"qsgd"``.
+
+        Raises:
+            ValueError: If an argument has no effect with this compressor.
+            agmerge.RankMismatchError: On all ranks, if they set different compressors.
         """
         reducer, optimizer, before = self._reducer, self._inner, self._reducer.exchange.agreed.config
         chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}

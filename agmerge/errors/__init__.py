@@ -83,7 +83,7 @@ def and_more(names: Sequence[str]) -> str:
 
 
 class AGMergeError(RuntimeError):
-    """Base of every error that is not a mistake in an argument. Its code is printed below its text (Python 3.11)."""
+    """Base class of errors that are not a wrong argument. Its code is below the text (Python 3.11+)."""
 
     def __init__(self, *given: object) -> None:
         super().__init__(*given)
@@ -93,17 +93,20 @@ class AGMergeError(RuntimeError):
 
     @property
     def code(self) -> str:
-        """The code in docs/errors.md, such as "AGM101"; empty: it has none."""
+        """The code of the error, such as "AGM101", for ``python -m agmerge explain``. Empty if there is none."""
         problem = find(str(self))
         return "" if problem is None else problem.code
 
 
 class RankMismatchError(AGMergeError):
-    """Error: ranks disagree on something that must be the same on all of them. Raised on every rank."""
+    """Error: ranks differ in something that must be the same. Raised on all ranks."""
 
 
 class NoAnswer(AGMergeError):
-    """Error: a collective did not end, because a rank is missing from it. ``words``: the backend's own."""
+    """Error: a collective did not end, because a rank is missing from it.
+
+    ``words`` is the text of the backend, ``missing`` the ranks that did not take part, as far as known.
+    """
 
     call: str = ""  # the collective's name, such as "buffer 3"
     step: int | None = None  # committed exchanges so far; None outside of steps
@@ -140,26 +143,25 @@ class NoAnswer(AGMergeError):
 
 
 class CollectiveTimeout(NoAnswer):
-    """Error: a collective did not end within its deadline."""
+    """Error: a collective did not end within its timeout."""
 
 
 class PeerLost(NoAnswer):
-    """Error: another rank has left, so that a collective can never end."""
+    """Error: another rank has failed or left, so that a collective can never end."""
 
 
 class TooFewWorkers(AGMergeError):
-    """Error: an elastic job has had fewer workers than it needs for longer than it waits."""
+    """Error: an elastic job had fewer workers than ``min_workers`` for longer than ``patience``."""
 
 
 class MessageError(AGMergeError):
-    """Error: a message that arrived is damaged, or belongs to another step, plan or buffer."""
+    """Error: a received message is damaged, or belongs to another step, plan or buffer."""
 
 
 class NonFiniteError(AGMergeError):
-    """Error: a gradient is infinite or NaN.
+    """Error: a gradient is infinite or NaN. Raised on all ranks.
 
-    Raised on every rank; nothing of the step is kept, and the next one works. ``where``: which rank has found which
-    parameters.
+    The step has no effect, and the next one works. ``where`` names the ranks and the parameters.
     """
 
     def __init__(self, text: str = "", where: str = "") -> None:
@@ -168,7 +170,7 @@ class NonFiniteError(AGMergeError):
 
 
 class DivergenceError(AGMergeError):
-    """Error: replicas that must be equal to the bit are not."""
+    """Error: replicas are not bitwise identical."""
 
 
 def shortened(words: str) -> str:

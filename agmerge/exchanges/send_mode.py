@@ -25,6 +25,7 @@ MASKED, OKTOPK = SUMS = (
 # Versions that the bits of a quantiser depend on, in both phases: a plan with others is refused.
 _VERSIONS = {"codec": str(VERSION), "seed": str(SEED)}
 _THIS_VERSION = " ".join(f"{key}={value}" for key, value in _VERSIONS.items())
+_STORED = {"quantizer": "quantiser"}  # plans are stored with the old spelling, and both are read
 _WORDS = {"wire": "codec", "exchange": "exchange", "quantiser": "quantiser", "workers": "workers"}  # fields by word
 
 
@@ -44,6 +45,7 @@ class SendMode:
         fields: dict[str, Any] = {}
         for word in label.split():
             key, _, value = word.partition("=")
+            key = _STORED.get(key, key)
             if word == AHEAD:
                 fields[AHEAD] = True
             elif _VERSIONS.get(key) == value:

@@ -42,16 +42,24 @@ _OWN_ENGINES = {
 def compress(
     accelerator: Accelerator, model: torch.nn.Module, **options: Unpack[DDPOptions]
 ) -> ddp.Compressed | ElasticOptimizer | None:
-    """Collective. Make ``model`` exchange its gradients, or updates, compressed, from the next step on.
+    """Collective. Compress what a model that an ``Accelerator`` has prepared exchanges, from the next step on.
 
-    ``model``: as ``accelerator.prepare()`` has returned it, with its optimizer. ``options``: of
-    :func:`agmerge.integrations.ddp.compress`, ``scaler`` and ``optimizer`` excepted: they are the accelerator's. With
-    ``sync="updates"`` the model is evaluated in ``eval()`` mode and saved with the parameters that all ranks have in
-    common, and after ``end_training()`` all ranks have these. Returns the object with the statistics; None in one
-    process, with a warning: it trains as it is.
+    With ``sync="updates"`` the model is evaluated in ``eval()`` mode and saved with the parameters that all ranks
+    share. After ``end_training()`` all ranks have them.
 
-    Raises ``ValueError`` for FSDP, DeepSpeed, Megatron-LM and XLA, an optimizer that is distributed itself, and
-    everything that :func:`agmerge.integrations.ddp.compress` refuses.
+    Args:
+        accelerator (accelerate.Accelerator): The accelerator.
+        model (torch.nn.Module): The model that ``accelerator.prepare()`` has returned, with its optimizer.
+        **options: Options of :func:`agmerge.integrations.ddp.compress`, except ``optimizer`` and ``scaler``, which are
+            the accelerator's.
+
+    Returns:
+        An object with ``stats()`` and other methods, see :class:`agmerge.integrations.ddp.Compressed`. With one process
+        None, with a warning.
+
+    Raises:
+        ValueError: For FSDP, DeepSpeed, Megatron-LM and XLA, for an optimizer that is already distributed, and as
+            :func:`agmerge.integrations.ddp.compress` does.
     """
     for name in ("optimizer", "scaler"):
         if name in options:

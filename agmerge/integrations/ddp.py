@@ -49,25 +49,35 @@ def compress(
     scaler: torch.amp.GradScaler | None = None,
     **options: Unpack[DDPOptions],
 ) -> Compressed:
-    """Collective. Exchange the gradients of a DistributedDataParallel compressed, in place of averaging them.
+    """Collective. Compress the gradients that a DistributedDataParallel model exchanges.
 
-    Everything else stays as it is: after ``backward()`` ``p.grad`` is the combined update, to be clipped, logged and
-    stepped with; ``model.no_sync()`` accumulates. A pass is final when ``backward()`` returns. With
-    ``sync="updates"`` the model averages no gradients at all, as in ``model.no_sync()``, and the update of
-    ``optimizer`` is exchanged when it has stepped: by hooks on its step, so that frameworks, schedulers and checkpoints
-    go on with the optimizer that they have.
+    Everything else works as before: after ``backward()``, ``p.grad`` holds the average, which you can clip, log and
+    step with. ``model.no_sync()`` accumulates gradients. With ``sync="updates"`` the model averages no gradients.
+    Instead, the updates of ``optimizer`` are exchanged after it has stepped, by hooks on its step.
 
-    * ``model``: The DistributedDataParallel, also under ``torch.compile``. All ranks of the world call this, if the
-      model's ``process_group`` has only some of them each for its own.
-    * ``optimizer``: The plain one that steps. ``sync="updates"`` needs it, and so do options that depend on its
-      momentum: a density alone, and ``"dgc"``. Without it the default sends whole gradients or 8 bits. A list of
-      several, if the model has several: with ``sync="updates"`` all of them step once in a step, in any order, and the
-      last one's is followed by the exchange.
-    * ``scaler``: The ``GradScaler`` in use. Without it residuals would have its scale, which changes; with
-      ``sync="updates"``, where each worker unscales its own gradients, nothing depends on it.
-    * ``options``: Those of :class:`agmerge.DistributedOptimizer`, but for what the model says itself.
+    Example::
 
-    Raises ``TypeError`` and ``ValueError`` for models and options that it cannot take, before anything is exchanged.
+        model = DistributedDataParallel(net)
+        compressed = agmerge.integrations.ddp.compress(model, optimizer=optimizer)
+
+    Args:
+        model (DistributedDataParallel): The model, also under ``torch.compile``. All ranks call this function, each
+            with its own model.
+        optimizer (torch.optim.Optimizer or list): The plain optimizer that steps, or several. ``sync="updates"`` and
+            options that depend on momentum, such as ``compression="dgc"``, require it. Default: None. Then gradients
+            are sent uncompressed or with 8 bits.
+        scaler (torch.amp.GradScaler): The ``GradScaler`` in use, because residuals must be kept without its scale.
+            Default: None. With ``sync="updates"`` it has no effect.
+        **options: Arguments of :class:`agmerge.DistributedOptimizer`, except those that the model decides itself, such
+            as ``named_parameters`` and ``process_set``.
+
+    Returns:
+        A :class:`Compressed` object, which has ``stats()``, ``set_compressor()``, ``grad_norm()``, ``state_dict()`` and
+        other methods of :class:`agmerge.DistributedOptimizer`.
+
+    Raises:
+        TypeError: If ``model`` is not a DistributedDataParallel, or an argument is unknown.
+        ValueError: If the model or an argument is not supported.
     """
     elastic_refusals.refuse_feature("a DistributedDataParallel, of a fixed number of workers,", elastic_refusals.PLAIN)
     plain = checked_model(model)
@@ -84,9 +94,9 @@ class _OneGroup:
 
 
 class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
-    """Result of :func:`compress` for a model. Its methods are those of a DistributedOptimizer.
+    """Handle of a model that :func:`compress` has prepared. Its methods are those of a DistributedOptimizer.
 
-    ``optimizer``: the plain one, None where it was not given; ``optimizers``: where there are several, the list.
+    ``optimizer`` is the plain optimizer, or None if you did not pass it. ``optimizers`` is the list of several.
     """
 
     _inner: torch.optim.Optimizer | None

@@ -5,7 +5,7 @@
     trainer = Trainer(devices=2, accelerator="cpu", strategy=strategy)
 
 ``strategy="ddp_agmerge"`` is the same by default. The optimizer stays plain. Accumulation, clipping, precision and
-manual optimisation need nothing. A rank that keeps something of its own writes a file into a folder beside each
+manual optimization need nothing. A rank that keeps something of its own writes a file into a folder beside each
 checkpoint, ``x.ckpt.agmerge/``, and ``fit(ckpt_path="x.ckpt")`` reads it. By default rank 0 alone has one.
 
 This works with the package that the script has imported, ``lightning`` or ``pytorch_lightning``.
@@ -49,12 +49,19 @@ _OPTIONS = {field.name for field in fields(Options)}
 
 
 class CompressedDDPStrategy(DDPStrategy):
-    """Strategy that trains in ``DistributedDataParallel``, with compressed messages.
+    """Train in ``DistributedDataParallel`` with compressed messages: a strategy for ``lightning.Trainer``.
 
-    ``options``: of :func:`agmerge.integrations.ddp.compress`, ``optimizer`` and ``scaler`` excepted, which are the
-    Trainer's; all others are those of Lightning's ``DDPStrategy``. With ``sync="updates"`` Lightning validates and
-    saves with the parameters that all ranks have in common, and after ``fit()`` all ranks have the same; of several
-    optimizers, which only manual optimisation has, each steps once in a step then.
+    ``strategy="ddp_agmerge"`` is the same with default options. With ``sync="updates"`` Lightning validates and saves
+    with the parameters that all ranks share, and after ``fit()`` all ranks have them. ``strategy.compressed.stats()``
+    has statistics.
+
+    Args:
+        **options: Options of :func:`agmerge.integrations.ddp.compress`, except ``optimizer`` and ``scaler``, which are
+            the Trainer's. All others are options of Lightning's ``DDPStrategy``.
+
+    Raises:
+        ValueError: For ``ddp_comm_hook=`` and its options, because this strategy needs the hook, and for ``optimizer=``
+            or ``scaler=``.
     """
 
     def __init__(self, **options: Unpack[StrategyOptions]) -> None:

@@ -34,16 +34,23 @@ TOO_EARLY = "a Trainer of an elastic job: call agmerge.init(elastic=True) before
 
 
 def compress(trainer: Trainer, **options: Unpack[DDPOptions]) -> Compression | ElasticTraining:
-    """Make ``trainer`` exchange its gradients, or updates, compressed, in every ``train()`` from now on.
+    """Compress what a Hugging Face ``Trainer`` exchanges, in every ``train()`` from now on.
 
-    ``options``: of :func:`agmerge.integrations.ddp.compress`, ``scaler`` and ``optimizer`` excepted: they are the
-    Trainer's. With ``sync="updates"`` the Trainer evaluates, predicts and saves with the parameters that all ranks have
-    in common, and at the end of ``train()`` all ranks have the same. Returns the object with the statistics, a callback
-    of the trainer. One process warns, and trains as it is; after ``agmerge.init(elastic=True)`` it trains with workers
-    that die and come (docs/elastic.md).
+    With ``sync="updates"`` the Trainer evaluates, predicts and saves with the parameters that all ranks share. With one
+    process it logs a warning and trains without compression. After ``agmerge.init(elastic=True)`` workers can fail and
+    join (docs/elastic.md).
 
-    Raises ``ValueError``, here or in ``train()``, for DeepSpeed, FSDP, ``DataParallel``, hyperparameter search, and an
-    optimizer that is distributed itself.
+    Args:
+        trainer (transformers.Trainer): The Trainer, or an instance of a subclass, before ``train()``.
+        **options: Options of :func:`agmerge.integrations.ddp.compress`, except ``optimizer`` and ``scaler``, which are
+            the Trainer's.
+
+    Returns:
+        A callback of the Trainer. After ``train()`` has begun, ``callback.compressed.stats()`` has statistics.
+
+    Raises:
+        ValueError: For DeepSpeed, FSDP, ``DataParallel``, hyperparameter search, or an optimizer that is already
+            distributed, here or in ``train()``.
     """
     for name in ("optimizer", "scaler"):
         if name in options:
@@ -55,7 +62,7 @@ def compress(trainer: Trainer, **options: Unpack[DDPOptions]) -> Compression | E
 class Compression(TrainerExchange):
     """Callback that compresses the gradients of a Trainer once its model is in ``DistributedDataParallel``.
 
-    ``compressed`` has the statistics: ``compressed.stats()``. It is None before the first ``train()``, and in one
+    ``compressed`` has the statistics: ``compressed.stats()``. It is None before the first ``train()``, and with one
     process.
     """
 

@@ -50,86 +50,166 @@ INFERENCE = (
 
 
 class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMixin, OptimizerWrapper):
-    """Collective. Optimizer around ``optimizer`` that steps with gradients combined over all workers.
+    """Collective. Wrap an optimizer so that it steps with gradients averaged over all workers.
 
-    The wrapped optimizer stays as it is: ``param_groups``, ``state`` and ``defaults`` are its own, and unknown
-    attributes are read from it. Every rank constructs this with the same model and the same arguments,
-    else all of them raise :class:`agmerge.RankMismatchError`. Arguments that mean nothing, by themselves or together,
-    are refused with ``ValueError`` or ``TypeError``.
+    Your optimizer object does not change: ``param_groups``, ``state`` and ``defaults`` are the inner optimizer's, and
+    unknown attributes are read from it. So schedulers and checkpoints work as before. Construct the wrapper on every
+    rank, with the same model and the same arguments.
 
-    Arguments in the order of the signature; the first ten are Horovod's:
+    The first ten arguments are Horovod's and may be positional. Pass all others by name. Patterns in arguments are
+    regular expressions that must match the full parameter name. The first match wins.
 
-    * ``optimizer``: The one to wrap: any ``torch.optim.Optimizer`` with a ``step`` without closure (LBFGS is refused).
-      A list of several, say Muon for matrices and AdamW for other tensors, steps in its order after one exchange
-      (docs/frameworks.md).
-    * ``named_parameters``: Pass ``model.named_parameters()``. The names travel in errors and checkpoints.
-    * ``compression``: ``"auto"``, the default, sends all of each gradient, dense or in 8, 4 or 2 bits a number. Of
-      those that cost this optimizer no loss it takes the most exact one with which steps are about as fast as with any.
-      A list of names is a choice of yours among ``"none"`` and quantisers. Or name one compressor: a quantiser
-      (``"eden" | "eden-1" | "eden-4" | "int8" | ...``), a sparsifier (``"topk" | "dgc" | ...``), ``"powersgd" |
-      "acpsgd"`` (docs/low_rank.md), ``"none" | "fp16" | "bf16"``, an object, ``Compression.*``, or ``{pattern: one of
-      these}`` by whole name. ``density`` alone means ``"dgc"`` with SGD's momentum, else ``"topk"``. One line says what
-      a name cost where that was measured (docs/compressors.md). Arguments without meaning for a compressor are
-      refused with it. Only a number as ``density``, and ``exchange="sparse"``, may stay in a script that swaps its
-      compressor by name; they say nothing then.
-    * ``backward_passes_per_step``: The gradients of so many passes are summed locally, not averaged.
-    * ``op``: Updates are the ``Average`` or the ``Sum`` over ranks.
-    * ``gradient_predivide_factor``: Dense sums are of ``g / f`` and multiplied by this factor f afterwards, against
-      overflow. Sparse values are scaled before they are added anyway.
-    * ``num_groups``: The old name of ``groups``.
-    * ``groups``: Give a number of groups, or lists of parameters. Each group is one merge buffer, instead of
-      ``merging``.
-    * ``sparse_as_dense``: Gradients of sparse layout are made dense. Without it they are an error; SparseAdam, which
-      takes no others, gets those of all ranks, gathered.
-    * ``process_set``: Give a Horovod process set, or the ranks (on any backend) that exchange gradients, also as
-      torch's ``ProcessGroup`` or ``DeviceMesh``, as ``mesh["replicate"]``. The others step by themselves.
-    * ``density``: Give one number, elements sent / elements, for a sparsifier 0.01 by default; or ``{pattern:
-      density}`` by whole name, where the first match counts and the default where none does; or ``"importance"``, which
-      goes around the compressor's own density by the energy per element of each tensor's gradients in the first steps.
-    * ``rank``: ``"powersgd"`` and ``"acpsgd"`` send factors of so many rows, 4 by default; or ``{pattern: rank}``. With
-      others it is refused.
-    * ``warmup``: Other densities in the first steps are ``"dgc"`` (the ladder of its paper, 200 steps a rung), a number
-      of steps (geometric, from 25 %), or ``callable(step) -> density``. :func:`agmerge.ladder` is the paper's with a
-      number of steps of yours.
-    * ``memory``: ``"residual"`` keeps unsent gradients (the default where any are dropped), ``"none"`` drops them.
-      ``"dgc"`` (the default of ``compression="dgc"``) applies the momentum of an SGD's groups before selection, instead
-      of the SGD. Beside another optimizer's momentum ``compression="dgc"`` goes with ``"residual"``, and says so.
-    * ``dense``: Patterns for whole names, or a callable ``(name, parameter) -> bool``, say which parameters are always
-      sent dense. By default those of fewer than two dimensions or than 1024 elements are. ``"partial"`` adds the small
-      layers beside these, up to a size that is chosen so that the volume stays (docs/compressors.md).
-    * ``merging``: Give a planner's name or object, a :class:`merging.Plan`, or the path of a saved one. ``"dear"``,
-      with ``model``, applies updates in the next forward (docs/dear.md): call :meth:`flush` before you read parameters.
-    * ``sparsify``: ``"ahead"`` selects from each tensor before merging, ``"behind"`` from the whole merge buffer after
-      it. ``"auto"`` takes the mode that is predicted to be faster.
-    * ``exchange``: How messages are combined. ``"sparse"`` compresses always; with ``"auto"`` a selection,
-      and ``compression="auto"``, may go dense where that was measured to be faster. ``"oktopk"``, ``"masked"`` and
-      ``"two-level"`` apply other sums, and ``"fastest"`` tries the first two beside ``"auto"`` (docs/exchanges.md).
-    * ``wire``: Values travel as ``"fp32" | "fp16" | "bf16" | "int8" | "int4" | "2bit" | "sign"``; quantisation errors
-      are sent later. With ``"auto"`` they travel as the gradient's. Where plans are made from measured
-      times, it is the codec with the fastest steps from then on, if nearly all energy arrives (docs/dev/wire.md).
-    * ``dense_sum``: ``"ordered"`` adds in rank order whatever the plan, ``"native"`` as the backend does.
-    * ``scaler``: Pass the ``torch.amp.GradScaler`` in use, here or to :meth:`attach_scaler`. Residuals are kept without
-      its scale.
-    * ``nonfinite``: Where a gradient is infinite or NaN on any rank, ``"raise"`` (the default) raises the same
-      :class:`agmerge.NonFiniteError` on all; with ``"skip"`` (the default with a scaler) none of them makes the step
-      (docs/guarantees.md).
-    * ``timeout``: Every wait ends after so many seconds. None stands for ``AGMERGE_TIMEOUT`` of the environment, else
-      300, or that of the process group that the script has made, if it is longer.
-    * ``check_every``: Replicas are compared every so many steps, and after the first; with 0 after the first alone.
-    * ``unused``: ``"none"`` leaves ``p.grad`` None where no rank had a gradient and no residual was sent. ``"zero"``
-      makes it zeros, as Horovod does.
-    * ``model``: With ``merging="dear"``, this module's forward applies the updates. Others take none.
-    * ``sync``: Exchange ``"gradients"``, or ``"updates"``: each worker's optimizer steps with its own gradients, and
-      its updates of parameters are exchanged (docs/adaptive.md). That is for AdamW and other adaptive optimizers.
-      The arguments below are about it, and ``density`` is 0.05 then, ``wire`` ``"sign"``, by default.
-    * ``carry``: ``"apply"`` (the default) leaves unsent updates in the worker's own parameters, ``"hold"`` beside
-      them, so that all ranks compute with the same ones.
-    * ``every``: Exchange after every so many steps.
-    * ``fragments``: Merge buffers take turns in so many groups, at different ones of these steps.
-    * ``overlap``: Updates sent after a step are received so many steps later, and travel meanwhile.
-    * ``decay``: Unsent updates are multiplied by this factor at each exchange; with ``carry="hold"``.
-    * ``outer``: :class:`agmerge.Nesterov`, or a function from a list of parameters to an optimizer of them, steps with
-      the combined updates. None applies them as they are.
+    Args:
+        optimizer (torch.optim.Optimizer or list): The optimizer to wrap. LBFGS and others that need a closure are not
+            supported. For several optimizers, for example Muon for matrices and AdamW for other tensors, pass a list.
+            They step in this order after one exchange (docs/with_pytorch.md).
+
+        named_parameters (iterable of pairs): Pass ``model.named_parameters()``. The names appear in errors, reports and
+            checkpoints, and patterns are matched against them.
+
+        compression (str, list, dict or object): How gradients are compressed. ``"auto"`` sends every value,
+            uncompressed or with 8, 4 or 2 bits per value. It considers only formats that increased the loss by less
+            than 1 % in our tests with this kind of optimizer. In the first steps it measures them, and keeps the most
+            precise format that is about as fast as the fastest one. Set a compressor to send even less, or to reproduce
+            a paper (docs/compressors.md). You can pass
+
+            * a name: a quantizer such as ``"int8"`` or ``"eden-2"``, a sparsifier such as ``"topk"`` or ``"dgc"``,
+              ``"powersgd"`` or ``"acpsgd"`` (docs/low_rank.md), a cast (``"fp16"``, ``"bf16"``), or ``"none"``
+            * a list of quantizers and ``"none"``: agmerge chooses as with ``"auto"``, but only among these
+            * ``{pattern: compressor}``: different compressors for different parameters. A parameter that matches no
+              pattern gets the last compressor
+            * an object: for example ``sparsifiers.get("topk", density=0.05)`` or ``agmerge.Compression.fp16``
+
+            If you set ``density`` but no compressor, ``"auto"`` uses ``"dgc"`` for SGD with momentum and ``"topk"`` for
+            other optimizers. agmerge logs a warning once if the compressor increased the loss by 1 % or more in our
+            tests. An argument that the compressor would ignore raises ``ValueError``, for example ``rank=4`` with
+            ``"topk"``. There are two exceptions, so that a script can switch compressors by name: a number as
+            ``density``, and ``exchange="sparse"``.
+
+        backward_passes_per_step (int): Number of backward passes before each step (gradient accumulation). The
+            gradients are summed locally, not averaged, and exchanged after the last pass.
+
+        op (ReduceOp): ``agmerge.Average`` or ``agmerge.Sum`` of the workers' gradients. Use ``Sum`` if your loss is
+            already divided by the global batch size.
+
+        gradient_predivide_factor (float): A factor f. Uncompressed gradients are divided by f before the sum, and the
+            sum is multiplied by f. Raise it if sums of 16-bit gradients overflow. It requires ``op=Average``.
+            Compressed values are always scaled before they are added.
+
+        num_groups (int): Horovod's older name of ``groups``. 0 means not set.
+
+        groups (int or list): A fixed number of merge buffers, or lists of parameters of which each becomes one merge
+            buffer. Set it, in place of ``merging``, to decide yourself which gradients share a message.
+
+        sparse_as_dense (bool): Convert gradients of sparse layout, such as those of ``nn.Embedding(sparse=True)``, to
+            dense ones. Otherwise they raise an error. The exception is SparseAdam, which requires sparse gradients:
+            agmerge gathers those of all ranks.
+
+        process_set (list, ProcessGroup, DeviceMesh or process set): The ranks that exchange gradients. ``None`` means
+            all. Other ranks step by themselves. Set it if only some ranks hold replicas of the same parameters, for
+            example ``process_set=mesh["replicate"]``.
+
+        density (float, dict or str): Fraction of the values that a sparsifier sends. Default: 0.01, or 0.05 with
+            ``sync="updates"``. Lower it to send less. Raise it if the loss suffers. You can also pass
+            ``{pattern: density}``, for example ``{r".*wte.*": 0.001, r".*": 0.01}``. Parameters without a match get the
+            default. ``"importance"`` varies the density around the compressor's own: tensors with more gradient energy
+            per element in the first steps get more.
+
+        rank (int or dict): Rank of the two factors that ``"powersgd"`` and ``"acpsgd"`` send, or ``{pattern: rank}``.
+            Default: 4. A higher rank is more precise and sends more (docs/low_rank.md).
+
+        warmup (int, str or callable): Use higher densities in the first steps, as in the DGC paper. For example,
+            ``warmup=500`` lowers the density from 25 % to its target within 500 steps, by a constant factor per step.
+            ``"dgc"`` is the schedule of the paper, with 200 steps per stage. For another length, use
+            ``agmerge.ladder(steps)``. A callable gets the step and returns a density.
+
+        memory (str or object): Error feedback. ``"residual"`` keeps unsent values and adds them to the next gradient.
+            ``"none"`` drops them. ``"dgc"`` also applies the momentum of your SGD before selection, in place of the
+            optimizer. Default: what the compressor needs. For ``compression="dgc"`` that is ``"dgc"`` with SGD, and
+            ``"residual"``, with a warning, if another optimizer has its own momentum.
+
+        dense (list, callable or str): Parameters that are never compressed. Default: those with fewer than two
+            dimensions or fewer than 1024 elements. A list of patterns, for example ``[r".*\\.bias", r"head\\..*"]``, or
+            a callable ``(name, parameter) -> bool`` replaces this rule. ``"partial"`` keeps the rule and adds small
+            layers, up to a size at which the total volume does not grow.
+
+        merging (str, Planner, Plan or path): Which gradients share a message. ``"agmerge"`` chooses the sizes of merge
+            buffers from measured times. Pass the name of another planner, a planner object, a :class:`merging.Plan`, or
+            the path of a saved plan (docs/planners.md). ``"dear"``, with ``model``, applies updates in the next forward
+            pass. Call :meth:`flush` before you read parameters then.
+
+        sparsify (str): ``"ahead"`` selects values from each tensor before merging, ``"behind"`` from the complete merge
+            buffer. ``"auto"`` uses the mode that agmerge predicts to be faster. Set it to reproduce a paper.
+
+        exchange (str): How the messages of all ranks are combined (docs/exchanges.md).
+
+            * ``"auto"``: compressed, or uncompressed if that is measured to be faster
+            * ``"sparse"``: always compressed. With ``compression="auto"`` this is the smallest format that it may use
+            * ``"masked"``: values of all ranks at the same indices. ``"oktopk"``: the largest values of the sum. Both
+              need a sparsifier
+            * ``"fastest"``: ``"auto"``, ``"masked"`` or ``"oktopk"``, whichever has the fastest steps
+            * ``"two-level"``: uncompressed within a node, compressed between nodes
+
+        wire (str): Format of the values that a sparsifier sends. The residual keeps the rounding errors, so they are
+            sent later. ``"auto"`` is the gradient's dtype at first (with ``sync="updates"`` it is ``"sign"``). With
+            planners that measure, such as the default one, agmerge then uses the format with the fastest steps that
+            preserves nearly all of the energy. Set a format to send less, or to keep it fixed:
+
+            * ``"fp32"``, ``"fp16"``, ``"bf16"``: 4 or 2 bytes per value. The only ones for ``"powersgd"`` and
+              ``"acpsgd"``
+            * ``"int8"``, ``"int4"``: 1.02 and 0.52 bytes per value, with one scale per 256 values
+            * ``"2bit"``: 0.28 bytes per value. The sign, and one of two magnitudes. Not with ``exchange="masked"``
+            * ``"sign"``: 0.14 bytes per value. The sign, and the mean magnitude. Not with ``exchange="masked"``
+
+        dense_sum (str): ``"native"`` adds uncompressed gradients in the order of the backend. ``"ordered"`` adds them
+            in rank order, so that the sum does not depend on the plan. Use it to compare plans bitwise.
+
+        scaler (torch.amp.GradScaler): The ``GradScaler`` of your script, because residuals must be kept without its
+            scale. If you use one, pass it here or to :meth:`attach_scaler`. With ``sync="updates"`` leave it out.
+
+        nonfinite (str): What happens if a gradient is infinite or NaN on any rank. ``"raise"`` raises the same
+            :class:`agmerge.NonFiniteError` on all ranks. ``"skip"`` skips the step on all ranks. Default: ``"skip"``
+            with a ``scaler``, else ``"raise"`` (docs/guarantees.md).
+
+        timeout (float): Timeout of each communication call, in seconds. Default: the environment variable
+            ``AGMERGE_TIMEOUT``, else 300, or the timeout of your script's process group if that is longer. Raise it if
+            one rank may be busy for minutes, for example while it evaluates.
+
+        check_every (int): Check that replicas are bitwise identical after the first step and after every
+            ``check_every`` steps. With 0 only the first step is checked. Lower it to find a divergence earlier.
+
+        unused (str): The gradient of a parameter that no rank used in a step, if no residual is sent for it either.
+            ``"none"`` leaves ``p.grad`` None, so the optimizer skips the parameter. ``"zero"`` sets it to zeros, as
+            Horovod does.
+
+        model (torch.nn.Module): The model whose forward pass applies the updates. Only for ``merging="dear"``.
+
+        sync (str): ``"gradients"`` averages gradients. With ``"updates"`` each worker steps with its own gradients, and
+            the resulting changes of parameters are exchanged. Use it to send very little with AdamW and other adaptive
+            optimizers (docs/adaptive.md). The arguments below require ``sync="updates"``.
+
+        carry (str): Where unsent updates stay. ``"apply"`` keeps them in the worker's own parameters, so models differ
+            between workers. ``"hold"`` keeps them apart, so that all workers compute with the same parameters. Use it
+            if your script needs equal models. It increases the loss more.
+
+        every (int): Exchange after every so many steps (local SGD). Raise it if latency dominates.
+
+        fragments (int): Number of groups of merge buffers. Each group is exchanged at a different one of the ``every``
+            steps, so that no step carries all of the traffic. At most ``every``.
+
+        overlap (int): Number of steps after which sent updates are received. They travel during these steps. Use 1 if
+            steps wait for messages. At most ``every / fragments``, and only with ``carry="apply"``.
+
+        decay (float): Factor, above 0 and at most 1, for unsent updates at each exchange. Only with ``carry="hold"``.
+
+        outer (Nesterov or callable): Outer optimizer that steps with the averaged updates, as in DiLoCo:
+            :class:`agmerge.Nesterov`, or a function from a list of parameters to an optimizer of them. ``None`` applies
+            the averaged updates directly.
+
+    Raises:
+        agmerge.RankMismatchError: On all ranks, if models or arguments differ between ranks.
+        ValueError: If an argument has no effect, by itself or together with others, or has a wrong value.
+        TypeError: If an argument is unknown or has a wrong type.
     """
 
     _inner: torch.optim.Optimizer
@@ -221,10 +301,16 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         return _restore, (inner, named, arguments, rank_state.save(self._reducer), type(self))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Collective. Add the group to the inner optimizer; on every rank at the same step. The next step agrees on it.
+        """Collective. Add a parameter group to the inner optimizer.
 
-        Ranks communicate only with ``overlap=``: messages under way are received. Raises ``ValueError`` where there are
-        several optimizers: call it on one of them, ``optimizers[0].add_param_group(...)``.
+        Call it on every rank at the same step. Ranks communicate here only with ``overlap=``, to receive updates that
+        are under way.
+
+        Args:
+            param_group (dict): The group, as in ``torch.optim.Optimizer.add_param_group``.
+
+        Raises:
+            ValueError: With several optimizers. Call ``optimizer.optimizers[0].add_param_group(...)`` instead.
         """
         if len(optimizers_of(self._inner)) == 1:  # else the next line but one refuses, before anything is sent
             self._reducer.check_idle("add_param_group()")
@@ -236,7 +322,14 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
     # -- a step ---------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Collective. Make every ``p.grad`` the combined update: for clipping between ``backward`` and ``step``."""
+        """Collective. Wait until every ``p.grad`` is the average over all workers, or the sum with ``op=Sum``.
+
+        Call it between ``backward()`` and ``step()`` to clip or read gradients, then step inside
+        :meth:`skip_synchronize`.
+
+        Raises:
+            ValueError: With ``sync="updates"``, which does not average gradients.
+        """
         if is_dynamo_compiling():
             _outside_graphs(DistributedOptimizer.synchronize, self)
             return
@@ -244,22 +337,41 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make ``step()``, inside, use the gradients as ``synchronize()`` (and clipping) left them."""
+        """Make ``step()`` inside this context use the gradients as they are after ``synchronize()``.
+
+        Example::
+
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        """
         with _of_gradients(self._reducer, "skip_synchronize()").taking_combined():
             yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate locally in backward passes inside: they are not counted and nothing is sent."""
+        """Accumulate gradients locally in the backward passes inside this context, without communication.
+
+        These passes do not count for ``backward_passes_per_step``.
+        """
         with _of_gradients(self._reducer, "no_sync()").passes.paused():
             yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Collective. Combine the gradients, then step the inner optimizer. Return the closure's loss, if there is one.
+        """Collective. Average the gradients over all workers, then step the inner optimizer.
 
-        A closure runs once, before the gradients are combined. In ``skip_synchronize()`` they are used as they are.
-        With ``sync="updates"``, step it first, with this worker's own gradients, and then make the exchange that is
-        due. Raises ``ValueError`` in ``torch.inference_mode()``, where nothing can be kept for the next step.
+        In :meth:`skip_synchronize` the gradients are not averaged again. With ``sync="updates"`` the inner optimizer
+        steps first, with this worker's own gradients. Then the updates are exchanged, if an exchange is due.
+
+        Args:
+            closure (callable): Computes the loss and the gradients. It runs once, before the exchange. Default: None.
+
+        Returns:
+            The loss of the closure, or None.
+
+        Raises:
+            ValueError: In ``torch.inference_mode()``, where the residuals could not be changed.
         """
         if is_dynamo_compiling():
             return _outside_graphs(DistributedOptimizer.step, self, closure)
@@ -270,12 +382,18 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         return self._reducer.step(self, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Collective. Zero the inner optimizer's gradients; ``AssertionError`` while all of them are on their way.
+        """Collective. Set the gradients of the inner optimizer to zero or to None.
 
-        Ranks communicate only where a step has begun and cannot end: after a backward pass too many was refused, or one
-        has ended early, by an exception that the script survives. The gradients of the step are dropped then, and in
-        the second case the step comes to nothing on all ranks: the others raise :class:`agmerge.AGMergeError` in it. A
-        lone worker drops them at any time.
+        Ranks communicate here only if a step has begun and cannot end. This is the case after too many backward passes,
+        or after an exception in ``backward()`` that the script has caught. Its gradients are dropped then. In the
+        second case the step is dropped on all ranks, and the others raise :class:`agmerge.AGMergeError` in it.
+
+        Args:
+            set_to_none (bool): Set gradients to None, which saves memory. Pass False for zeros. Default: True.
+
+        Raises:
+            AssertionError: Between a complete ``backward()`` and ``step()``, because the gradients are already being
+                sent.
         """
         if is_dynamo_compiling():
             _outside_graphs(DistributedOptimizer.zero_grad, self, set_to_none)
@@ -285,13 +403,23 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         self._inner.zero_grad(set_to_none=set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sum so many backward passes from the next step on. The same on every rank."""
+        """Change the number of backward passes per step, from the next step on.
+
+        Args:
+            passes (int): The number, at least 1. It must be the same on every rank.
+        """
         check_passes(passes)
         if self._reducer.combines_gradients or passes != 1:
             _of_gradients(self._reducer, f"set_backward_passes_per_step({passes})").passes.set_per_step(passes)
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Collective. Work with ``scaler`` from the next step on, as ``scaler=`` does from the first. Between steps."""
+        """Collective. Use a ``GradScaler`` from the next step on, as with the argument ``scaler``.
+
+        Call it between two steps, on every rank.
+
+        Args:
+            scaler (torch.amp.GradScaler): The scaler of your script.
+        """
         self._reducer.check_idle("attach_scaler()")
         options = replace(self._options, scaler=scaler)
         guards = resolve(options).guards
@@ -310,10 +438,13 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
                 scaler.unscale_ = grad_scaler.UnscaleHook(scaler, self, self._reducer.combine_for)
 
     def join(self) -> int:
-        """Collective. Take part without gradients until every rank does: for a rank that has no batches left.
+        """Collective. Take part in the steps of other ranks without gradients, until all ranks have joined.
 
-        Return the rank that joined last. Averages go on being over all ranks; this rank's residuals go on being sent.
-        This rank takes the steps that the others take, hooks of the optimizer's step included.
+        Call it on a rank that has no batches left. Averages are still over all ranks, and this rank's residuals are
+        still sent. It makes the same optimizer steps as the others, and the hooks of these steps run.
+
+        Returns:
+            The rank that joined last.
         """
         return join.join(self._reducer, self._step_combined)
 
@@ -328,19 +459,20 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
                 scaler.update()
 
     def reset(self) -> None:
-        """Forget the group of workers; the next step connects to the group that exists then.
+        """Forget the group of workers. The next step connects to the workers that exist then.
 
-        After ``agmerge.shutdown()`` and ``agmerge.init()`` this happens by itself. Residuals stay with this worker,
-        scaled to the new number of workers (docs/checkpoints.md). A step that has begun is given up, and an earlier
-        error forgotten.
+        After ``agmerge.shutdown()`` and ``agmerge.init()`` this happens automatically. Residuals stay with this worker,
+        scaled to the new number of workers (docs/checkpoints.md). A step that has begun is dropped, and an earlier
+        error is cleared.
         """
         self._reducer.leave()
         self._reducer.discard()
 
     def close(self) -> None:
-        """Collective. Remove all hooks. The inner optimizer and the model go on without this wrapper.
+        """Collective. Remove all hooks. The inner optimizer and the model then work without agmerge.
 
-        Ranks communicate only with ``sync="updates"``, which is consolidated first unless there is an error under way.
+        Ranks communicate here only with ``sync="updates"``: :meth:`consolidate` runs first, unless an error is being
+        raised.
         """
         self._stop_hiding()
         self._reducer.close()

@@ -36,11 +36,23 @@ if TYPE_CHECKING:
 
 
 class LocalOptimizer(DistributedOptimizer):
-    """Collective. Optimizer around ``optimizer`` with local steps, and an exchange every ``every`` steps.
+    """Collective. Wrap an optimizer so that workers step by themselves and exchange the sum of every few steps.
 
-    It is a :class:`DistributedOptimizer` with ``sync="updates"`` and other defaults, and takes the same arguments: all
-    of the pseudo-gradients is sent (``density=1.0``) in 4 bits a value. ``carry``, ``outer``, ``decay``, ``overlap``
-    and ``fragments`` are described there.
+    This is local SGD. It is a :class:`DistributedOptimizer` with ``sync="updates"`` and other defaults, and has the
+    same methods. Use it if latency or a slow network makes an exchange per step too expensive (docs/adaptive.md).
+
+    Args:
+        optimizer (torch.optim.Optimizer or list): The optimizer to wrap.
+        named_parameters (iterable of pairs): Pass ``model.named_parameters()``.
+        every (int): Exchange after so many steps. Default: 8. A larger number sends less, and increases the loss more.
+        compression (str, list, dict or object): Compressor of the updates. ``"auto"`` is ``"topk"`` here.
+        density (float, dict or str): Fraction of the values to send. Default: 1.0, all values. Lower it to send less.
+        wire (str): Format of the values. Default: ``"int4"`` for sparsifiers.
+        **options: Other arguments of :class:`DistributedOptimizer`, such as ``outer``, ``overlap`` or ``fragments``.
+
+    Raises:
+        TypeError: For ``sync=``, which is always ``"updates"`` here.
+        ValueError: As in :class:`DistributedOptimizer`.
     """
 
     def __init__(
@@ -59,12 +71,35 @@ class LocalOptimizer(DistributedOptimizer):
 
 
 class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
-    """Context in which the updates that ``optimizer`` makes of ``model`` are exchanged every ``every`` steps.
+    """Exchange the updates of a plain optimizer every few steps, inside a ``with`` block.
 
-    The optimizer is not wrapped: hooks on its step do it. Of several optimizers all have hooks, and an exchange follows
-    when each of them has stepped once. For scripts that use torchft's ``DiLoCo`` or ``LocalSGD``: ``sync_every``,
-    ``outer_optimizer`` (an optimizer of the model's parameters, which steps) and ``fragment_sync_delay`` are other
-    names of ``every``, ``outer`` and ``overlap``. Other arguments are those of :class:`LocalOptimizer`.
+    The optimizer is not wrapped: hooks on its step do the work. Use this class for scripts that use torchft's
+    ``DiLoCo`` or ``LocalSGD``, or if another library must keep the plain optimizer (docs/adaptive.md). With several
+    optimizers, an exchange follows when each of them has stepped once.
+
+    Example::
+
+        with agmerge.LocalSync(model, optimizer, every=8) as sync:
+            for x, y in batches:
+                optimizer.zero_grad()
+                loss_of(model(x), y).backward()
+                optimizer.step()
+
+    Args:
+        model (torch.nn.Module): The model.
+        optimizer (torch.optim.Optimizer or list): The optimizer that steps, or several.
+        every (int): Exchange after so many steps. Default: 8.
+        compression (str, list, dict or object): As in :class:`LocalOptimizer`.
+        density (float, dict or str): As in :class:`LocalOptimizer`.
+        wire (str): As in :class:`LocalOptimizer`.
+        sync_every (int): torchft's name of ``every``.
+        outer_optimizer (torch.optim.Optimizer): torchft's name of ``outer``: an optimizer of the model's parameters.
+            Its groups, state and schedulers are used.
+        fragment_sync_delay (int): torchft's name of ``overlap``.
+        **options: Other arguments of :class:`LocalOptimizer`.
+
+    Raises:
+        ValueError: If an argument is given under both of its names, or has no effect.
     """
 
     _inner: torch.optim.Optimizer
@@ -103,9 +138,10 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
         self._unfollow: Callable[[], None] | None = None  # removes the hooks; None: there are none
 
     def __enter__(self) -> LocalSync:
-        """Collective. Connect, and exchange from now on whenever the optimizer has made so many steps.
+        """Collective. Connect to the other workers, and exchange from now on.
 
-        Raises ``ValueError`` inside of its own ``with``.
+        Raises:
+            ValueError: If it is entered already.
         """
         if self._unfollow is not None:
             raise ValueError("this LocalSync is entered already, and would count every step twice: enter it once")
@@ -115,7 +151,7 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Collective. Receive messages under way, unless there was an error, and exchange nothing more."""
+        """Collective. Receive the updates under way, unless an exception is raised, and stop exchanging."""
         if self._unfollow is not None:
             self._unfollow()
         self._unfollow = None
@@ -123,13 +159,15 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
             self._reducer.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, and this rank's section under ``"agmerge"``."""
+        """Return the optimizer's state, with this rank's residuals under the key ``"agmerge"``."""
         return rank_state.whole_state(self._reducer, self._inner.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Collective. Load the result of :meth:`state_dict` on this rank, or of :func:`agmerge.gather_state` on rank 0.
+        """Collective. Load a saved state, the optimizer's included. Load the model first.
 
-        Call it once the model is loaded. The optimizer's state is loaded too.
+        Args:
+            state_dict (dict or list): The result of :meth:`state_dict` on this rank, or of :func:`agmerge.gather_state`
+                on rank 0.
         """
         state = as_state(state_dict)
         inner = {key: value for key, value in state.items() if key != rank_state.SECTION}
@@ -138,7 +176,8 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
         load_state(self._inner, own or inner)
 
     def close(self) -> None:
-        """Close the communicators. Parameters stay as they are: call :meth:`consolidate` inside of the ``with``."""
+        """Close the connections. Parameters stay as they are, so call :meth:`consolidate` inside the ``with`` block
+        before."""
         self._reducer.exchange.close()
 
 

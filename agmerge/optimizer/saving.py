@@ -30,11 +30,18 @@ class SavingMixin:
     _gathered: tuple[int, dict[str, Any] | None] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state, and this rank's section under ``"agmerge"``: its residuals, the plan.
+        """Return the inner optimizer's state, with this rank's residuals and the plan under the key ``"agmerge"``.
 
-        Of several optimizers ``"optimizers"`` is the list of their states. With ``overlap=`` messages under way count
-        as not sent: to go on to the bit, :meth:`flush` on all ranks first. Raises ``ValueError`` for torch's
-        ``get_optimizer_state_dict``, which needs the plain optimizer.
+        The plain optimizer can load it, too. With several optimizers ``"optimizers"`` is the list of their states. With
+        ``overlap=``, call :meth:`flush` on all ranks first, to resume bitwise identically. Otherwise updates that are
+        under way count as unsent.
+
+        Returns:
+            A dictionary for :meth:`load_state_dict`.
+
+        Raises:
+            ValueError: If torch's ``get_optimizer_state_dict`` calls it. Pass that function ``optimizer.optimizer``
+                instead.
         """
         torch_helpers.refuse(cast("OptimizerHolder", self))
         gathered, self._gathered = self._gathered, None
@@ -45,11 +52,17 @@ class SavingMixin:
         return rank_state.whole_state(self._reducer, self._inner.state_dict())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collective. Make the next :meth:`state_dict` on rank 0 return the result of :func:`agmerge.gather_state`.
+        """Collective. Make the next :meth:`state_dict` on rank 0 return the residuals of all ranks.
 
-        As that of ``torch.distributed.optim.ZeroRedundancyOptimizer``: for frameworks that save on rank 0 alone and
-        call this on all ranks before, if an optimizer has it. A step in between undoes it. Parameters do not change;
-        :meth:`consolidate` changes these. Raises ``ValueError`` for another rank than 0.
+        That is the result of :func:`agmerge.gather_state`. Frameworks that save on rank 0 only call this method on all
+        ranks before, as with torch's ``ZeroRedundancyOptimizer``. A step in between undoes it. Parameters do not
+        change, unlike with :meth:`consolidate`.
+
+        Args:
+            to (int): The rank that gets the state. Only 0 is supported.
+
+        Raises:
+            ValueError: For another rank than 0.
         """
         if to != 0:
             raise ValueError(f"consolidate_state_dict(to={to}): only rank 0 gathers what all ranks keep; leave to out")
@@ -57,11 +70,17 @@ class SavingMixin:
         self._gathered = (self._reducer.replica.steps, gather_state(cast("Wrapper", self)))
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Collective. Load the result of :meth:`state_dict` on this rank, or of :func:`agmerge.gather_state` on rank 0.
+        """Collective. Load a saved state.
 
-        Of a plain optimizer's state, or a list of those of several, residuals start from zero, with a warning. Raises
-        ``ValueError`` for a state of another model or number of optimizers, or residuals that are not finite, and for
-        torch's ``set_optimizer_state_dict``, which needs the plain optimizer.
+        If the state is of a plain optimizer, residuals start from zero, with a warning.
+
+        Args:
+            state_dict (dict or list): The result of :meth:`state_dict` on this rank, or of :func:`agmerge.gather_state`
+                on rank 0, or the state of a plain optimizer. For several optimizers also a list of their states.
+
+        Raises:
+            ValueError: If the state is of another model or another number of optimizers, if residuals are not finite,
+                or if torch's ``set_optimizer_state_dict`` calls it. Pass that function ``optimizer.optimizer`` instead.
         """
         torch_helpers.refuse(cast("OptimizerHolder", self))
         state = as_state(state_dict)

@@ -15,7 +15,16 @@ RUNG_STEPS = 200  # of "dgc", which does not know how long an epoch is
 
 
 def ladder(steps: int) -> Callable[[int], float]:
-    """Return the warm-up of DGC's paper, for ``warmup=``: 25, 6.25, 1.5625, 0.4 and 0.1 %, ``steps`` steps each."""
+    """Return the warm-up schedule of the DGC paper, for ``warmup=``.
+
+    The density is 25, 6.25, 1.5625, 0.4 and then 0.1 %, where it stays.
+
+    Args:
+        steps (int): Number of steps at each density, for example the steps of one epoch.
+
+    Raises:
+        ValueError: For fewer than one step.
+    """
     if not is_whole(steps, 1):
         raise ValueError(f"ladder: steps of a rung must be a whole number of at least 1, not {steps!r}")
     return lambda step: RUNGS[min(step // steps, len(RUNGS) - 1)]

@@ -45,19 +45,31 @@ _QUANTISER = (
 
 
 def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a published dictionary as keyword arguments for :class:`agmerge.DistributedOptimizer`.
+    """Translate a settings dictionary of ADTopk, GRACE or FGBuff into arguments of
+    :class:`agmerge.DistributedOptimizer`.
 
-    ``params`` is ADTopk's ``comm_params``, or the dictionary of GRACE's ``grace_from_params`` or FGBuff's
-    ``get_communicator``. It is not changed. ``compressor`` and ``compress_ratio`` (``density``) become ``compression``
-    and ``density``; ``memory``, ``momentum`` and ``gradient_clipping`` become ``memory``; ``comm_mode``
-    (``communicator``) becomes ``exchange``; ``compress_rank`` becomes ``rank``, and GRACE's ``threshold`` the
-    sparsifier's ``tau``. Keys that are left out have the default of the dictionary's project (docs/migrate.md).
+    Example: ``agmerge.DistributedOptimizer(optimizer, named, **agmerge.from_params(comm_params))``. The translation
+    (docs/from_grace.md):
 
-    Dropped, since they have no meaning here: ``send_size_aresame``, ``model_named_parameters`` (pass
-    ``named_parameters``), ``world_size``, ``rank``, ``cur_epoch``, ``kernel``.
+    * ``compressor`` and ``compress_ratio`` (or ``density``) become ``compression`` and ``density``
+    * ``memory``, ``momentum`` and ``gradient_clipping`` become ``memory``
+    * ``comm_mode`` (or ``communicator``) becomes ``exchange``
+    * ``compress_rank`` becomes ``rank``, and GRACE's ``threshold`` becomes the sparsifier's ``tau``
 
-    Raises ``TypeError`` if ``params`` is no mapping, ``ValueError`` for a key, a name or a combination that has no
-    meaning here, with advice.
+    Missing keys get the default of their project. These keys are dropped, because they have no meaning in agmerge:
+    ``send_size_aresame``, ``model_named_parameters`` (pass ``named_parameters``), ``world_size``, ``rank``,
+    ``cur_epoch`` and ``kernel``.
+
+    Args:
+        params (dict): ADTopk's ``comm_params``, or the dictionary for GRACE's ``grace_from_params`` or FGBuff's
+            ``get_communicator``. It is not changed.
+
+    Returns:
+        A dictionary of keyword arguments.
+
+    Raises:
+        TypeError: If ``params`` is not a mapping.
+        ValueError: For a key, a name or a combination that agmerge does not support, with advice.
     """
     if not isinstance(params, Mapping):
         raise TypeError(f"params={params!r}: give the dictionary, comm_params of ADTopk or that of grace_from_params")

@@ -28,13 +28,18 @@ Parameters = Mapping[str, Any] | Iterable[Any]
 
 
 def broadcast_parameters(params: Parameters, root_rank: int | None = None, process_set: Any = None) -> None:
-    """Collective. Overwrite ``params`` in place with rank ``root_rank``'s, to the bit.
+    """Collective. Give all ranks the parameters of one rank, in place and bitwise identical.
 
-    ``params``: ``model.state_dict()``, ``model.named_parameters()``, a list of (name, tensor), or tensors.
-    Any dtype, any strides, any device; of DTensors this rank's shards, which all ranks of ``process_set`` have to hold.
-    That is as in :func:`agmerge.allreduce`, and ``root_rank``, a rank of the world, its first one by default. Raises
-    :class:`agmerge.RankMismatchError` on every rank if names, shapes, dtypes or shards differ, and ``ValueError`` for
-    an entry that is no tensor.
+    Args:
+        params (dict or iterable): ``model.state_dict()``, ``model.named_parameters()``, a list of (name, tensor) pairs,
+            or tensors. Any dtype, stride and device is supported. For DTensors, the shards of this rank are
+            overwritten. All ranks of ``process_set`` must hold the same shards.
+        root_rank (int): The rank with the right parameters, a rank of the world. Default: the first one.
+        process_set (ProcessSet, list or ProcessGroup): The ranks that take part. Default: all.
+
+    Raises:
+        agmerge.RankMismatchError: On all ranks, if names, shapes, dtypes or shards differ.
+        ValueError: If an entry is not a tensor.
     """
     where = process_sets.group(process_set, "broadcast_parameters")
     comm, root_rank = where.comm, where.ranks[0] if root_rank is None else root_rank
@@ -53,14 +58,19 @@ def broadcast_parameters(params: Parameters, root_rank: int | None = None, proce
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int | None = None, process_set: Any = None
 ) -> None:
-    """Collective. Give every rank the state and the options of rank ``root_rank``'s ``optimizer``.
+    """Collective. Give all ranks the optimizer state and options of one rank.
 
-    Works for every optimizer, also where only the root has state (after a checkpoint was loaded there); state
-    that the root does not have, the others lose.
-    Neither parameters nor gradients are touched; group dictionaries keep their identity. Residuals of a
-    :class:`agmerge.DistributedOptimizer` belong to their rank and stay where they are. ``root_rank`` and
-    ``process_set``: as in :func:`broadcast_parameters`. Raises :class:`agmerge.RankMismatchError` on every rank if
-    optimizers or their parameters differ.
+    It works for every optimizer, also if only the root has state, for example after loading a checkpoint there. State
+    that the root does not have is removed on the others. Parameters and gradients do not change, and no optimizer step
+    is made. Residuals of a :class:`agmerge.DistributedOptimizer` belong to their rank and are kept.
+
+    Args:
+        optimizer (torch.optim.Optimizer): The plain or the wrapped optimizer.
+        root_rank (int): The rank with the right state, a rank of the world. Default: the first one.
+        process_set (ProcessSet, list or ProcessGroup): The ranks that take part. Default: all.
+
+    Raises:
+        agmerge.RankMismatchError: On all ranks, if optimizers or their parameters differ.
     """
     where = process_sets.group(process_set, "broadcast_optimizer_state")
     comm, root_rank = where.comm, where.ranks[0] if root_rank is None else root_rank

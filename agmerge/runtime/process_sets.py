@@ -33,9 +33,14 @@ def _checked_ranks(given: Any) -> list[int]:
 
 
 class ProcessSet:
-    """Ranks of the world that call collectives among themselves, once :func:`add_process_set` has registered them.
+    """Name some ranks of the world, for collectives among themselves. Register it with :func:`add_process_set`.
 
-    ``ranks``: integers in any order. Raises ``TypeError`` or ``ValueError`` for anything else.
+    Args:
+        ranks (list of int): The ranks, in any order.
+
+    Raises:
+        TypeError: If a rank is not an integer.
+        ValueError: If there is no rank, a rank is repeated, or a rank is negative.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -43,19 +48,19 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """Return the ranks of the world in it, ascending."""
+        """Return the ranks of the world in this set, in ascending order."""
         return list(self._ranks)
 
     def size(self) -> int:
-        """Return how many ranks there are in it."""
+        """Return the number of ranks in this set."""
         return len(self.ranks)
 
     def included(self) -> bool:
-        """Return whether this rank is one of them."""
+        """Return whether this rank is in this set."""
         return workers.rank() in self.ranks
 
     def rank(self) -> int | None:
-        """Return this rank's number among them, from 0; None outside."""
+        """Return this rank's number in this set, from 0. None outside of it."""
         return self.ranks.index(workers.rank()) if self.included() else None
 
     def __repr__(self) -> str:
@@ -63,7 +68,7 @@ class ProcessSet:
 
 
 class _AllRanks(ProcessSet):
-    """Set of all ranks of the world, as many as there are when it is asked."""
+    """Set of all ranks of the world, at the time when it is used."""
 
     def __init__(self) -> None:
         super().__init__([0])  # rank 0 is in every world
@@ -105,11 +110,19 @@ _known: WeakKeyDictionary[Backend, _Known] = WeakKeyDictionary()
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Collective. Make a communicator of the ranks of ``process_set``, for collectives among themselves.
+    """Collective. Connect the ranks of a process set, for collectives among themselves.
 
-    All ranks call it and name the same ranks, members or not, else all of them get :class:`agmerge.RankMismatchError`.
-    Raises ``ValueError`` for a rank that does not exist and for ranks that have a set already. Returns the set, for
-    ``process_set=`` of the collectives.
+    All ranks of the world call it with the same ranks, including those that are not in the set.
+
+    Args:
+        process_set (ProcessSet or list of int): The ranks.
+
+    Returns:
+        The :class:`ProcessSet`, for the argument ``process_set=`` of collectives.
+
+    Raises:
+        agmerge.RankMismatchError: On all ranks, if they pass different ranks.
+        ValueError: If a rank does not exist, or a set of these ranks exists already.
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     world, ranks = workers.world(), tuple(made.ranks)
@@ -124,9 +137,13 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Collective. Close the communicator of :func:`add_process_set`; return False if there is no such set.
+    """Collective. Close the connections of a process set. All ranks of the world call it.
 
-    All ranks call it, members or not.
+    Args:
+        process_set (ProcessSet): A set of :func:`add_process_set`.
+
+    Returns:
+        Whether there was such a set.
     """
     known = _known.setdefault(workers.world(), _Known())
     if process_set is global_process_set or tuple(process_set.ranks) not in known.by_ranks:

@@ -52,15 +52,19 @@ OTHERS_LATER = (
 
 
 def init(backend: str | None = None, *, elastic: bool | Elastic = False) -> None:
-    """Collective. Join the other workers.
+    """Collective. Connect to the other workers. Call it once, before everything else.
 
-    ``elastic``: workers may die, and others come (docs/elastic.md): wait until the lighthouse that
-    ``AGMERGE_LIGHTHOUSE`` names lets this one in; :class:`agmerge.Elastic` has more options.
+    If your script initializes Horovod or ``torch.distributed`` itself, call it afterwards. A second call does nothing.
 
-    ``backend``: ``"horovod"``, ``"torch"``, ``"mpi"`` or ``"local"`` (this process alone); None: detected, see
-    :func:`agmerge.backends.registry.detect`. A second call is allowed and does nothing. Raises ``ValueError`` for an
-    unknown or other backend, and :class:`agmerge.AGMergeError` if the backend does not see all the workers that were
-    launched.
+    Args:
+        backend (str): ``"horovod"``, ``"torch"``, ``"mpi"``, or ``"local"`` for this process alone. Default: detected
+            from the launcher (docs/backends.md).
+        elastic (bool or Elastic): True if workers may fail and join (docs/elastic.md). The call then waits until the
+            lighthouse at ``AGMERGE_LIGHTHOUSE`` admits this worker. Pass :class:`agmerge.Elastic` for more options.
+
+    Raises:
+        ValueError: For an unknown backend, or another one than in the first call.
+        agmerge.AGMergeError: If the backend does not see all workers that the launcher has started.
     """
     if bound() is not None or _process is not None:
         if backend not in (None, backend_name()):
@@ -175,7 +179,8 @@ def adopt() -> None:
 
 
 def shutdown() -> None:
-    """Leave the group. Nothing but :func:`init` may be called afterwards. A rank of an in-memory group stays in it."""
+    """Leave the group of workers. Only :func:`init` may be called afterwards. It has no effect in
+    ``agmerge.testing.run``."""
     global _has_left
     if _process is not None and bound() is None:
         _has_left = _job is not None and _job.leaves
@@ -312,22 +317,24 @@ def _numbering() -> Backend:
 
 
 def is_initialized() -> bool:
-    """Return whether :func:`init` has been called; in a fork, whether that of its parent has found other workers."""
+    """Return whether :func:`init` has been called. In a forked process: whether its parent is connected to other
+    workers."""
     return (bound() or _process) is not None or (_inherited is not None and _inherited.size > 1)
 
 
 def backend_name() -> str:
-    """Return ``"horovod"``, ``"torch"``, ``"mpi"`` or ``"local"``."""
+    """Return the name of the backend in use: ``"horovod"``, ``"torch"``, ``"mpi"`` or ``"local"``."""
     return _numbering().name
 
 
 def rank() -> int:
-    """Return this worker's number, 0 to ``size() - 1``. In a fork, such as a DataLoader's worker, its parent's."""
+    """Return this worker's number, from 0 to ``size() - 1``. A forked process, such as a DataLoader worker, has its
+    parent's."""
     return _numbering().rank
 
 
 def size() -> int:
-    """Return how many workers there are."""
+    """Return the number of workers."""
     return _numbering().size
 
 
@@ -338,10 +345,10 @@ def launched() -> int:
 
 
 def local_rank() -> int:
-    """Return this worker's number among those on the same machine, from 0."""
+    """Return this worker's number among the workers on the same machine, from 0."""
     return _numbering().local_rank
 
 
 def local_size() -> int:
-    """Return how many workers there are on this machine."""
+    """Return the number of workers on this machine."""
     return _numbering().local_size

@@ -30,13 +30,13 @@ PART = 1024  # blocks that the host quantises at once: intermediate results stay
 
 
 class Quantizer(Compressor):
-    """Compressor that sends every coordinate in few bits, block by block.
+    """Base class of compressors that send every coordinate in few bits, block by block.
 
-    A subclass sets `name`, `bits` and `unbiased`, and writes `record_bytes`, `_encode` and `_decode`; one that needs
-    error feedback sets `memory` to "residual". Blocks are cut by `sparsifiers.quantising.blocks`; each becomes a record
-    of bytes that is read by itself. Random words are drawn from `Draws` alone, so that the same blocks give the same
-    bytes with any neighbours in a message. Values read of the same bytes must have the same bits on every
-    machine: use integers, single operations in a fixed order, and no fused multiply-add.
+    A subclass sets ``name``, ``bits`` and ``unbiased``, and writes ``record_bytes``, ``_encode`` and ``_decode``. If it
+    needs error feedback, it sets ``memory`` to ``"residual"`` (docs/extend.md). Each block becomes a record of bytes
+    that can be read independently. Draw random numbers only from ``Draws``, so that a block gives the same bytes in
+    every message. The decoded values must be bitwise identical on every machine: use integers, single operations in a
+    fixed order, and no fused multiply-add.
     """
 
     kind = Kind.QUANTISED
@@ -47,7 +47,7 @@ class Quantizer(Compressor):
 
     @property
     def needs_feedback(self) -> bool:
-        """True if the quantisation error has to be sent later, or training stalls."""
+        """Return whether rounding errors must be sent later, because training would stall otherwise."""
         return self.memory != "none"
 
     def loops(self) -> int:
@@ -59,7 +59,7 @@ class Quantizer(Compressor):
 
     @abstractmethod
     def record_bytes(self, size: int) -> int:
-        """Return the bytes of one block of `size` coordinates, 64, 128 or 256."""
+        """Return the number of bytes for one block of ``size`` coordinates (64, 128 or 256)."""
 
     @abstractmethod
     def _encode(self, blocks: Tensor, draws: Draws, out: Tensor) -> None:
@@ -156,9 +156,9 @@ class Quantizer(Compressor):
         own: Draws,
         out: Tensor,
     ) -> None:
-        """Write the sum of :meth:`decode_sum`, quantised once more: nothing of the vector's size is allocated.
+        """Write the sum of :meth:`decode_sum`, quantized once more: nothing of the vector's size is allocated.
 
-        second, own: the quantiser of the sum, and its draws.
+        second, own: the quantizer of the sum, and its draws.
         out: uint8, 1-D, of `second.record_bytes(size)` for each block.
         """
         by = self._compiled(size), second._compiled(size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,28 +17,40 @@ import agmerge
 from agmerge.__main__ import parser
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-# (heading, its first argument): arguments stand in the order of the signature
-GROUPS = (
-    ("As Horovod has them", "optimizer"),
-    ("Compression", "density"),
-    ("Merging and messages", "merging"),
-    ("Guards", "scaler"),
-    ("Local steps and updates", "sync"),
-)
-BULLET = re.compile(r"^\* ``(\w+)``: (.*?)(?=^\* ``|\Z)", re.MULTILINE | re.DOTALL)
+GROUPS = {  # heading, and its arguments
+    "Model and optimizer": "optimizer named_parameters process_set",
+    "Choose a compressor": "compression density rank warmup memory dense",
+    "Merge and exchange": "merging groups num_groups model sparsify exchange wire dense_sum",
+    "Accumulate and average": "backward_passes_per_step op gradient_predivide_factor sparse_as_dense unused",
+    "Checks and timeouts": "scaler nonfinite timeout check_every",
+    "Exchange updates instead of gradients": "sync carry every fragments overlap decay outer",
+}
+ENTRY = re.compile(r"^(\w+) \(([^)]+)\): (.*?)(?=^\w+ \(|\Z)", re.MULTILINE | re.DOTALL)
 ROLE = re.compile(r":\w+:`([^`]*)`")
 PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
 
 
-def meanings() -> dict[str, str]:
-    """Return what the docstring says of each argument, as Markdown on one line."""
-    text = inspect.getdoc(agmerge.DistributedOptimizer) or ""
-    return {name: markdown(" ".join(words.split("\n\n")[0].split())) for name, words in BULLET.findall(text)}
+def described(of: object = agmerge.DistributedOptimizer) -> dict[str, tuple[str, str]]:
+    """Return the type and the Markdown text of each argument in the section ``Args:`` of a docstring."""
+    text = (inspect.getdoc(of) or "").partition("\nArgs:\n")[2]
+    section = textwrap.dedent(re.split(r"^(?=\w)", text, maxsplit=1, flags=re.MULTILINE)[0])
+    return {name: (kind, paragraphs(words)) for name, kind, words in ENTRY.findall(section)}
+
+
+def paragraphs(text: str) -> str:
+    """Return paragraphs and lists of an argument as Markdown, a line for each."""
+    made: list[str] = []
+    for line in textwrap.dedent(f"{' ' * 4}{text}").strip().splitlines():
+        if not line.strip() or not made or not made[-1] or line.startswith("* "):
+            made.append(line.strip())
+        else:
+            made[-1] += f" {line.strip()}"
+    return markdown("\n".join(made))
 
 
 def markdown(text: str) -> str:
-    """Return reStructuredText of a docstring as Markdown for a table."""
-    return PAGE.sub(r"[\1](\1.md)", ROLE.sub(r"`\1`", text).replace("``", "`").replace("|", "\\|"))
+    """Return reStructuredText of a docstring as Markdown."""
+    return PAGE.sub(r"[details](\1.md)", ROLE.sub(r"`\1`", text).replace("``", "`"))
 
 
 def defaults() -> dict[str, str]:
@@ -53,19 +66,32 @@ def written(default: object) -> str:
 
 def arguments() -> str:
     """Return arguments.md."""
-    said, given = meanings(), defaults()
+    said, given = described(), defaults()
+    assert sorted(said) == sorted(given) == sorted(" ".join(GROUPS.values()).split())
     lines = [
         "<!-- Made by tests/support/reference_pages.py: change the docstring, and run it. -->",
-        "# Arguments of DistributedOptimizer",
+        "# DistributedOptimizer",
         "",
-        "All by name but the first ten, which are Horovod's. `agmerge.integrations.*.compress` and `LocalOptimizer`",
-        "take those that mean something there. What means nothing, by itself or with the others, is an error.",
+        "```python",
+        "optimizer = agmerge.DistributedOptimizer(optimizer, model.named_parameters())",
+        "```",
+        "",
+        "You can leave out every argument but the optimizer. `agmerge.integrations.*.compress` and",
+        "`agmerge.LocalOptimizer` accept the same arguments, except those that have no effect there. For the methods,",
+        "see the [API](api.md#the-optimizer).",
+        "",
+        "* Only the first ten arguments of Horovod's `DistributedOptimizer` may be positional. Pass all others by name.",
+        "* Patterns are regular expressions that must match the full parameter name, such as `.*\\.bias`. The first",
+        "  match wins.",
+        "* An argument that has no effect, by itself or together with others, raises a `ValueError`.",
+        "* All ranks must pass the same arguments. Otherwise all of them raise `agmerge.RankMismatchError`.",
     ]
-    starts = {first: heading for heading, first in GROUPS}
-    for name, default in given.items():
-        if name in starts:
-            lines += ["", f"## {starts[name]}", "", "| argument | default | |", "|---|---|---|"]
-        lines.append(f"| `{name}` | {f'`{default}`' if default else ''} | {said[name]} |")
+    for heading, names in GROUPS.items():
+        lines += ["", f"## {heading}"]
+        for name in names.split():
+            kind, text = said[name]
+            default = f", default `{given[name]}`" if given[name] else ", required"
+            lines += ["", f"### `{name}`", "", f"*{kind}*{default}", "", text]
     return "\n".join(lines) + "\n"
 
 

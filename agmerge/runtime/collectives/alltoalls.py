@@ -62,11 +62,19 @@ class Alltoall(Operation):
 def alltoall(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Collective. Send rows of ``tensor`` to every rank, and return those that come from all, in the order of ranks.
+    """Collective. Send rows of a tensor to every rank, and return the rows received, in rank order.
 
-    ``splits``: how many rows go to each rank, integers that add up to ``len(tensor)``; the numbers of rows that came
-    from each are then returned too. None: equal shares. ``process_set``: as in :func:`allreduce`. Differentiable:
-    gradients go back where the rows came from.
+    It is differentiable: gradients go back to the ranks that the rows came from.
+
+    Args:
+        tensor (torch.Tensor): The rows to send, first those for rank 0.
+        splits (list or torch.Tensor): Number of rows for each rank. They must add up to ``len(tensor)``. Default: equal
+            shares.
+        name (str): Name of the call in errors. Ranks compare it. Default: calls are matched by their order.
+        process_set (ProcessSet, list or ProcessGroup): The ranks that take part. Default: all.
+
+    Returns:
+        The received rows. If you pass ``splits``, also the number of rows from each rank.
     """
     rows, received = run_all(Alltoall("alltoall", tensor, splits, name, process_set))
     return rows if splits is None else (rows, received)
@@ -75,9 +83,9 @@ def alltoall(
 def alltoall_async(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
 ) -> Pending:
-    """Collective. Start :func:`alltoall`; return a handle for :func:`synchronize`, which gives rows and numbers.
+    """Collective. Start :func:`alltoall`. Return a handle for :func:`synchronize`.
 
-    It always gives both, as in Horovod. Leave ``tensor`` alone until then.
+    That call always returns rows and numbers of rows, as in Horovod. Do not change ``tensor`` before.
     """
     return start(Alltoall("alltoall_async", tensor, splits, name, process_set))
 

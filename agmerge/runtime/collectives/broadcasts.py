@@ -57,29 +57,36 @@ class Broadcast(Operation):
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> torch.Tensor:
-    """Collective. Return rank ``root_rank``'s ``tensor``, as a new tensor.
+    """Collective. Return the tensor of one rank on all ranks, as a new tensor.
 
-    Shape and dtype must be the same on all ranks; any dtype. ``root_rank`` is a rank of the world, also with
-    ``process_set`` (as in :func:`allreduce`). Differentiable: the root gets the average of all ranks' gradients, the
-    others zeros, as in Horovod.
+    It is differentiable: the root gets the average of all ranks' gradients, the others zeros, as in Horovod.
+
+    Args:
+        tensor (torch.Tensor): Shape and dtype must be the same on all ranks. Any dtype.
+        root_rank (int): The root, a rank of the world, also with ``process_set``.
+        name (str): Name of the call in errors. Ranks compare it. Default: calls are matched by their order.
+        process_set (ProcessSet, list or ProcessGroup): The ranks that take part. Default: all.
     """
     return run(Broadcast("broadcast", tensor, root_rank, name, process_set))
 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> torch.Tensor:
-    """Collective. Overwrite ``tensor`` with rank ``root_rank``'s, and return it. Without a gradient."""
+    """Collective. Overwrite ``tensor`` with that of the root. Return it. It is not differentiable.
+
+    The arguments are those of :func:`broadcast`.
+    """
     return run(Broadcast("broadcast_", tensor, root_rank, name, process_set))
 
 
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Pending:
-    """Collective. Start :func:`broadcast`; return a handle for :func:`synchronize`. ``tensor`` is copied first."""
+    """Collective. Start :func:`broadcast` of a copy of ``tensor``. Return a handle for :func:`synchronize`."""
     return start(Broadcast("broadcast_async", tensor, root_rank, name, process_set))
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Pending:
-    """Collective. Start :func:`broadcast_`; return a handle for :func:`synchronize`.
+    """Collective. Start :func:`broadcast_`. Return a handle for :func:`synchronize`.
 
-    Leave ``tensor`` alone until then.
+    Do not use ``tensor`` before that call.
     """
     return start(Broadcast("broadcast_async_", tensor, root_rank, name, process_set))
 

@@ -71,19 +71,26 @@ class Allgather(Operation):
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> torch.Tensor:
-    """Collective. Return every rank's ``tensor``, one after the other along the first dimension.
+    """Collective. Concatenate the tensors of all ranks along the first dimension, in rank order.
 
-    Its length may differ between ranks. Any dtype. ``process_set``: as in :func:`allreduce`. Differentiable: the
-    gradient is the *average* over the ranks of the gradients of this rank's rows, as in Horovod (docs/migrate.md says
-    when that is right).
+    It is differentiable. The gradient is the *average* over the ranks of the gradients of this rank's rows, as in
+    Horovod (docs/from_horovod.md).
+
+    Args:
+        tensor (torch.Tensor): This rank's tensor, of any dtype. Only the first dimension may differ between ranks.
+        name (str): Name of the call in errors. Ranks compare it. Default: calls are matched by their order.
+        process_set (ProcessSet, list or ProcessGroup): The ranks that take part. Default: all.
+
+    Returns:
+        A new tensor, equal on all ranks.
     """
     return run(Allgather("allgather", tensor, name, process_set))
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> Pending:
-    """Collective. Start :func:`allgather`; return a handle for :func:`synchronize`.
+    """Collective. Start :func:`allgather`. Return a handle for :func:`synchronize`.
 
-    Leave ``tensor`` alone until then.
+    Do not change ``tensor`` before that call.
     """
     return start(Allgather("allgather_async", tensor, name, process_set))
 
@@ -91,15 +98,15 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = None
 ) -> list[torch.Tensor]:
-    """Collective. Gather each of ``tensors`` as :func:`allgather`, all of them agreed on at once; return a list."""
+    """Collective. Gather several tensors as :func:`allgather`, with one agreement for all. Return a list."""
     return run_all(Allgather("grouped_allgather", tensors, name, process_set))
 
 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = None
 ) -> Pending:
-    """Collective. Start :func:`grouped_allgather`; return a handle for :func:`synchronize`.
+    """Collective. Start :func:`grouped_allgather`. Return a handle for :func:`synchronize`.
 
-    Leave the tensors alone until then.
+    Do not change the tensors before that call.
     """
     return start(Allgather("grouped_allgather_async", tensors, name, process_set))

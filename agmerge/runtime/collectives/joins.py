@@ -19,12 +19,16 @@ LABEL = "join() of the module's own collectives; an optimizer has a join() of it
 
 
 def join(device: int | str = -1) -> int:
-    """Collective. Take part, with zeros, in sums and averages that others still call; return the last rank to join.
+    """Collective. Take part with zeros in the sums and averages of other ranks, until all have joined.
 
-    For ``agmerge.allreduce`` and its kin over all ranks: steps of a :class:`agmerge.DistributedOptimizer` are no such
-    calls; it has ``optimizer.join()``. Any other collective that is called while a rank has joined raises
-    :class:`agmerge.AGMergeError` on the ranks that call it. Of ranks that join at the same call the highest counts as
-    the last. ``device``: of the zeros: the number of a GPU, or -1 for the CPU.
+    This is for ``agmerge.allreduce`` and similar calls over all ranks. For steps of an optimizer use
+    ``optimizer.join()``. While a rank has joined, other collectives raise :class:`agmerge.AGMergeError`.
+
+    Args:
+        device (int or str): Device of the zeros: number of a GPU, or -1 for the CPU. Default: -1.
+
+    Returns:
+        The rank that joined last. If several ranks join at the same call, the highest one.
     """
     comm, answered = workers.world(), 0
     place = torch.device("cpu" if device == -1 else f"cuda:{device}" if isinstance(device, int) else device)

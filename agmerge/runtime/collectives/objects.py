@@ -20,10 +20,16 @@ from agmerge.runtime.process_sets import group
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = None) -> Any:
-    """Collective. Return rank ``root_rank``'s ``obj``, anything that pickles; on the root itself as it is.
+    """Collective. Return the object of one rank on all ranks. The root gets the same object, others a copy.
 
-    ``root_rank`` is a rank of the world, also with ``process_set`` (as in :func:`agmerge.allreduce`). Raises
-    :class:`agmerge.AGMergeError` on every rank if it does not pickle.
+    Args:
+        obj (object): On the root: anything that can be pickled. Other ranks may pass None.
+        root_rank (int): The root, a rank of the world, also with ``process_set``. Default: 0.
+        name (str): Name of the call in errors. Ranks compare it. Default: calls are matched by their order.
+        process_set (ProcessSet, list or ProcessGroup): The ranks that take part. Default: all.
+
+    Raises:
+        agmerge.AGMergeError: On all ranks, if the object cannot be pickled.
     """
     label = arguments.label(name, "broadcast_object")
     where = group(process_set, label)
@@ -37,10 +43,15 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, proc
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
-    """Collective. Return every rank's ``obj``, anything that pickles, in the order of ranks.
+    """Collective. Return a list of the objects of all ranks, in rank order.
 
-    ``process_set``: as in :func:`agmerge.allreduce`. Raises :class:`agmerge.AGMergeError` on every rank if one does not
-    pickle.
+    Args:
+        obj (object): Anything that can be pickled.
+        name (str): Name of the call in errors. Ranks compare it. Default: calls are matched by their order.
+        process_set (ProcessSet, list or ProcessGroup): The ranks that take part. Default: all.
+
+    Raises:
+        agmerge.AGMergeError: On all ranks, if one object cannot be pickled.
     """
     label = arguments.label(name, "allgather_object")
     data, problem = _pickled(obj)
@@ -54,7 +65,11 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None)
 
 
 def barrier(process_set: Any = None) -> None:
-    """Collective. Return when every rank has called it. ``process_set``: as in :func:`agmerge.allreduce`."""
+    """Collective. Wait until every rank has called it.
+
+    Args:
+        process_set (ProcessSet, list or ProcessGroup): The ranks that take part. Default: all.
+    """
     agree(group(process_set, "barrier").comm, "barrier", [("call", "barrier")])
 
 

@@ -208,15 +208,22 @@ def _sweep(line: _Line) -> None:
 
 
 def poll(handle: Pending) -> bool:
-    """Return whether :func:`synchronize` would return at once. ``handle``: of an ``..._async`` call."""
+    """Return whether :func:`synchronize` would return at once.
+
+    Args:
+        handle (Pending): Result of an ``..._async`` call.
+    """
     return _checked(handle, "poll").done()
 
 
 def synchronize(handle: Pending) -> Any:
-    """Collective. Wait for an ``..._async`` call and return the result of the call without ``_async``, differentiable.
+    """Collective. Wait for an ``..._async`` call, and return what the call without ``_async`` would return.
 
-    ``handle``: the result of the ``..._async`` call. Every wait ends after ``AGMERGE_TIMEOUT`` seconds (300), with
-    :class:`agmerge.NoAnswer`.
+    Args:
+        handle (Pending): Result of the ``..._async`` call.
+
+    Raises:
+        agmerge.NoAnswer: After ``AGMERGE_TIMEOUT`` seconds (default: 300), or if a rank is lost.
     """
     return _checked(handle, "synchronize").result()
 

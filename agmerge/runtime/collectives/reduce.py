@@ -81,16 +81,27 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> torch.Tensor:
-    """Collective. Combine every rank's ``tensor`` into a new one of its shape and dtype.
+    """Collective. Average, or otherwise reduce, the tensors of all ranks. Return a new tensor.
 
-    ``op``: ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``; ``average``: True or False, its old
-    form. An average of integers is cut towards zero, as in Horovod. ``compression``: a cast of the messages.
-    ``prescale_factor``, ``postscale_factor``: factors before and after. ``process_set``: the ranks that
-    take part, a :class:`agmerge.ProcessSet`, its ranks, or a set of Horovod's; None: all.
+    It is differentiable for averages and sums: gradients are averaged or summed in a collective of their own.
 
-    Differentiable where ``op`` is an average or a sum: gradients are averaged or added likewise, in a collective of
-    their own. Ranks with different calls get the same :class:`agmerge.RankMismatchError`; tensors
-    that cannot be combined raise ``TypeError`` or ``ValueError``.
+    Args:
+        tensor (torch.Tensor): This rank's tensor. Shape and dtype must be the same on all ranks.
+        average (bool): Horovod's older form of ``op``. Default: None.
+        name (str): Name of the call in errors. Ranks compare it. Default: calls are matched by their order.
+        compression (Compression): ``agmerge.Compression.fp16`` or ``bf16`` casts the messages. Default: no cast.
+        op (ReduceOp): ``agmerge.Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. Default: ``Average``. An average
+            of integers is rounded towards zero, as in Horovod.
+        prescale_factor (float): Factor before the reduction. Default: 1.
+        postscale_factor (float): Factor after the reduction. Default: 1.
+        process_set (ProcessSet, list or ProcessGroup): The ranks that take part. Default: all.
+
+    Returns:
+        A tensor of the same shape and dtype, equal on all ranks.
+
+    Raises:
+        agmerge.RankMismatchError: On all ranks, if their calls differ.
+        ValueError: If the tensor cannot be reduced. Also ``TypeError``.
     """
     factors = prescale_factor, postscale_factor
     return run(Allreduce("allreduce", tensor, average, name, op, *factors, process_set, compression))
@@ -105,7 +116,10 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> torch.Tensor:
-    """Collective. Combine as :func:`allreduce`, over ``tensor`` itself, which is returned. Without a gradient."""
+    """Collective. Reduce as :func:`allreduce`, in place. Return ``tensor``. It is not differentiable.
+
+    The arguments are those of :func:`allreduce`, without ``compression``.
+    """
     return run(Allreduce("allreduce_", tensor, average, name, op, prescale_factor, postscale_factor, process_set))
 
 
@@ -118,7 +132,10 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Pending:
-    """Collective. Start :func:`allreduce`; return a handle for :func:`synchronize`. ``tensor`` is copied first."""
+    """Collective. Start :func:`allreduce` on a copy of ``tensor``. Return a handle for :func:`synchronize`.
+
+    The arguments are those of :func:`allreduce`, without ``compression``.
+    """
     factors = prescale_factor, postscale_factor
     return start(Allreduce("allreduce_async", tensor, average, name, op, *factors, process_set))
 
@@ -132,9 +149,9 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Pending:
-    """Collective. Start :func:`allreduce_`; return a handle for :func:`synchronize`.
+    """Collective. Start :func:`allreduce_`. Return a handle for :func:`synchronize`.
 
-    Leave ``tensor`` alone until then.
+    Do not use ``tensor`` before that call. The arguments are those of :func:`allreduce`, without ``compression``.
     """
     factors = prescale_factor, postscale_factor
     return start(Allreduce("allreduce_async_", tensor, average, name, op, *factors, process_set))
@@ -150,7 +167,13 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> list[torch.Tensor]:
-    """Collective. Combine each of ``tensors`` as :func:`allreduce`, all of them agreed on at once; return a list."""
+    """Collective. Reduce several tensors as :func:`allreduce`, with one agreement for all. Return a list.
+
+    Args:
+        tensors (list of torch.Tensor): This rank's tensors.
+
+    The other arguments are those of :func:`allreduce`.
+    """
     factors = prescale_factor, postscale_factor
     return run_all(Allreduce("grouped_allreduce", tensors, average, name, op, *factors, process_set, compression))
 
@@ -164,7 +187,8 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> list[torch.Tensor]:
-    """Collective. Combine as :func:`grouped_allreduce`, over the tensors themselves. Without a gradient."""
+    """Collective. Reduce several tensors as :func:`grouped_allreduce`, in place. Return them. It is not
+    differentiable."""
     factors = prescale_factor, postscale_factor
     return run_all(Allreduce("grouped_allreduce_", tensors, average, name, op, *factors, process_set))
 
@@ -178,7 +202,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Pending:
-    """Collective. Start :func:`grouped_allreduce` of copies; return a handle for :func:`synchronize`."""
+    """Collective. Start :func:`grouped_allreduce` on copies. Return a handle for :func:`synchronize`."""
     factors = prescale_factor, postscale_factor
     return start(Allreduce("grouped_allreduce_async", tensors, average, name, op, *factors, process_set))
 
@@ -192,9 +216,9 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Pending:
-    """Collective. Start :func:`grouped_allreduce_`; return a handle for :func:`synchronize`.
+    """Collective. Start :func:`grouped_allreduce_`. Return a handle for :func:`synchronize`.
 
-    Leave the tensors alone until then.
+    Do not use the tensors before that call.
     """
     factors = prescale_factor, postscale_factor
     return start(Allreduce("grouped_allreduce_async_", tensors, average, name, op, *factors, process_set))

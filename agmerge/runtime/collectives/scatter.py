@@ -81,11 +81,16 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Collective. Combine every rank's ``tensor`` and return this rank's share of the rows.
+    """Collective. Reduce the tensors of all ranks, and return this rank's share of the rows.
 
-    Shares are equal; where the rows do not divide the first ranks get one more. ``op``: ``Average`` or ``Sum``; the
-    other arguments are those of :func:`allreduce`. Differentiable: gradients are gathered, and of a sum multiplied by
-    the number of ranks, as in Horovod.
+    Shares are equal. If the rows cannot be divided, the first ranks get one row more. It is differentiable: gradients
+    are gathered, and multiplied by the number of ranks for a sum, as in Horovod.
+
+    Args:
+        tensor (torch.Tensor): This rank's tensor. Shape and dtype must be the same on all ranks.
+        op (ReduceOp): ``agmerge.Average`` or ``Sum``. Default: ``Average``.
+
+    The other arguments are those of :func:`allreduce`.
     """
     factors = prescale_factor, postscale_factor
     return run(ReduceScatter("reducescatter", tensor, None, name, op, *factors, process_set, compression))
@@ -99,7 +104,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Pending:
-    """Collective. Start :func:`reducescatter` of a copy; return a handle for :func:`synchronize`."""
+    """Collective. Start :func:`reducescatter` of a copy of ``tensor``. Return a handle for :func:`synchronize`."""
     factors = prescale_factor, postscale_factor
     return start(ReduceScatter("reducescatter_async", tensor, None, name, op, *factors, process_set))
 
@@ -113,7 +118,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Collective. Combine each of ``tensors`` as :func:`reducescatter`, agreed on at once; return a list."""
+    """Collective. Reduce several tensors as :func:`reducescatter`, with one agreement for all. Return a list."""
     factors = prescale_factor, postscale_factor
     return run_all(ReduceScatter("grouped_reducescatter", tensors, None, name, op, *factors, process_set, compression))
 
@@ -126,6 +131,6 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Pending:
-    """Collective. Start :func:`grouped_reducescatter` on copies; return a handle for :func:`synchronize`."""
+    """Collective. Start :func:`grouped_reducescatter` on copies. Return a handle for :func:`synchronize`."""
     factors = prescale_factor, postscale_factor
     return start(ReduceScatter("grouped_reducescatter_async", tensors, None, name, op, *factors, process_set))

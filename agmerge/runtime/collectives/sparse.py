@@ -17,11 +17,19 @@ from agmerge.runtime.collectives.operation import start
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: Any = Average, process_set: Any = None
 ) -> Callable[[], torch.Tensor]:
-    """Collective. Start the average or sum of every rank's ``tensor``, of COO layout; call the result for it.
+    """Collective. Start to average or sum sparse tensors of all ranks. Call the result to get the tensor.
 
-    Ranks may hold different numbers of elements. An element that several hold stands several times in the result,
-    as in Horovod: it adds up in ``to_dense()`` and ``coalesce()``. ``name``, ``op`` (``Average`` or ``Sum``) and
-    ``process_set``: as in :func:`allreduce`.
+    Ranks may have different numbers of elements. If several ranks have the same element, it appears several times in
+    the result, as in Horovod. ``to_dense()`` and ``coalesce()`` add these up.
+
+    Args:
+        tensor (torch.Tensor): A tensor of COO layout.
+        name (str): Name of the call in errors.
+        op (ReduceOp): ``agmerge.Average`` or ``Sum``. Default: ``Average``.
+        process_set (ProcessSet, list or ProcessGroup): The ranks that take part. Default: all.
+
+    Returns:
+        A function without arguments that waits and returns the sparse tensor.
     """
     label = arguments.label(name, "sparse_allreduce_async")
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
