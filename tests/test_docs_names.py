@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("agmerge", "sparsifiers", "merging", "examples", "benchmarks", "tests", "docs")
-PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 CODE = re.compile(r"^```[^\n]*\n(.*?)^```|`([^`\n]+)`", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"(?<![\w./<>*-])(?:\./)?[\w./*-]*[\w*]\.(?:py|c|h|sh|md|conf|toml)\b(?![\w(*])")
@@ -54,7 +54,7 @@ NOT_OURS = {
     },
     "docs/launching.md": {"job.sh"},
     "docs/low_rank.md": {"batch.sh", "envs.conf", "mnist.sh", "perf.sh"},
-    "docs/migrate.md": {"test/parallel/test_torch.py"},
+    "docs/dev/horovod_tests.md": {"test/parallel/test_torch.py"},
 }
 
 @cache

@@ -39,11 +39,11 @@ NOT_USED, NO_ANSWER = 3, 4  # exit codes: "do not use agmerge here", and that no
 ONE_WORKER = "one worker exchanges nothing: start at least two, for example by --workers 2, without a launcher"
 SEVERAL = (
     "it has {count} DistributedDataParallel models, and only what one model exchanges is compared. Each of them can "
-    "have a line (docs/frameworks.md)"
+    "have a line (docs/with_ddp.md)"
 )
 NO_MODEL = (
     "no DistributedDataParallel has the parameters that its {optimizer} steps. If nothing else averages gradients, "
-    "each worker trains by itself. For Horovod and FSDP2 see docs/frameworks.md, else this makes the script one for "
+    "each worker trains by itself. For Horovod and FSDP2 see docs/use_with.md, else this makes the script one for "
     "several workers; then ask again"
 )
 OTHER_MODEL = (

@@ -51,7 +51,7 @@ def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
     ``get_communicator``. It is not changed. ``compressor`` and ``compress_ratio`` (``density``) become ``compression``
     and ``density``; ``memory``, ``momentum`` and ``gradient_clipping`` become ``memory``; ``comm_mode``
     (``communicator``) becomes ``exchange``; ``compress_rank`` becomes ``rank``, and GRACE's ``threshold`` the
-    sparsifier's ``tau``. Keys that are left out have the default of the dictionary's project (docs/migrate.md).
+    sparsifier's ``tau``. Keys that are left out have the default of the dictionary's project (docs/from_grace.md).
 
     Dropped, since they have no meaning here: ``send_size_aresame``, ``model_named_parameters`` (pass
     ``named_parameters``), ``world_size``, ``rank``, ``cur_epoch``, ``kernel``.

@@ -74,8 +74,8 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = 
     """Collective. Return every rank's ``tensor``, one after the other along the first dimension.
 
     Its length may differ between ranks. Any dtype. ``process_set``: as in :func:`allreduce`. Differentiable: the
-    gradient is the *average* over the ranks of the gradients of this rank's rows, as in Horovod (docs/migrate.md says
-    when that is right).
+    gradient is the *average* over the ranks of the gradients of this rank's rows, as in Horovod
+    (docs/from_horovod.md).
     """
     return run(Allgather("allgather", tensor, name, process_set))
 
