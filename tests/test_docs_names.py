@@ -55,7 +55,7 @@ NOT_OURS = {
     },
     "docs/launching.md": {"job.sh"},
     "docs/low_rank.md": {"batch.sh", "envs.conf", "mnist.sh", "perf.sh"},
-    "docs/migrate.md": {"test/parallel/test_torch.py"},
+    "docs/dev/horovod_tests.md": {"test/parallel/test_torch.py"},
 }
 
 @cache

@@ -33,7 +33,7 @@ print(json.dumps({"version": horovod.__version__, "mpi": bool(hvd.mpi_built()), 
 
 # Set before hvd.init() unless the user has set them. Merging is ours: Horovod's own fusion depends on timing,
 # and so do the bits it gives. A message lies for half a cycle (milliseconds) before it leaves, but in each cycle all
-# workers wake and talk: where every core trains, short ones cost more than they save (docs/migrate.md).
+# workers wake and talk: where every core trains, short ones cost more than they save (docs/from_horovod.md).
 SETTINGS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "5", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 ON_DEVICES = {**SETTINGS, "HOROVOD_CYCLE_TIME": "1"}  # cores are idle there while a GPU trains
 STARTING = (

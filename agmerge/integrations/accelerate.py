@@ -69,7 +69,7 @@ def compress(
     if accelerator.distributed_type in _OWN_ENGINES:
         raise ValueError(
             f"{_OWN_ENGINES[accelerator.distributed_type]}: use plain data parallel, `accelerate launch --multi_gpu` "
-            "(docs/frameworks.md)"
+            "(docs/with_accelerate.md)"
         )
     if workers.can_regroup():
         return _elastic(accelerator, model, {**options})

@@ -20,11 +20,11 @@ OTHERS = {
     ("torch", "DataParallel"): "start a process for each GPU, by torchrun, and use DistributedDataParallel",
     ("torch", "FullyShardedDataParallel"): (
         "it shards parameters, and flattens them: use fully_shard() instead, and wrap its optimizer in "
-        "agmerge.DistributedOptimizer (docs/frameworks.md)"
+        "agmerge.DistributedOptimizer (docs/with_fsdp2.md)"
     ),
     ("torch", "FSDPModule"): (
         "it shards parameters: wrap its optimizer in agmerge.DistributedOptimizer, with process_set= the ranks that "
-        "hold the same shard (docs/frameworks.md)"
+        "hold the same shard (docs/with_fsdp2.md)"
     ),
     ("torch", "DDP"): "replicate() has no place for another exchange: use DistributedDataParallel",
     ("deepspeed", "DeepSpeedEngine"): (

@@ -110,7 +110,7 @@ def refuse(trainer: Trainer) -> None:
         raise ValueError(
             "FSDP averages gradients of shards by itself. Train without it, in plain data parallel; or write the loop "
             "yourself with fully_shard() within a node and agmerge.DistributedOptimizer among nodes "
-            "(docs/frameworks.md)"
+            "(docs/with_fsdp2.md)"
         )
     if trainer.args.n_gpu > 1:
         raise ValueError(

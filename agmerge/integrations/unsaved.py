@@ -23,7 +23,7 @@ NOT_SAVED = (
     "this script has saved optimizer.state_dict(), and ranks keep more than that: {what}. A training that resumes from "
     "it starts that from zero. Save compressed.state_dict() too, on every rank to a file of its own (or on rank 0 what "
     "agmerge.gather_state(compressed) returns, called on all ranks), and load it after the model and the optimizer by "
-    "compressed.load_state_dict(), where compressed is what compress() has returned (docs/frameworks.md)"
+    "compressed.load_state_dict(), where compressed is what compress() has returned (docs/with_ddp.md)"
 )
 SAVED_ALONE = (
     "{folder} was saved on {saved} alone, and each rank keeps more than the checkpoint has: {missing} not written "

@@ -16,7 +16,7 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 WIDTHS, HEIGHT, SCHEMES = (390, 830), 1000, ("light", "dark")
-SHOWN = ("index", "tutorial", "frameworks", "will_it_help", "troubleshooting")
+SHOWN = ("index", "tutorial", "with_ddp", "will_it_help", "troubleshooting")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # Elements that stick out to the right, but for what scrolls by itself.
 OUTSIDE = """

@@ -227,7 +227,7 @@ def test_a_loss_of_the_joint_batch_on_every_rank_and_a_local_term() -> None:
 
 
 def test_a_loss_of_own_rows_against_all_rows() -> None:
-    """The mean over ranks of their losses, by the recipe of docs/migrate.md."""
+    """The mean over ranks of their losses, by the recipe of docs/from_horovod.md."""
 
     def loss(z: Tensor, rank: int) -> Tensor:
         everyone = agmerge.allgather(z)

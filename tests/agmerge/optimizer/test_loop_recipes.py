@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes of docs/migrate.md, as they stand there, against one process that sees all batches."""
+"""The recipes of docs/with_pytorch.md and docs/from_horovod.md, against one process that sees all batches."""
 
 from __future__ import annotations
 
