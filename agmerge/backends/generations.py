@@ -35,7 +35,7 @@ TO_BE_LET_IN = "init() waits to be let in to the job of the lighthouse at {host}
 FOR_AN_ANSWER = "init() looks for a lighthouse at {host}:{port}, where none answers, for {patience:g} s"
 FOR_A_GROUP = "waits for the next group of workers, of at least {least} (min_workers), for {patience:g} s"
 PUZZLED = "what the lighthouse at {host}:{port} says cannot be used ({error}); training goes on, and it is asked again"
-NO_RECORD = "init(): the record of worker {number}, which serves this group, cannot be read"
+NO_RECORD = "AGM211: init(): the record of worker {number}, which serves this group, cannot be read"
 GONE = "the lighthouse is gone, and looked for; training goes on. Start it again at its address, for deaths or arrivals"
 
 

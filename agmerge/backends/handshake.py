@@ -40,7 +40,7 @@ def require_agreement(
     if len(set(digests)) == 1:
         return
     stated = [json.loads(facts_of_rank) for facts_of_rank in gather_texts(comm, text, name, timeout)]
-    raise RankMismatchError(f"{what}: {first_difference(stated)}. {advice}")
+    raise RankMismatchError(f"AGM101: {what}: {first_difference(stated)}. {advice}")
 
 
 def first_difference(facts_of_ranks: Sequence[Sequence[Sequence[str]]]) -> str:

@@ -85,7 +85,7 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBacke
     except Exception as error:
         anew = _anew(str(error))
         raise AGMergeError(
-            f"the horovod backend needs Horovod with its torch part ({error}): run `python -m agmerge "
+            f"AGM003: the horovod backend needs Horovod with its torch part ({error}): run `python -m agmerge "
             f"build-horovod{anew}`, which builds it for the torch that is here; `python -m agmerge doctor` shows what "
             "works. Pip alone cannot: Horovod 0.28.1 does not build with torch 2.1 and newer, so the extra "
             "agmerge[horovod] brings only what Horovod needs to run"
@@ -128,12 +128,14 @@ def _translated(name: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if "Mismatched" in str(error):
-            raise RankMismatchError(f"{name}: {error}") from error
-        raise horovod_elastic.lost(f"{name}: the exchange with the other ranks broke", str(error)) from error
+            raise RankMismatchError(f"AGM101: {name}: {error}") from error
+        raise horovod_elastic.lost(f"AGM206: {name}: the exchange with the other ranks broke", str(error)) from error
     except ValueError as error:
         if "same name as another tensor" not in str(error):
             raise
-        raise PeerLost(f"{name}: an earlier call of this name never ended, so a rank is missing", error) from error
+        raise PeerLost(
+            f"AGM206: {name}: an earlier call of this name never ended, so a rank is missing", error
+        ) from error
 
 
 class HorovodHandle(Handle):
@@ -156,7 +158,7 @@ class HorovodHandle(Handle):
         deadline, pause = time.monotonic() + timeout, SHORTEST
         while not self.done():
             if time.monotonic() > deadline:
-                raise CollectiveTimeout(f"{self._name}: no answer from all ranks within {timeout:g} s")
+                raise CollectiveTimeout(f"AGM201: {self._name}: no answer from all ranks within {timeout:g} s")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST)
         if self._waited:

@@ -135,9 +135,9 @@ class Lighthouse:
         """Return the error that there is no lighthouse. ``why``: if that is known. ``within``: instead of patience."""
         because = f" ({shortened(why)})" if why else ""
         return AGMergeError(
-            f"no lighthouse answers at {self.host}, port {self.port}, "
-            f"{within or f'within {self._patience:g} s'}{because}: start one "
-            f"there, by `python -m agmerge lighthouse --port {self.port}`, or set AGMERGE_LIGHTHOUSE to where it is"
+            f"AGM014: no lighthouse answers at {self.host}, port {self.port}, "
+            f"{within or f'within {self._patience:g} s'}{because}: start one there, by `python -m agmerge lighthouse "
+            f"--port {self.port}`, or set AGMERGE_LIGHTHOUSE to where it is"
         )
 
 

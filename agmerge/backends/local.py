@@ -132,7 +132,7 @@ def _pieces(parts: list[Part]) -> list[Part]:
         sent = tuple(other.splits[rank] for other in parts)
         if sent != part.expected:
             raise RankMismatchError(
-                f"rank {rank} expects pieces of {list(part.expected)} elements and is sent {list(sent)}"
+                f"AGM501: rank {rank} expects pieces of {list(part.expected)} elements and is sent {list(sent)}"
             )
     return _all(parts)
 
@@ -153,11 +153,11 @@ class LocalHandle(Handle):
         with group.changed:
             while not self._op.complete:
                 missing = [rank for rank in self._backend.ranks if rank not in self._op.inputs]
-                late = f"{self._name}: no answer from ranks {missing} within {timeout:g} s"
+                late = f"AGM201: {self._name}: no answer from ranks {missing} within {timeout:g} s"
                 gone = [f"rank {rank} {group.left[rank]}" for rank in missing if rank in group.left]
                 if gone:
                     group.told.add(self._backend.ranks[self._backend.rank])
-                    raise PeerLost(f"{self._name}: {'; '.join(gone)}", missing=missing)
+                    raise PeerLost(f"AGM206: {self._name}: {'; '.join(gone)}", missing=missing)
                 if not group.changed.wait(max(0.0, deadline - time.monotonic())) and not self._op.complete:
                     raise CollectiveTimeout(late, missing=missing)
         if self._op.error is not None:
@@ -197,7 +197,7 @@ class LocalBackend(Backend):
         """
         group, tensor, log = self.group, part.tensor, self.group.calls[self._world_rank]
         if self._closed:
-            raise AGMergeError(f"{name}: this communicator was closed")
+            raise AGMergeError(f"AGM123: {name}: this communicator was closed")
         if group.checks_marks and self.size > 1:
             collective_marks.require_marks(name, sys._getframe(1))
         if not tensor.is_contiguous():
@@ -222,7 +222,7 @@ class LocalBackend(Backend):
         try:
             if len(set(op.described.values())) > 1:
                 calls = "; ".join(f"rank {rank}: {op.described[rank]}" for rank in self.ranks)
-                op.error = RankMismatchError(f"ranks made different calls: {calls}")
+                op.error = RankMismatchError(f"AGM101: ranks made different calls: {calls}")
             else:
                 for part in op.inputs.values():
                     part.await_ready()

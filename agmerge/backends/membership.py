@@ -25,8 +25,8 @@ HURRY = 1.0  # seconds without a beat after which a worker that cannot be reache
 
 NEWEST = 1024  # workers that are looked at for newcomers, at most: the last ones that have come
 OVER = (
-    "the job at this lighthouse has ended: its workers have come to their ends. A lighthouse serves one job: start "
-    "another one for the next, or the same anew"
+    "AGM217: the job at this lighthouse has ended: its workers have come to their ends. A lighthouse serves one job: "
+    "start another one for the next, or the same anew"
 )
 
 
@@ -37,10 +37,10 @@ HELD = (
 )
 STRANGE = "worker {number} is not let in: {why}"
 REFUSED = (
-    "the workers of this elastic job do not let this one in, number {number}: {why}. Install the same version of "
-    "agmerge on all machines, and start it again"
+    "AGM710: the workers of this elastic job do not let this one in, number {number}: {why}. Install the same version "
+    "of agmerge on all machines, and start it again"
 )
-LOST = "the last worker that had the state of this elastic job is gone, after about {steps} steps"
+LOST = "AGM711: the last worker that had the state of this elastic job is gone, after about {steps} steps"
 NO_RESTART = (
     LOST + ", and restart=False: training does not begin again. To go on from a file, start another lighthouse, or the "
     "same anew; or leave restart= out"
@@ -120,8 +120,8 @@ class Membership:
         self._store.decide(present.number, numbers)
         if not is_own or self._store.decided(present.number) != numbers:
             raise AGMergeError(
-                "the lighthouse was started again, and other workers have begun to train there, without this one. End "
-                "one of the two jobs: the workers of this one can be started again, as newcomers of the other"
+                "AGM215: the lighthouse was started again, and other workers have begun to train there, without this "
+                "one. End one of the two jobs: the workers of this one can be started again, as newcomers of the other"
             )
         self._store.set(GENERATION, str(present.number))
         if self._has_begun:
@@ -349,8 +349,9 @@ class Membership:
         self._arrived = max(self._arrived, *decided)
         if self.own.number not in decided:
             raise AGMergeError(
-                f"the other workers go on without this one, number {self.own.number}: it gave no sign of life when "
-                "they formed a group. Start it again: it comes back as a newcomer. If it was only busy, raise suspect="
+                f"AGM210: the other workers go on without this one, number {self.own.number}: it gave no sign of life "
+                "when they formed a group. Start it again: it comes back as a newcomer. If it was only busy, raise "
+                "suspect="
             )
         lost = self._lost_steps(decided)
         members = tuple(self._store.worker(one) or unknown(one) for one in decided)
@@ -361,10 +362,10 @@ class Membership:
 
     def _pause(self, end: float, there: int) -> None:
         if self._leaves:
-            raise AGMergeError("this worker leaves its elastic job: it is in no new group")
+            raise AGMergeError("AGM216: this worker leaves its elastic job: it is in no new group")
         if self._now() > end:
             raise TooFewWorkers(
-                f"an elastic job of at least {self._least} workers has had {there} for longer than it waits "
+                f"AGM209: an elastic job of at least {self._least} workers has had {there} for longer than it waits "
                 "(patience=). What is in memory can be saved; start more workers, or lower min_workers"
                 + (f". {self._held}" if self._held else "")
             )

@@ -83,11 +83,11 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> MpiBackend:
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise AGMergeError(
-            f"the mpi backend needs mpi4py and an MPI library ({error}); `python -m agmerge doctor` says how to "
-            "install them"
+            f"AGM004: the mpi backend needs mpi4py and an MPI library ({error}); `python -m agmerge doctor` says how "
+            "to install them"
         ) from error
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-        raise AGMergeError("the mpi backend needs MPI_THREAD_SERIALIZED; leave mpi4py.rc.thread_level as it is")
+        raise AGMergeError("AGM004: the mpi backend needs MPI_THREAD_SERIALIZED; leave mpi4py.rc.thread_level as it is")
     _abort_on_error(MPI)
     progress = Progress("agmerge mpi")
     world = _result(progress, MPI.COMM_WORLD.Dup, timeout, "init()")
@@ -133,11 +133,11 @@ class MpiHandle(Handle):
 
     def _wait(self, timeout: float) -> None:
         if not self._call.ended.wait(timeout):
-            error = CollectiveTimeout(f"{self._name}: no answer from all ranks within {timeout:g} s")
+            error = CollectiveTimeout(f"AGM201: {self._name}: no answer from all ranks within {timeout:g} s")
             error.advise(self._advice)
             raise error
         if self._call.error is not None:
-            raise PeerLost(f"{self._name}: MPI failed", self._call.error) from self._call.error
+            raise PeerLost(f"AGM206: {self._name}: MPI failed", self._call.error) from self._call.error
 
 
 def _result(progress: Progress, make: Callable[[], Any], timeout: float, what: str) -> Any:
@@ -254,9 +254,11 @@ def _flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return a tensor of the CPU in one dimension, or raise :class:`agmerge.AGMergeError` if MPI cannot take it."""
     if tensor.device.type != "cpu":
         raise AGMergeError(
-            f"{name}: MPI moves tensors on the CPU, this one is on {tensor.device}, and torch said that there is no "
-            "such device when agmerge.init() was called; call it after the device is there"
+            f"AGM306: {name}: MPI moves tensors on the CPU, this one is on {tensor.device}, and torch said that there "
+            "is no such device when agmerge.init() was called; call it after the device is there"
         )
     if tensor.numel() * tensor.element_size() > LARGEST:
-        raise AGMergeError(f"{name}: a message of 2 GiB or more is too large for MPI; use smaller merge buffers")
+        raise AGMergeError(
+            f"AGM306: {name}: a message of 2 GiB or more is too large for MPI; use smaller merge buffers"
+        )
     return tensor.detach().view(-1)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 SHARED = (
-    "{workers} workers share {gpus} here, and NCCL wants one for each: all tensors go through the host's memory, by "
-    "Gloo, which takes two copies a message"
+    "AGM708: {workers} workers share {gpus} here, and NCCL wants one for each: all tensors go through the host's "
+    "memory, by Gloo, which takes two copies a message"
 )
 
 _shared = False  # the same on every rank of the world; written by `settle` alone, whenever a world is joined

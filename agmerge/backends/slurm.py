@@ -49,8 +49,8 @@ def variables(env: Mapping[str, str]) -> dict[str, str]:
         }
     except (KeyError, ValueError, IndexError) as error:
         raise AGMergeError(
-            f"srun has started {tasks(env)} tasks (SLURM_STEP_NUM_TASKS), but its variables do not say where they are "
-            f"({type(error).__name__}: {error}); {INSTEAD}"
+            f"AGM005: srun has started {tasks(env)} tasks (SLURM_STEP_NUM_TASKS), but its variables do not say where "
+            f"they are ({type(error).__name__}: {error}); {INSTEAD}"
         ) from error
     step = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}".encode()
     return {**torchruns, "MASTER_PORT": env.get("MASTER_PORT") or str(FIRST + zlib.crc32(step) % PORTS)}

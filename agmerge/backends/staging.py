@@ -27,8 +27,8 @@ from agmerge.errors import AGMergeError, CollectiveTimeout
 ENDED = 1.0  # seconds, for the wait for a call that is known to have ended
 SHORTEST = 1e-3  # seconds: to some libraries 0 means for ever
 SLOW = (
-    "the backend {name!r} has no NCCL here: tensors on {device} go through the host's memory, which takes two copies a "
-    "message; `python -m agmerge doctor` says what GPU tensors go through"
+    "AGM703: the backend {name!r} has no NCCL here: tensors on {device} go through the host's memory, which takes two "
+    "copies a message; `python -m agmerge doctor` says what GPU tensors go through"
 )
 
 
@@ -71,7 +71,9 @@ def _streams(device: torch.device) -> Streams:
     """Return the streams of a device; raise :class:`agmerge.AGMergeError` for a kind that has none here."""
     known = streams_of(device)
     if known is None:
-        raise AGMergeError(f"tensors on {device} cannot be exchanged: move them to the CPU, or to a GPU of CUDA")
+        raise AGMergeError(
+            f"AGM306: tensors on {device} cannot be exchanged: move them to the CPU, or to a GPU of CUDA"
+        )
     return known
 
 
@@ -188,7 +190,9 @@ class StagedHandle(Handle):
     def _wait(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         if not self._call.begun.wait(timeout):
-            raise CollectiveTimeout(f"{self._name}: its tensors have not come from the device within {timeout:g} s")
+            raise CollectiveTimeout(
+                f"AGM201: {self._name}: its tensors have not come from the device within {timeout:g} s"
+            )
         if self._call.error is not None:
             raise self._call.error
         self._queued.result(max(deadline - time.monotonic(), SHORTEST))

@@ -75,7 +75,7 @@ def bounded(call: Callable[[], T], timeout: float, what: str, advice: str = "") 
     with status.waiting_for(what, ()):
         thread.join(timeout)
         if not errors and not results:
-            errors.append(CollectiveTimeout(f"{what}: no answer from all ranks within {timeout:.3g} s"))
+            errors.append(CollectiveTimeout(f"AGM201: {what}: no answer from all ranks within {timeout:.3g} s"))
         if errors and isinstance(errors[0], NoAnswer):
             errors[0].advise(advice)
         if errors:

@@ -20,7 +20,7 @@ from agmerge.backends.torch_errors import translated
 from agmerge.errors import AGMergeError, NoAnswer
 
 OF_THE_WORLD = (
-    "{}: torch.distributed makes groups with all of its workers, and these are some of them (process_set=). "
+    "AGM305: {}: torch.distributed makes groups with all of its workers, and these are some of them (process_set=). "
     "exchange='two-level' among the ranks of a process set needs horovodrun or mpirun; take another exchange here"
 )
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # what torch.distributed reads, set by torchrun or by hand
@@ -85,13 +85,13 @@ def launched(env: Mapping[str, str]) -> bool:
     missing = [key for key in NEEDED if key not in env]
     if missing and int(env.get("WORLD_SIZE") or 1) > 1:
         raise AGMergeError(
-            f"WORLD_SIZE={env['WORLD_SIZE']}, but {' and '.join(missing)} not set; set them too, or launch with "
-            "torchrun"
+            f"AGM006: WORLD_SIZE={env['WORLD_SIZE']}, but {' and '.join(missing)} not set; set them too, or launch "
+            "with torchrun"
         )
     if missing and env.get(NODES, "1") != "1":
         raise AGMergeError(
-            f"{NODES}={env[NODES]} is what torchrun reads, but no torchrun has started this process: make the command "
-            "`torchrun train.py`, in place of `python train.py`"
+            f"AGM007: {NODES}={env[NODES]} is what torchrun reads, but no torchrun has started this process: make the "
+            "command `torchrun train.py`, in place of `python train.py`"
         )
     return not missing
 
@@ -114,15 +114,17 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> TorchBackend
     import torch.distributed as dist
 
     if not dist.is_available():
-        raise AGMergeError("this build of torch has no torch.distributed; install another, or launch one worker")
+        raise AGMergeError(
+            "AGM011: this build of torch has no torch.distributed; install another, or launch one worker"
+        )
     if dist.is_initialized():
         return _beside(dist, env, timeout)
     env = {**slurm.variables(env), **env} if slurm.launched(env) else env
     missing = [key for key in NEEDED if key not in env]
     if missing:
         raise AGMergeError(
-            f"the torch backend needs the environment variables {', '.join(missing)}: "
-            "launch the script with torchrun, or set them by hand"
+            f"AGM006: the torch backend needs the environment variables {', '.join(missing)}: launch the script with "
+            "torchrun, or set them by hand"
         )
     meeting = torch_store.Meeting(dist, env, timeout)
     advice = ""

@@ -29,5 +29,5 @@ def translated(name: str, within: str = "") -> Iterator[None]:
         if isinstance(error, OF_THIS_RANK) or any(words in text.lower() for words in OF_THIS_RANK_WORDS):
             raise  # no other rank has left
         if "imed out" in text or "imeout" in text:
-            raise CollectiveTimeout(f"{name}: no answer from all ranks{within}", text) from error
-        raise PeerLost(f"{name}: the connection to another rank broke", text) from error
+            raise CollectiveTimeout(f"AGM201: {name}: no answer from all ranks{within}", text) from error
+        raise PeerLost(f"AGM206: {name}: the connection to another rank broke", text) from error

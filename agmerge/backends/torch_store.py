@@ -82,7 +82,8 @@ class Meeting:
             if serves and "server socket" in str(error):
                 advice = limits.advice(self.size) or "Set MASTER_PORT to a port that is free there."
                 raise AGMergeError(
-                    f"init(): rank 0, on host {socket.gethostname()}, cannot serve at {self._where}. {advice} ({error})"
+                    f"AGM202: init(): rank 0, on host {socket.gethostname()}, cannot serve at {self._where}. {advice} "
+                    f"({error})"
                 ) from error
             raise CollectiveTimeout("init()", error) from error
 
@@ -95,8 +96,9 @@ class Meeting:
             raise self._ended(error) from error
         if holder != own:
             raise AGMergeError(
-                f"init(): two processes have come to {self._where} as rank {self.rank}: first {printable(holder)}, "
-                f"then {own}, this one. Give each job a MASTER_PORT of its own, and each of its processes another RANK"
+                f"AGM204: init(): two processes have come to {self._where} as rank {self.rank}: first "
+                f"{printable(holder)}, then {own}, this one. Give each job a MASTER_PORT of its own, and each of its "
+                "processes another RANK"
             )
 
     @property
@@ -113,10 +115,9 @@ class Meeting:
             why += f". MASTER_ADDR must be an address of this host, on which rank 0 runs: it has {shown}"
         why = limits.advice(self.size).rstrip(".") or why
         return CollectiveTimeout(
-            f"init(): rank {self.rank}, on host {socket.gethostname()}, cannot reach "
-            f"{'rank 0' if self.rank else 'itself'} at {self._where} within "
-            f"{self._timeout:g} s: {why}. {timeouts.VARIABLE} gives workers longer to start"
-            + (f" ({error.words})" if error.words else "")
+            f"AGM202: init(): rank {self.rank}, on host {socket.gethostname()}, cannot reach "
+            f"{'rank 0' if self.rank else 'itself'} at {self._where} within {self._timeout:g} s: {why}. "
+            f"{timeouts.VARIABLE} gives workers longer to start" + (f" ({error.words})" if error.words else "")
         )
 
     def gather(self, text: bytes, name: str) -> list[bytes]:
@@ -141,7 +142,7 @@ class Meeting:
 
     def _ended(self, error: RuntimeError) -> PeerLost:
         """Return the error that says that the store is served no more."""
-        return PeerLost(f"init(): rank 0, at {self._where}, has ended. {SECOND}", error)
+        return PeerLost(f"AGM205: init(): rank 0, at {self._where}, has ended. {SECOND}", error)
 
     def _missing(self, keys: list[str], error: RuntimeError) -> PeerLost | CollectiveTimeout:
         """Return the error that names the ranks without an entry among ``keys``."""
@@ -150,8 +151,8 @@ class Meeting:
         except RuntimeError:
             return self._ended(error)
         return CollectiveTimeout(
-            f"init(): no sign of rank {', '.join(map(str, missing))} of {self.size} within {self._timeout:g} s: it was "
-            f"not started, has ended before init(), or cannot reach {self._where}; see what it has printed. "
+            f"AGM203: init(): no sign of rank {', '.join(map(str, missing))} of {self.size} within {self._timeout:g} "
+            f"s: it was not started, has ended before init(), or cannot reach {self._where}; see what it has printed. "
             f"{timeouts.VARIABLE} gives workers longer to start",
             missing=missing,
         )
@@ -164,8 +165,8 @@ def check_interface() -> None:
     if not set(given.split(",")) <= {"", *there}:
         shown = ", ".join(f"{name} ({address})" for name, address in there.items() if address)
         raise AGMergeError(
-            f"init(): {INTERFACE}={given}, but host {socket.gethostname()} has no such interface; it has {shown}. Set "
-            "it, on every host, to the one that leads to the other machines, or not at all"
+            f"AGM202: init(): {INTERFACE}={given}, but host {socket.gethostname()} has no such interface; it has "
+            f"{shown}. Set it, on every host, to the one that leads to the other machines, or not at all"
         )
 
 

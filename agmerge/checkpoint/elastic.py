@@ -29,16 +29,16 @@ T = TypeVar("T")
 OWN = ("optimizer", "model", "scheduler")
 HOROVODS = "it is Horovod's: import horovod.torch.elastic, its State takes an agmerge.DistributedOptimizer"
 NOT_ELASTIC = (
-    "agmerge.elastic.State is for a job with workers that come and go: call agmerge.init(elastic=True) first "
+    "AGM015: agmerge.elastic.State is for a job with workers that come and go: call agmerge.init(elastic=True) first "
     "(docs/elastic.md)"
 )
 NOT_WRAPPED = (
-    "agmerge.elastic.State(optimizer=...) was given {kind}, which exchanges nothing: give it what "
+    "AGM310: agmerge.elastic.State(optimizer=...) was given {kind}, which exchanges nothing: give it what "
     "agmerge.DistributedOptimizer or LocalOptimizer returns for that one"
 )
 OTHERS_STATE = (
-    "this worker cannot take over the state of the others: {error}. Run the same script on all workers; another job "
-    "has a lighthouse of its own"
+    "AGM407: this worker cannot take over the state of the others: {error}. Run the same script on all workers; "
+    "another job has a lighthouse of its own"
 )
 
 
@@ -265,8 +265,8 @@ class State:
         """Take over the state of a donor, as :meth:`_state` has returned it there."""
         if set(whole["values"]) != set(self._names):
             raise AGMergeError(
-                f"agmerge.elastic.State has {sorted(self._names)} here and {sorted(whole['values'])} on the others: "
-                "run the same script on all workers"
+                f"AGM407: agmerge.elastic.State has {sorted(self._names)} here and {sorted(whole['values'])} on the "
+                "others: run the same script on all workers"
             )
         if self._sampler is not None:
             self._sampler.check_same(whole["sampler"])

@@ -41,22 +41,22 @@ KINDS = {
 
 
 OTHER_PARTS = (
-    "the checkpoint's residuals are of another part of parameter {name!r} ({saved}) than this rank holds ({own}): they "
-    "are dropped and start from zero. Load what a rank has saved that held the same shards"
+    "AGM402: the checkpoint's residuals are of another part of parameter {name!r} ({saved}) than this rank holds "
+    "({own}): they are dropped and start from zero. Load what a rank has saved that held the same shards"
 )
-NO_RESIDUALS = "the checkpoint has no residuals (it is a plain optimizer's): they start from zero"
+NO_RESIDUALS = "AGM401: the checkpoint has no residuals (it is a plain optimizer's): they start from zero"
 OTHER_NUMBER = "For another number of workers save agmerge.gather_state(optimizer), which all of them load"
 LOST = ("residuals", "momenta", "averaged_momenta")  # entries that start from zero where they are not loaded
 UNREAD = (
-    "the optimizer was loaded from a checkpoint of agmerge before it was wrapped. What ranks have not sent yet, and "
-    "with sync='updates' their own optimizer states, is in the 'agmerge' section, which was not loaded: it starts from "
-    "zero. Load it when the optimizer is wrapped, on every rank, from its own file or one of agmerge.gather_state():\n"
-    "    {made}\n"
-    "    {name}.load_state_dict(state)  # what was given to the plain optimizer's load_state_dict()"
+    "AGM403: the optimizer was loaded from a checkpoint of agmerge before it was wrapped. What ranks have not sent "
+    "yet, and with sync='updates' their own optimizer states, is in the 'agmerge' section, which was not loaded: it "
+    "starts from zero. Load it when the optimizer is wrapped, on every rank, from its own file or one of "
+    "agmerge.gather_state():\n    {made}\n    {name}.load_state_dict(state)  # what was given to the plain "
+    "optimizer's load_state_dict()"
 )
 OTHER_SYNC = (
-    "the checkpoint is of another sync=: what was not sent of gradients is no update, nor the other way round. It is "
-    "dropped and starts from zero; parameters are the shared ones"
+    "AGM402: the checkpoint is of another sync=: what was not sent of gradients is no update, nor the other way "
+    "round. It is dropped and starts from zero; parameters are the shared ones"
 )
 
 
@@ -238,8 +238,8 @@ def _read(reducer: AnyReducer, section: Mapping[str, Any], own: bool) -> Restore
         if updates is not None:
             what, restored.updates = "carried updates", common_part(updates)
         warnings.warn(
-            f"the checkpoint's {what} are rank {saved[0]}'s of {saved[1]}{_shard_text(shard)}, this is rank {place[0]} "
-            f"of {place[1]}{_shard_text(restored.shard)}: they are dropped and start from zero. "
+            f"AGM402: the checkpoint's {what} are rank {saved[0]}'s of {saved[1]}{_shard_text(shard)}, this is rank "
+            f"{place[0]} of {place[1]}{_shard_text(restored.shard)}: they are dropped and start from zero. "
             + (OTHER_NUMBER if saved[1] != place[1] else "Load the file that this rank has saved"),
             stacklevel=4,
         )

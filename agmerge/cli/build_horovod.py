@@ -185,11 +185,15 @@ def find_mpi() -> str | None:
 def check_tools() -> None:
     """Raise :class:`BuildError` where a tool is missing, before minutes are spent."""
     if shutil.which(os.environ.get("CXX", "c++")) is None:
-        raise BuildError("no C++ compiler; install one that knows C++20 (Debian, Ubuntu: apt install g++), or set CXX")
+        raise BuildError(
+            "AGM013: no C++ compiler; install one that knows C++20 (Debian, Ubuntu: apt install g++), or set CXX"
+        )
     if shutil.which("make") is None:
-        raise BuildError("no make; install it (Debian, Ubuntu: apt install make)")
+        raise BuildError("AGM013: no make; install it (Debian, Ubuntu: apt install make)")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        raise BuildError("no Python.h; install the headers of this Python (Debian, Ubuntu: apt install python3-dev)")
+        raise BuildError(
+            "AGM013: no Python.h; install the headers of this Python (Debian, Ubuntu: apt install python3-dev)"
+        )
 
 
 def check_nccl() -> None:
@@ -199,7 +203,9 @@ def check_nccl() -> None:
     toolkit = cuda_toolkit.home(os.environ)
     lacking = cuda_toolkit.lacking(os.environ, torch.version.cuda, toolkit, nccl.installed())
     if lacking:
-        raise BuildError("Horovod was not built: with NCCL it takes more than is here.\n* " + "\n* ".join(lacking))
+        raise BuildError(
+            "AGM013: Horovod was not built: with NCCL it takes more than is here.\n* " + "\n* ".join(lacking)
+        )
 
 
 def compile_in(folder: Path, mpi: str | None) -> Path:

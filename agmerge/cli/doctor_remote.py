@@ -63,7 +63,7 @@ class Remote:
             try:
                 line = self._lines.get(timeout=timeout)
             except queue.Empty:
-                raise HostError(f"no answer within {timeout:g} s") from None
+                raise HostError(f"AGM208: no answer within {timeout:g} s") from None
             if line is None:
                 raise HostError(self._last_words())
             if line.startswith(doctor_agent.MARK):

@@ -27,7 +27,7 @@ def keep(wheel: Path, folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for each in (folder.parent, folder):
         if not _is_own(each):
-            raise AGMergeError(f"{each} is another user's: set XDG_CACHE_HOME to a folder of your own")
+            raise AGMergeError(f"AGM012: {each} is another user's: set XDG_CACHE_HOME to a folder of your own")
         _close_to_others(each)
     part, digest = folder / f".{os.getpid()}.part", _hash_file(folder).with_suffix(f".{os.getpid()}.part")
     try:

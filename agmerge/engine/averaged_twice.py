@@ -19,8 +19,8 @@ from agmerge.tensors.parameters import ParameterTable
 LOOKS = 5  # first steps: those that average gradients do so in each
 SHARE = 0.5  # of all elements: so many in tensors of the script's own, such as flattened gradients, are the gradients
 TWICE = (
-    "{who} averages gradients by torch.distributed, {elements} elements a step, and so does DistributedOptimizer: "
-    "everything is exchanged twice, once of it uncompressed. {remedy}"
+    "AGM136: {who} averages gradients by torch.distributed, {elements} elements a step, and so does "
+    "DistributedOptimizer: everything is exchanged twice, once of it uncompressed. {remedy}"
 )
 OF_OPTIMIZER = (
     "Delete the all_reduce or reduce_scatter in its step(), or wrap the plain optimizer that it is made of, such as "

@@ -31,8 +31,8 @@ from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.parameters import ParameterTable
 
 STALE = (
-    "parameter {name!r} got a gradient, but it had not taken the last update: no forward of a module that holds it "
-    "ran since step() (it was used as a tensor, or this forward ran before step()). Call its module, or "
+    "AGM116: parameter {name!r} got a gradient, but it had not taken the last update: no forward of a module that "
+    "holds it ran since step() (it was used as a tensor, or this forward ran before step()). Call its module, or "
     "optimizer.flush() before this forward"
 )
 
@@ -68,8 +68,8 @@ class DearReducer(Reducer):
     def leave(self) -> None:
         """Refuse: updates of the last step may be on their way."""
         raise AGMergeError(
-            "merging='dear' cannot go on among other workers: updates of the last step may be on their way. Restart "
-            "from a checkpoint, or use another merging"
+            "AGM116: merging='dear' cannot go on among other workers: updates of the last step may be on their way. "
+            "Restart from a checkpoint, or use another merging"
         )
 
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans:

@@ -116,7 +116,7 @@ class Updates:
         now, then = (gradient_dtype(parameter), parameter.device), (slot.tensor_class.dtype, slot.tensor_class.device)
         if now != then or tuple(parameter.shape) != slot.shape:
             raise AGMergeError(
-                f"parameter {slot.name!r} was {then[0]}{list(slot.shape)} on {then[1]} in step() and is "
+                f"AGM116: parameter {slot.name!r} was {then[0]}{list(slot.shape)} on {then[1]} in step() and is "
                 f"{now[0]}{list(parameter.shape)} on {now[1]} now, before its update: call optimizer.flush() between "
                 "step() and the change"
             )
@@ -128,9 +128,9 @@ class Updates:
             changed = [key for key in {**was, **now} if key not in was or key not in now or was[key] != now[key]]
             if changed:
                 raise AGMergeError(
-                    f"{type(self._optimizer).__name__}.step() changed {changed[0]!r} of its param group: merging="
-                    "'dear' calls it for a few parameters at a time, so it must keep its state by parameter. Use "
-                    "another merging"
+                    f"AGM116: {type(self._optimizer).__name__}.step() changed {changed[0]!r} of its param group: "
+                    "merging='dear' calls it for a few parameters at a time, so it must keep its state by parameter. "
+                    "Use another merging"
                 )
 
 

@@ -10,7 +10,7 @@ from agmerge.step.config import AUTO, SPARSE, Config
 from agmerge.step.gradient_exchange import GradientExchange
 from sparsifiers import Kind
 
-REFUSED = "init(elastic=True): {what} cannot go on without a worker that is lost. {instead} (docs/elastic.md)"
+REFUSED = "AGM308: init(elastic=True): {what} cannot go on without a worker that is lost. {instead} (docs/elastic.md)"
 LEAVE_OUT = "Leave it out, or start without elastic=True"
 PLAIN = "Use a loop of plain PyTorch there, or start without elastic=True, and again from a file where a worker is lost"
 SECOND = "Give both a list, agmerge.DistributedOptimizer([first, second], ...), or close() the first"

@@ -23,8 +23,8 @@ from agmerge.tensors.nonfinite import RAISE, is_finite
 from agmerge.tensors.parameters import ParameterInfo, ParameterTable, optimizers_of
 
 NOT_FINITE = (
-    "gradients are infinite or NaN: {where}. Parameters and residuals are as before this step. Call zero_grad() to go "
-    "on without it; nonfinite='skip' leaves out such steps"
+    "AGM106: gradients are infinite or NaN: {where}. Parameters and residuals are as before this step. Call "
+    "zero_grad() to go on without it; nonfinite='skip' leaves out such steps"
 )
 
 

@@ -20,9 +20,9 @@ from agmerge.tensors.parameters import ParameterTable
 
 SAMPLED = 16  # elements that are compared where versions may miss a change
 CAPTURED = (
-    "the backward pass of parameter {!r} is being captured in a CUDA graph. Its replays run no hooks, so that nothing "
-    "would be exchanged: leave backward() out of the graph, or capture modules by torch.cuda.make_graphed_callables, "
-    "whose gradients autograd accumulates as ever"
+    "AGM114: the backward pass of parameter {!r} is being captured in a CUDA graph. Its replays run no hooks, so that "
+    "nothing would be exchanged: leave backward() out of the graph, or capture modules by "
+    "torch.cuda.make_graphed_callables, whose gradients autograd accumulates as ever"
 )
 
 
@@ -222,4 +222,3 @@ def _hook(
             tell(parameter)
 
     return hook
-

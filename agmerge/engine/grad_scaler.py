@@ -23,17 +23,18 @@ from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.parameters import ParameterTable
 
 NOT_ATTACHED = (
-    "GradScaler.step(): the scaler was not attached: pass scaler=scaler to DistributedOptimizer, or call "
+    "AGM115: GradScaler.step(): the scaler was not attached: pass scaler=scaler to DistributedOptimizer, or call "
     "optimizer.attach_scaler(scaler), on every rank"
 )
 NOT_BY_SCALER = (
-    "step(): the gradients still have the scale of the attached GradScaler: call scaler.step(optimizer), and then "
-    "scaler.update()"
+    "AGM115: step(): the gradients still have the scale of the attached GradScaler: call scaler.step(optimizer), and "
+    "then scaler.update()"
 )
 NOT_GIVEN = (
-    "the script scales its loss with a GradScaler that compress() does not know. What ranks keep back would have its "
-    "scale, which changes, and an infinite gradient, which the scaler leaves out, would be an error. No parameter was "
-    "stepped. Pass it on every rank: agmerge.integrations.ddp.compress(model, optimizer=optimizer, scaler=scaler)"
+    "AGM602: the script scales its loss with a GradScaler that compress() does not know. What ranks keep back would "
+    "have its scale, which changes, and an infinite gradient, which the scaler leaves out, would be an error. No "
+    "parameter was stepped. Pass it on every rank: agmerge.integrations.ddp.compress(model, optimizer=optimizer, "
+    "scaler=scaler)"
 )
 SCALERS = os.path.join("amp", "grad_scaler.py")  # the end of the path of torch's file
 DEEP = 8  # calls, from GradScaler.step() to a hook of the optimizer's step

@@ -128,7 +128,9 @@ class LocalReplica:
     def check_not_shown(self, what: str) -> None:
         """Raise :class:`agmerge.AGMergeError` inside of :meth:`showing`, where changes would be undone."""
         if self.shared.is_shown:
-            raise AGMergeError(f"{what} inside shared(): changes of parameters inside are lost. Call it outside")
+            raise AGMergeError(
+                f"AGM117: {what} inside shared(): changes of parameters inside are lost. Call it outside"
+            )
 
     def shared_values(self, but: Container[str] = ()) -> dict[torch.Tensor, torch.Tensor]:
         """Return the shared parameters, by parameter, all ``but`` some; nothing before the first step."""

@@ -40,14 +40,14 @@ from agmerge.version import __version__
 
 T = TypeVar("T")
 TOO_FEW = (
-    "an elastic job has {size} workers, fewer than its min_workers, and begins another step with them. Call commit() "
-    "of agmerge.elastic.State after each step: there it waits for others; or lower min_workers"
+    "AGM209: an elastic job has {size} workers, fewer than its min_workers, and begins another step with them. Call "
+    "commit() of agmerge.elastic.State after each step: there it waits for others; or lower min_workers"
 )
 WAITS = ", fewer than min_workers: the next commit() waits for others"
 UNCOMMITTED = 20  # exchanges without commit(), after which a warning says so
 NO_COMMIT = (
-    "{count} exchanges of an elastic job without commit() of agmerge.elastic.State: call it after each step. Only "
-    "there newcomers are let in, and samples of an agmerge.elastic.Sampler are counted"
+    "AGM220: {count} exchanges of an elastic job without commit() of agmerge.elastic.State: call it after each step. "
+    "Only there newcomers are let in, and samples of an agmerge.elastic.Sampler are counted"
 )
 RETRIED = "{name}, of state.retried,"
 
@@ -310,7 +310,7 @@ class Participation:
             return outcome
         self._count(left=left, lost=before - now - left, repeated=not has_ended(outcome))
         self.changes["seconds"] += time.monotonic() - began
-        words = f"in step {self.exchange.agreed.step} a worker was lost: {now} of {before} workers go on"
+        words = f"AGM213: in step {self.exchange.agreed.step} a worker was lost: {now} of {before} workers go on"
         warn(words + (WAITS if workers.has_too_few() else ""), workers.rank())
         return outcome
 
@@ -327,7 +327,7 @@ class Participation:
             self.changes[what] += count
 
     def _say_change(self, before: int, what: str) -> None:
-        warn(f"a worker {what}: {workers.size()} train from now on, {before} before", workers.rank())
+        warn(f"AGM213: a worker {what}: {workers.size()} train from now on, {before} before", workers.rank())
 
     @contextmanager
     def joined(self) -> Iterator[None]:

@@ -321,8 +321,9 @@ def check_attachable(combined: Combined, exchange: GradientExchange, *, is_activ
         dtype = gradient_dtype(parameter)
         if dtype != slot.tensor_class.dtype or parameter.device != slot.tensor_class.device:
             raise AGMergeError(
-                f"parameter {slot.name!r} changed from {slot.tensor_class.dtype} on {slot.tensor_class.device} to "
-                f"{dtype} on {parameter.device} between backward() and step(); change it between steps"
+                f"AGM113: parameter {slot.name!r} changed from {slot.tensor_class.dtype} on "
+                f"{slot.tensor_class.device} to {dtype} on {parameter.device} between backward() and step(); change "
+                "it between steps"
             )
     if not any(combined.used) and is_active and combined.is_whole:
         warnings.warn(NO_GRADIENT, stacklevel=7)
@@ -331,7 +332,7 @@ def check_attachable(combined: Combined, exchange: GradientExchange, *, is_activ
         for member in exchange.agreed.members():
             if member.parameter not in known and member.parameter.grad is not None:
                 raise AGMergeError(
-                    f"parameter {member.name!r} was added or unfrozen during backward(), and its gradient was "
+                    f"AGM113: parameter {member.name!r} was added or unfrozen during backward(), and its gradient was "
                     "not combined; do that between step() and the next backward()"
                 )
 

@@ -21,9 +21,9 @@ from agmerge.tensors.parameters import ParameterTable
 
 DIGEST_BYTES = 16
 WRITTEN = (
-    "replicas differed in a backward pass, first in parameter {name!r}, and the script had written parameters since "
-    "the last step. If each rank moves its own for this pass and puts them back (SAM), that is right. Else change "
-    "parameters in the same way on every rank"
+    "AGM152: replicas differed in a backward pass, first in parameter {name!r}, and the script had written parameters "
+    "since the last step. If each rank moves its own for this pass and puts them back (SAM), that is right. Else "
+    "change parameters in the same way on every rank"
 )
 
 
@@ -53,11 +53,11 @@ def compare_replicas(
                 return
             sets = "; ".join(f"{value[:8]} on {ranks_of(digests, value)}" for value in dict.fromkeys(digests))
             raise DivergenceError(
-                f"step {steps}: replicas differ, first in parameter {name!r}: digest "
-                f"{sets}. Something changed parameters on some ranks only: start them with "
-                "broadcast_parameters, and change them only through the optimizer, or in the same way on every "
-                "rank. Where the script does, a sum may have been damaged on its way: go on from a checkpoint. With "
-                "sync='updates' read the values for a new parameter inside optimizer.shared(): others differ by rank"
+                f"AGM102: step {steps}: replicas differ, first in parameter {name!r}: digest {sets}. Something "
+                "changed parameters on some ranks only: start them with broadcast_parameters, and change them only "
+                "through the optimizer, or in the same way on every rank. Where the script does, a sum may have been "
+                "damaged on its way: go on from a checkpoint. With sync='updates' read the values for a new parameter "
+                "inside optimizer.shared(): others differ by rank"
             )
 
 
@@ -84,9 +84,9 @@ def level_replicas(
         return
     if comm.size < workers.size():
         raise DivergenceError(
-            "join(): the ranks of this process set differ after it. Clip gradients and change learning rates in hooks "
-            "of the optimizer's step (register_step_pre_hook, register_step_post_hook), which run on ranks that have "
-            "joined too"
+            "AGM120: join(): the ranks of this process set differ after it. Clip gradients and change learning rates "
+            "in hooks of the optimizer's step (register_step_pre_hook, register_step_post_hook), which run on ranks "
+            "that have joined too"
         )
     broadcast_parameters(parameters, root_rank=root)
     broadcast_optimizer_state(optimizer, root_rank=root)

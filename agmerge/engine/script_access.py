@@ -18,22 +18,22 @@ from agmerge.errors import and_more, warn
 from agmerge.runtime import workers
 
 WRITTEN = (
-    "the script has written parameters between two steps ({names}). With sync='updates' these are this rank's own: "
-    "forward passes and state_dict() show them as they are until the next step, and shared() does not. A bound that is "
-    "set after each step (clamp_) holds in them alone: set it inside of shared() again before you evaluate or save "
-    "there. After weights that are to stay (load_state_dict() of the best ones) call consolidate() on every rank "
+    "AGM145: the script has written parameters between two steps ({names}). With sync='updates' these are this rank's "
+    "own: forward passes and state_dict() show them as they are until the next step, and shared() does not. A bound "
+    "that is set after each step (clamp_) holds in them alone: set it inside of shared() again before you evaluate or "
+    "save there. After weights that are to stay (load_state_dict() of the best ones) call consolidate() on every rank "
     "(docs/adaptive.md)"
 )
 READ = (
-    "the script reads parameters between two steps ({operation}() of {name!r}). With sync='updates' these are this "
-    "rank's own, so that an average of them (EMA, SWA, a teacher), or a copy, is another one on every rank. Read them "
-    "inside of shared(), `with compressed.shared():` or `with optimizer.shared():`, which has the same ones on all "
-    "ranks (docs/adaptive.md)"
+    "AGM146: the script reads parameters between two steps ({operation}() of {name!r}). With sync='updates' these are "
+    "this rank's own, so that an average of them (EMA, SWA, a teacher), or a copy, is another one on every rank. Read "
+    "them inside of shared(), `with compressed.shared():` or `with optimizer.shared():`, which has the same ones on "
+    "all ranks (docs/adaptive.md)"
 )
 SAVED = (
-    "state_dict() of a model in training mode has, with sync='updates', this rank's own parameters, which differ "
-    "between ranks. For evaluation and for others save it inside of shared(), or in eval() mode. To resume from it, "
-    "save and load the state_dict() of what exchanges as well, on every rank (docs/adaptive.md)"
+    "AGM147: state_dict() of a model in training mode has, with sync='updates', this rank's own parameters, which "
+    "differ between ranks. For evaluation and for others save it inside of shared(), or in eval() mode. To resume "
+    "from it, save and load the state_dict() of what exchanges as well, on every rank (docs/adaptive.md)"
 )
 
 

@@ -15,9 +15,9 @@ from agmerge.errors import AGMergeError
 from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
 TWICE = (
-    "{early} steps a second time before {late} has stepped: with sync='updates' what all optimizers did together is "
-    "exchanged when each of them has stepped once. Step every one of them once in each step; or exchange gradients, "
-    "sync='gradients', where each may step whenever it likes"
+    "AGM122: {early} steps a second time before {late} has stepped: with sync='updates' what all optimizers did "
+    "together is exchanged when each of them has stepped once. Step every one of them once in each step; or exchange "
+    "gradients, sync='gradients', where each may step whenever it likes"
 )
 
 

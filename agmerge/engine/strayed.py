@@ -8,9 +8,9 @@ import weakref
 from dataclasses import dataclass
 
 ENDED = (
-    "training with sync='updates' has ended, and the parameters of each rank are its own: they have what was not sent. "
-    "Call consolidate() on every rank after the last step, which makes them equal, or evaluate and save inside of "
-    "shared() (docs/adaptive.md)"
+    "AGM118: training with sync='updates' has ended, and the parameters of each rank are its own: they have what was "
+    "not sent. Call consolidate() on every rank after the last step, which makes them equal, or evaluate and save "
+    "inside of shared() (docs/adaptive.md)"
 )
 
 

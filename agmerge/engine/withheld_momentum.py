@@ -22,12 +22,12 @@ from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
 GONE = (
-    "no group of {optimizer} has a momentum any more, and memory {memory!r} follows them: none is applied. If the "
-    "groups are those of a checkpoint of SGD(momentum=0), give them the momentum again"
+    "AGM405: no group of {optimizer} has a momentum any more, and memory {memory!r} follows them: none is applied. If "
+    "the groups are those of a checkpoint of SGD(momentum=0), give them the momentum again"
 )
 SHARDS = (
-    "momentum buffers of {optimizer} are of whole tensors, and with exchange='two-level' a rank has shards of them: "
-    "momentum starts from zero"
+    "AGM405: momentum buffers of {optimizer} are of whole tensors, and with exchange='two-level' a rank has shards of "
+    "them: momentum starts from zero"
 )
 
 

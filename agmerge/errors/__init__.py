@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Sequence
 from types import FrameType
 
-from agmerge.errors.catalogue import address, find
+from agmerge.errors.catalogue import code_in, command
 
 TOO_MANY = (
-    "Gradients were computed more than backward_passes_per_step times before call to step(). "
-    "Increase backward_passes_per_step to accumulate gradients locally. Parameter {!r} got gradient number {}; "
+    "AGM104: Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+    "backward_passes_per_step to accumulate gradients locally. Parameter {!r} got gradient number {}; "
     "backward_passes_per_step is {}. Increase it only if every step() follows so many backward passes of this "
     "optimizer's own loss. A loss of another optimizer that runs through these parameters, as a GAN's generator loss "
     "runs through its discriminator, belongs inside `with optimizer.no_sync():` of this one. A framework that "
@@ -22,51 +22,51 @@ TOO_MANY = (
     "use_reentrant=False. zero_grad() goes on without the gradients of this step."
 )
 CHANGED = (
-    "step {}: the gradient of {} was changed between backward() and step(). It was handed over during backward(), so "
-    "the change would be without effect; no step was made, and parameters are as before it. {} Not your script? A "
-    "DistributedDataParallel around the model writes gradients too: take it off, or leave the optimizer plain and call "
-    "agmerge.integrations.ddp.compress(model, optimizer=optimizer)."
+    "AGM103: step {}: the gradient of {} was changed between backward() and step(). It was handed over during "
+    "backward(), so the change would be without effect; no step was made, and parameters are as before it. {} Not "
+    "your script? A DistributedDataParallel around the model writes gradients too: take it off, or leave the "
+    "optimizer plain and call agmerge.integrations.ddp.compress(model, optimizer=optimizer)."
 )
 SYNCHRONIZE = (
     "Combine first, then clip, mask or scale what is stepped with: optimizer.synchronize(); <the change>; "
     "with optimizer.skip_synchronize(): optimizer.step(). To drop gradients: optimizer.synchronize(), then "
     "optimizer.zero_grad()."
 )
-BETWEEN = "{what} was called between backward() and step(); call it after step()"
+BETWEEN = "AGM111: {what} was called between backward() and step(); call it after step()"
 NO_SYNC_LATE = (
-    "backward() inside no_sync() came after the backward() that completed this step: that gradient is on its way "
-    "and the new one would be lost. Accumulate first; the last backward() of a step is outside no_sync(). "
+    "AGM109: backward() inside no_sync() came after the backward() that completed this step: that gradient is on its "
+    "way and the new one would be lost. Accumulate first; the last backward() of a step is outside no_sync(). "
     "zero_grad() goes on without the gradients of this step."
 )
 TWICE = (
-    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
-    "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
-    "if you use optimizer.synchronize() in your code."
+    "AGM105: optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This "
+    "can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.synchronize() in your code."
 )
 NOT_COMBINED = (
-    "step() inside skip_synchronize(), but the gradients have not been combined: call synchronize() after "
-    "the last backward(), or step() outside"
+    "AGM110: step() inside skip_synchronize(), but the gradients have not been combined: call synchronize() after the "
+    "last backward(), or step() outside"
 )
 DISTRIBUTED_DATA_PARALLEL = (
-    "the model is in DistributedDataParallel, which averages gradients too ({name!r}, for one): everything would be "
-    "exchanged twice, once of it dense. Leave the optimizer plain and call "
+    "AGM107: the model is in DistributedDataParallel, which averages gradients too ({name!r}, for one): everything "
+    "would be exchanged twice, once of it dense. Leave the optimizer plain and call "
     "agmerge.integrations.ddp.compress(model, optimizer=optimizer), which takes the options of DistributedOptimizer, "
     "those of LocalOptimizer with sync='updates'; or wrap the optimizer of the plain model, without "
     "DistributedDataParallel. Where it is there for its forward alone, construct and train inside of its no_sync()"
 )
 IN_BACKWARD = (
-    "gradients are infinite or NaN: {where}. Parameters and residuals are as before this step, and can be saved. "
-    "DistributedDataParallel cannot go on after an error in its hook: start again from a checkpoint. Where the script "
-    "looks for such gradients, and repairs them or skips the step, pass nonfinite='skip': then p.grad has them on all "
-    "ranks alike. scaler= is for float16 under autocast, and leaves out such steps"
+    "AGM106: gradients are infinite or NaN: {where}. Parameters and residuals are as before this step, and can be "
+    "saved. DistributedDataParallel cannot go on after an error in its hook: start again from a checkpoint. Where the "
+    "script looks for such gradients, and repairs them or skips the step, pass nonfinite='skip': then p.grad has them "
+    "on all ranks alike. scaler= is for float16 under autocast, and leaves out such steps"
 )
 OTHER_SHARDS = (
-    "residuals are shards of other rows than this rank has now (exchange='two-level'): they are dropped and start from "
-    "zero"
+    "AGM402: residuals are shards of other rows than this rank has now (exchange='two-level'): they are dropped and "
+    "start from zero"
 )
 NO_GRADIENT = (
-    "no rank had a gradient for any parameter in this step. The optimizer may hold other parameters than the model "
-    "(load_state_dict(assign=True) replaces the model's)."
+    "AGM112: no rank had a gradient for any parameter in this step. The optimizer may hold other parameters than the "
+    "model (load_state_dict(assign=True) replaces the model's)."
 )
 
 NO_SCRIPTS = ("agmerge", "torch")  # packages: no warning points at a line of theirs
@@ -83,19 +83,20 @@ def and_more(names: Sequence[str]) -> str:
 
 
 class AGMergeError(RuntimeError):
-    """Base class of errors that are not a wrong argument. Its code is below the text (Python 3.11+)."""
+    """Base of every error that is not a mistake in an argument. Its text begins with its code.
+
+    From Python 3.11 on, the command that explains the code is printed below the text.
+    """
 
     def __init__(self, *given: object) -> None:
         super().__init__(*given)
-        problem = find(str(self))
-        if problem is not None and sys.version_info >= (3, 11):
-            self.add_note(address(problem))
+        if self.code and sys.version_info >= (3, 11):
+            self.add_note(command(self.code))
 
     @property
     def code(self) -> str:
-        """The code of the error, such as "AGM101", for ``python -m agmerge explain``. Empty if there is none."""
-        problem = find(str(self))
-        return "" if problem is None else problem.code
+        """The code in docs/errors.md, such as "AGM101": the first one in the text. Empty if there is none."""
+        return code_in(str(self))
 
 
 class RankMismatchError(AGMergeError):

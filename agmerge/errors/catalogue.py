@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes of errors and warnings: what each means, what to do, and where to read on. docs/errors.md is made of it.
+"""Codes of errors and warnings: what each means, what to do, and where to read more. docs/errors.md is made of it.
 
-A code never changes its meaning and is never used again. A text finds its code by words of its own, so that the place
-that raises need not know of codes: the first problem counts of which a symptom is in the text. ``…`` is anything.
+A code never changes its meaning and is never used again. It stands at the beginning of the text, where the text is
+raised: ``AGM101: density: ranks disagree ...``.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agmerge.errors.problems_in_training import IN_TRAINING
@@ -26,53 +27,67 @@ SOURCE = "https://agmerge.example/source"  # the repository: /blob/TAG/PATH, /ra
 class Problem:
     """Problem that a user may meet."""
 
-    code: str  # AGM and three digits: the hundreds are the chapter
-    symptoms: tuple[str, ...]  # parts of texts; the first is the heading
+    code: str  # AGM and three digits: the first digit is the chapter
+    title: str  # in plain words, to be read after the code
     cause: str
     remedy: str
-    page: str  # of docs/, with an anchor perhaps
-
-    def matches(self, text: str) -> bool:
-        """Return whether a symptom is in ``text``."""
-        return any(pattern(symptom).search(text) for symptom in self.symptoms)
+    page: str  # of docs/, perhaps with an anchor
 
 
 @functools.cache
 def catalogue() -> tuple[Problem, ...]:
-    """Return all problems, in the order in which a text is looked up."""
-    return tuple(Problem(*row) for row in (*OF_ELASTIC, *IN_TRAINING, *OF_SETTINGS))
+    """Return all problems, by code."""
+    rows = (*IN_TRAINING, *OF_ELASTIC, *OF_SETTINGS)
+    return tuple(sorted((Problem(*row) for row in rows), key=lambda problem: problem.code))
 
 
-@functools.cache
-def pattern(symptom: str) -> re.Pattern[str]:
-    """Return the pattern of a symptom."""
-    return re.compile(".*?".join(map(re.escape, symptom.split("…"))), re.DOTALL)
+def code_in(text: str) -> str:
+    """Return the first code in ``text``; empty if there is none."""
+    found = re.search(r"AGM\d{3}", text)
+    return "" if found is None else found[0]
 
 
-def find(text: str) -> Problem | None:
-    """Return the problem of a text; None: it has no code."""
-    return next((problem for problem in catalogue() if problem.matches(text)), None)
+def search(words: str) -> list[Problem]:
+    """Return the problems whose title, cause and remedy have most of ``words``, or [] if none has any.
+
+    A word of the title counts more than one of the other texts, and more in a short title. Words of one or two letters
+    do not count.
+    """
+    asked = _words(words)
+    scores = {problem: _score(problem, asked) for problem in catalogue()}
+    best = max(scores.values())
+    return [problem for problem, score in scores.items() if score == best > 0]
 
 
-def address(problem: Problem) -> str:
-    """Return the code with the command that explains it, which needs no network."""
-    return f"[{problem.code}: python -m agmerge explain {problem.code}]"
+def command(code: str) -> str:
+    """Return the command that explains a code, which needs no network."""
+    return f"python -m agmerge explain {code}"
 
 
-def page(problems: Sequence[Problem]) -> str:
-    """Return docs/errors.md: each problem with its symptoms, cause, remedy and page."""
+def page(problems: Sequence[Problem], texts: Mapping[str, str]) -> str:
+    """Return docs/errors.md: each problem with a text, cause, remedy and page. ``texts``: an example by code."""
     parts = [INTRODUCTION]
     chapter = ""
-    for problem in sorted(problems, key=lambda problem: problem.code):
+    for problem in problems:
         if problem.code[3] != chapter:
             chapter = problem.code[3]
             parts.append(f"## {CHAPTERS[chapter]}")
-        seen = "; ".join(f"“{symptom}”" for symptom in problem.symptoms)
+        example = f"```text\n{textwrap.fill(texts[problem.code], 100, break_on_hyphens=False)}\n```"
         parts.append(
-            f"### {problem.code}\n\n{seen}\n\n{problem.cause} **What to do:** {problem.remedy} "
-            f"Read on: [{problem.page}]({problem.page})."
+            f"### {problem.code}: {problem.title}\n\n{example}\n\n{problem.cause} **What to do:** {problem.remedy} "
+            f"See [{problem.page}]({problem.page})."
         )
     return "\n\n".join(parts) + "\n"
+
+
+def _score(problem: Problem, asked: set[str]) -> float:
+    title = _words(problem.title)
+    score = 3 * len(asked & title) + len(asked & _words(f"{problem.cause} {problem.remedy}"))
+    return score - len(title) / 100 if score else 0.0
+
+
+def _words(text: str) -> set[str]:
+    return {word for word in re.findall(r"[a-z_]{3,}", text.lower())}
 
 
 CHAPTERS = {
@@ -85,11 +100,24 @@ CHAPTERS = {
     "6": "Frameworks",
     "7": "Reports and speed",
 }
-INTRODUCTION = """# Errors and warnings by their words
+INTRODUCTION = """# Errors and warnings
 
-An error of `agmerge` carries a code, `error.code`. From Python 3.11 on it is printed below the text, with the command
-that shows its entry without a network: `python -m agmerge explain AGM102`. Warnings, and mistakes in arguments
-(`ValueError`, `TypeError`), are found here, or by that command, by their words. In these an ellipsis stands for names
-and numbers.
+Each error and warning of `agmerge` starts with a code, such as `AGM102`. Search this page for the code, or run
+`python -m agmerge explain AGM102`, which needs no network. If you have no code, search by words: `python -m agmerge
+explain replicas differ`. In a script, `error.code` is the code of an `agmerge.AGMergeError`.
 
-This page is written by `python tests/support/errors_page.py`, from the catalogue beside `agmerge.errors`."""
+Most mistakes in arguments raise a `ValueError` or `TypeError` without a code. These texts name the argument, its value
+and the values that are possible.
+
+To hide a warning, use its code:
+
+```python
+import warnings
+
+warnings.filterwarnings("ignore", message="AGM705")
+```
+
+In the examples on this page, an ellipsis (…) stands for a name, a number or another text. If an error has several
+texts, only one of them is shown.
+
+<!-- Written by `python tests/support/errors_page.py`, from the catalogue in `agmerge/errors`. -->"""

@@ -200,7 +200,7 @@ def decode(tail: Sequence[float], own: RoundHeader, name: str) -> RoundHeader:
     hot = [[i for i in range(_HOT) if tail[start + i] != 0.0] for start in (0, _HOT)]
     if hot != [[own.step % _HOT], [(own.buffer + own.plan) % _HOT]]:
         raise MessageError(
-            f"{name}: ranks summed messages that do not belong together: steps {hot[0]} and buffers {hot[1]} "
+            f"AGM502: {name}: ranks summed messages that do not belong together: steps {hot[0]} and buffers {hot[1]} "
             f"(modulo {_HOT})"
         )
     flags = sum(int(tail[2 * _HOT + bit] != 0.0) << bit for bit in range(_FLAGS))

@@ -149,8 +149,8 @@ class MaskedExchange(MultiRoundExchange):
             named = state.votes.read(message[state.header.size :][: state.votes.size], share)
             if named is None:
                 raise MessageError(
-                    f"{pending.name}: what rank {rank} votes has changed on its way, or is not in the vector: look at "
-                    "the network and the memory of its machine; what a sparsifier selects must be in range"
+                    f"AGM501: {pending.name}: what rank {rank} votes has changed on its way, or is not in the vector: "
+                    "look at the network and the memory of its machine; what a sparsifier selects must be in range"
                 )
             by_rank.append(named)
         if self.drawn and (messages[:, -_NUMBER:] != messages[0, -_NUMBER:]).any():
@@ -176,8 +176,8 @@ class MaskedExchange(MultiRoundExchange):
             sums, seen, errors, fault = yield from self.add_up_values(pending, f"values {number}", values)
             if fault:
                 raise MessageError(
-                    f"{pending.name}: the sums that rank {fault - 1} handed round are damaged, or what it was sent for "
-                    "them: look at the network and the memory of its machine"
+                    f"AGM501: {pending.name}: the sums that rank {fault - 1} handed round are damaged, or what it was "
+                    "sent for them: look at the network and the memory of its machine"
                 )
             ends = [0, *accumulate(lengths)]
             by_load = (torch.split(sums, lengths), torch.split(seen, lengths), errors.by_part(ends))
@@ -254,7 +254,7 @@ def checksum(masks: Sequence[torch.Tensor]) -> torch.Tensor:
 def _drawn_apart(name: str, control: RoundHeader) -> MessageError:
     """Return the error of ranks that do not have the same mask."""
     return MessageError(
-        f"{name}: ranks drew different coordinates in step {control.step}. Give every rank the same "
+        f"AGM504: {name}: ranks drew different coordinates in step {control.step}. Give every rank the same "
         "compressor with the same seed, and load a checkpoint of the same step on all of them"
     )
 

@@ -118,8 +118,8 @@ def _elastic(accelerator: Accelerator, model: torch.nn.Module, options: dict[str
     plain = _optimizers_of(accelerator, inner)
     if len(plain) != 1:
         raise ValueError(
-            f"this accelerator has prepared {len(plain)} optimizers of the model's parameters, and an elastic job "
-            "exchanges for one: prepare the model with its optimizer, or write the loop without Accelerate"
+            f"AGM309: this accelerator has prepared {len(plain)} optimizers of the model's parameters, and an elastic "
+            "job exchanges for one: prepare the model with its optimizer, or write the loop without Accelerate"
         )
     prepared = next(one for one in accelerator._optimizers if one.optimizer is plain[0])
     prepared.optimizer = distributed = accelerate_elastic.distribute(accelerator, plain[0], inner, options)

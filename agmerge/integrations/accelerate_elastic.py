@@ -18,10 +18,11 @@ from accelerate import Accelerator, DistributedType
 from agmerge.optimizer import DistributedOptimizer
 
 LAUNCHED = (
-    "a launcher has told accelerate of a fixed number of workers ({found}). In an elastic job start each worker by "
-    "`python` itself, `until python train.py; do sleep 1; done` to start it again where it dies (docs/elastic.md)"
+    "AGM309: a launcher has told accelerate of a fixed number of workers ({found}). In an elastic job start each "
+    "worker by `python` itself, `until python train.py; do sleep 1; done` to start it again where it dies "
+    "(docs/elastic.md)"
 )
-SCALED = "fp16 scales the loss, and an elastic job cannot: train with bf16, or in float32 (docs/elastic.md)"
+SCALED = "AGM309: fp16 scales the loss, and an elastic job cannot: train with bf16, or in float32 (docs/elastic.md)"
 
 
 class ElasticOptimizer(DistributedOptimizer):
@@ -67,9 +68,7 @@ def distribute(
     return distributed
 
 
-def _combining(
-    accelerator: Accelerator, optimizer: ElasticOptimizer, clip: Callable[..., Any]
-) -> Callable[..., Any]:
+def _combining(accelerator: Accelerator, optimizer: ElasticOptimizer, clip: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``clip``, with the gradients combined before they are clipped."""
 
     @functools.wraps(clip)

@@ -165,8 +165,8 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         """Raise :class:`agmerge.AGMergeError` before a step of ``sync="updates"`` that others would wait for."""
         if model._join_config.enable:
             raise AGMergeError(
-                "model.join() with sync='updates': a rank that has joined does not step, and the others would wait for "
-                "it. Give every rank the same number of batches"
+                "AGM603: model.join() with sync='updates': a rank that has joined does not step, and the others would "
+                "wait for it. Give every rank the same number of batches"
             )
 
     def __getattr__(self, name: str) -> Any:

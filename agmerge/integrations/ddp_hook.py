@@ -20,8 +20,8 @@ from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.errors import AGMergeError
 
 FEWER = (
-    "join(divide_by_initial_world_size=False): what ranks that have joined keep still counts, so that updates are "
-    "averages over all of them to the end; leave it True"
+    "AGM603: join(divide_by_initial_world_size=False): what ranks that have joined keep still counts, so that updates "
+    "are averages over all of them to the end; leave it True"
 )
 Updated = torch.futures.Future[torch.Tensor]
 
@@ -80,7 +80,7 @@ class Hook:
 
     def __reduce__(self) -> tuple[object, ...]:
         # A copy of the model, or one that is loaded, has no hook: it is the process's, as groups are.
-        text = "a copy of a compressed DistributedDataParallel averages densely: call ddp.compress() with it"
+        text = "AGM604: a copy of a compressed DistributedDataParallel averages densely: call ddp.compress() with it"
         warnings.warn(text, stacklevel=3)
         return str, ("agmerge, in the model that this is a copy of",)
 

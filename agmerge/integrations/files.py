@@ -33,12 +33,13 @@ Folder = str | os.PathLike[str]
 File = tuple[int, int]  # (rank, of how many)
 
 ALONE = (
-    "one process trains, without a launcher: it exchanges nothing, nothing is compressed, and what ranks have kept "
-    "beside a checkpoint is not loaded (`torchrun --nproc_per_node=1` loads it)"
+    "AGM601: one process trains, without a launcher: it exchanges nothing, nothing is compressed, and what ranks have "
+    "kept beside a checkpoint is not loaded (`torchrun --nproc_per_node=1` loads it)"
 )
 NO_GROUP = (
-    "the launcher has started {launched} processes, and each would train by itself: the framework has made no process "
-    "group of them, and the model is in no DistributedDataParallel. Without GPUs it makes one if it is asked: {advice}"
+    "AGM141: the launcher has started {launched} processes, and each would train by itself: the framework has made no "
+    "process group of them, and the model is in no DistributedDataParallel. Without GPUs it makes one if it is asked: "
+    "{advice}"
 )
 _NAME = re.compile(r"agmerge-(\d+)-of-(\d+)\.pt")
 
@@ -102,7 +103,9 @@ def save(
     except Exception as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        text = f"rank {rank} could not write what it keeps into {os.fspath(folder)}: {type(error).__name__}: {error}"
+        text = (
+            f"AGM404: rank {rank} could not write its residuals to {os.fspath(folder)}: {type(error).__name__}: {error}"
+        )
         raise AGMergeError(f"{text}. Other ranks have not waited: what is to be saved is not complete") from error
     if rank == 0:
         _unlink(where, [file for file in _files(where) if file != (0, size) and (file[1] != size or not keeps)])
@@ -158,9 +161,10 @@ def load(compressed: Compressed, folder: Folder) -> bool:
     if saved_by is None:
         if rank == 0:
             warnings.warn(
-                f"{os.fspath(folder)} has no {_name(0, size)} to {_name(size - 1, size)} that every rank can read: "
-                "what was not sent yet when it was saved is lost, and starts from zero. On several machines without a "
-                "common folder each rank needs its own file; another number of ranks needs all files that were saved",
+                f"AGM404: {os.fspath(folder)} has no {_name(0, size)} to {_name(size - 1, size)} that every rank can "
+                "read: what was not sent yet when it was saved is lost, and starts from zero. On several machines "
+                "without a common folder each rank needs its own file; another number of ranks needs all files that "
+                "were saved",
                 stacklevel=2,
             )
         restart(compressed)
@@ -174,14 +178,16 @@ def load(compressed: Compressed, folder: Folder) -> bool:
             wanted = [(one, saved_by) for one in (range(saved_by) if saved_by != size else [rank])]
         sections = [_read(where, file) for file in wanted]
     except Exception as error:  # all ranks must hear of it: they wait in the next line
-        problem = f"rank {rank} cannot read what was saved in {os.fspath(folder)}: {type(error).__name__}: {error}"
+        problem = (
+            f"AGM406: rank {rank} cannot read what was saved in {os.fspath(folder)}: {type(error).__name__}: {error}"
+        )
     said = allgather_object((problem, {section["steps"] for section in sections}), "integrations/files/steps")
     problem = next((text for text, _ in said if text), "")
     steps = sorted(set().union(*(numbers for _, numbers in said)))
     if not problem and len(steps) > 1:
         problem = (
-            f"files of ranks in {os.fspath(folder)} are of different steps ({', '.join(map(str, steps))}): saving was "
-            "interrupted. Load another checkpoint, or remove the files to start from zero"
+            f"AGM406: files of ranks in {os.fspath(folder)} are of different steps ({', '.join(map(str, steps))}): "
+            "saving was interrupted. Load another checkpoint, or remove the files to start from zero"
         )
     if problem:
         raise AGMergeError(problem)
@@ -208,7 +214,7 @@ def _load_alone(compressed: Compressed, folder: Path) -> bool:
     try:
         sections = [_read(folder, file) for file in wanted]
     except Exception as error:
-        text = f"rank {rank} cannot read what was saved in {folder}: {type(error).__name__}: {error}"
+        text = f"AGM406: rank {rank} cannot read what was saved in {folder}: {type(error).__name__}: {error}"
         raise AGMergeError(text) from error
     if sections:
         _load_sections(compressed, sections, each=len(sections) > 1)
@@ -254,7 +260,7 @@ def remove(folder: Folder) -> None:
 def restart(compressed: Compressed) -> None:
     """Collective. Drop residuals; with ``sync="updates"`` parameters as they are become the shared ones."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the checkpoint has no residuals")
+        warnings.filterwarnings("ignore", message="AGM401")
         compressed.load_state_dict({})
 
 

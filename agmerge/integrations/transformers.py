@@ -30,7 +30,7 @@ from agmerge.step.updates import UPDATES
 if TYPE_CHECKING:
     from typing import Unpack
 
-TOO_EARLY = "a Trainer of an elastic job: call agmerge.init(elastic=True) before compress(), so that it knows"
+TOO_EARLY = "AGM309: a Trainer of an elastic job: call agmerge.init(elastic=True) before compress(), so that it knows"
 
 
 def compress(trainer: Trainer, **options: Unpack[DDPOptions]) -> Compression | ElasticTraining:

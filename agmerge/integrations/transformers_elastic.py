@@ -36,12 +36,12 @@ CARRIED = (
 )  # fmt: skip
 SAMPLES = "agmerge_samples.json"  # in a checkpoint: the place in the data
 NEEDS_STEPS = (
-    "in an elastic job the number of steps of an epoch depends on how many workers there are: set "
+    "AGM309: in an elastic job the number of steps of an epoch depends on how many workers there are: set "
     "TrainingArguments(max_steps=...), the same on all"
 )
 OWN_SAMPLES = (
-    "{what}: workers of an elastic job share samples that are drawn at random or in order, of a data set with a "
-    "length. Leave it out, or write the loop yourself (docs/elastic.md)"
+    "AGM309: {what}: workers of an elastic job share samples that are drawn at random or in order, of a data set with "
+    "a length. Leave it out, or write the loop yourself (docs/elastic.md)"
 )
 
 

@@ -20,15 +20,17 @@ from agmerge.engine.reducers import AnyReducer
 from agmerge.errors import warn
 
 NOT_SAVED = (
-    "this script has saved optimizer.state_dict(), and ranks keep more than that: {what}. A training that resumes from "
-    "it starts that from zero. Save compressed.state_dict() too, on every rank to a file of its own (or on rank 0 what "
-    "agmerge.gather_state(compressed) returns, called on all ranks), and load it after the model and the optimizer by "
-    "compressed.load_state_dict(), where compressed is what compress() has returned (docs/with_ddp.md)"
+    "AGM403: this script has saved optimizer.state_dict(), and ranks keep more than that: {what}. A training that "
+    "resumes from it starts that from zero. Save compressed.state_dict() too, on every rank to a file of its own (or "
+    "on rank 0 what agmerge.gather_state(compressed) returns, called on all ranks), and load it after the model and "
+    "the optimizer by compressed.load_state_dict(), where compressed is what compress() has returned "
+    "(docs/frameworks.md)"
 )
 SAVED_ALONE = (
-    "{folder} was saved on {saved} alone, and each rank keeps more than the checkpoint has: {missing} not written "
-    "agmerge-{{rank}}-of-{size}.pt, with what it has not sent yet. A training that resumes from there starts that from "
-    "zero, with a warning. Save on all ranks, without an `if`: the framework writes the model on rank 0 alone"
+    "AGM140: {folder} was saved on {saved} alone, and each rank keeps more than the checkpoint has: {missing} not "
+    "written agmerge-{{rank}}-of-{size}.pt, with what it has not sent yet. A training that resumes from there starts "
+    "that from zero, with a warning. Save on all ranks, without an `if`: the framework writes the model on rank 0 "
+    "alone"
 )
 RESIDUALS = "what they have not sent yet"
 UPDATES = "with sync='updates' each has an optimizer state of its own, and updates that it has not sent yet"

@@ -18,8 +18,8 @@ from agmerge.step.config import AUTO
 from sparsifiers import catalogue, name_patterns
 
 DENSE = (
-    "compression=Compression.none sends every gradient whole, as in Horovod. To send less leave it out, or name a "
-    "compressor (compression='topk'); compression='none' is the same as now without this warning."
+    "AGM704: compression=Compression.none sends every gradient whole, as in Horovod. To send less leave it out, or "
+    "name a compressor (compression='topk'); compression='none' is the same as now without this warning."
 )
 CASTS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 

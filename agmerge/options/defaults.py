@@ -47,14 +47,15 @@ MEASURED = {
 MIXING = ("muon", "shampoo", "soap", "dion", "lbfgs", "galore", "kfac", "psgd")
 
 ASKS = (
-    "{given} asks for selection, and no compressor is named: this is compression={name!r}. To name one ends this line"
+    "AGM713: {given} asks for selection, and no compressor is named: this is compression={name!r}. To name one ends "
+    "this line"
 )
 DENSITY_OF_UPDATES = 0.05  # see benchmarks/notebook/parity.md, as for the next two
 WIRE_OF_UPDATES = "sign"  # where an exchange has codecs
 EVERY, WIRE_OF_LOCAL_STEPS = 8, "int4"
 NO_OPTIMIZER = (
-    "nobody has said which optimizer steps, so gradients travel whole or in 8 bits: pass optimizer=, with which fewer "
-    "may do"
+    "AGM712: ddp.compress() was called without optimizer=, so gradients are sent uncompressed or with 8 bits. Pass "
+    "optimizer= to allow fewer bits."
 )
 
 

@@ -82,7 +82,7 @@ def refuse_unknown(what: str, given: Mapping[str, Any], known: Iterable[str] = K
         if not advice and (near := alike(name, sorted(known))):
             advice = f"did you mean {near!r}?"
         text = advice.format(name=name, value=_text(value))
-        raise TypeError(f"{what}() got an unexpected keyword argument {name!r}{f': {text}' if text else ''}")
+        raise TypeError(f"AGM302: {what}() got an unexpected keyword argument {name!r}{f': {text}' if text else ''}")
 
 
 def _text(value: Any) -> str:

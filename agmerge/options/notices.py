@@ -12,18 +12,18 @@ from agmerge.options.named_costs import cheaper, known_cost
 from agmerge.runtime import workers
 
 TAKEN = (
-    "memory {memory!r} applies the momentum of {optimizer} ({momenta}) before selection, so that none is lost on the "
-    "way, and {optimizer} does not apply it again; param_groups stay as they are.{decay}"
+    "AGM707: memory {memory!r} applies the momentum of {optimizer} ({momenta}) before selection, so that none is lost "
+    "on the way, and {optimizer} does not apply it again; param_groups stay as they are.{decay}"
 )
 DECAY = (
     " Weight decay then acts without momentum, as with SGD(momentum=0): with momentum m it is 1 - m times as strong as "
     "in {optimizer} by itself (docs/compressors.md)."
 )
 OWN = (
-    "the groups that were loaded have no momentum, and memory {memory!r} applies its own before selection, 0.9. Give "
-    "the groups another one, or pass memory='residual' for none"
+    "AGM405: the groups that were loaded have no momentum, and memory {memory!r} applies its own before selection, "
+    "0.9. Give the groups another one, or pass memory='residual' for none"
 )
-NAMED = "{what} (docs/compressors.md), and compression={instead!r} costs less"
+NAMED = "AGM705: {what} (docs/compressors.md), and compression={instead!r} costs less"
 
 
 def warn_of_changes(exchange: Any, optimizer: torch.optim.Optimizer | None, before: Any) -> None:

@@ -110,7 +110,7 @@ def parse_groups(groups: Any, num_groups: Any) -> Groups | None:
     if not is_whole(num_groups, 0):
         raise ValueError(f"num_groups={num_groups!r}: {NO_GROUPS}")
     if num_groups:
-        warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=8)
+        warnings.warn("AGM307: Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=8)
         groups = num_groups if groups is None else groups
     if groups is None:
         return None

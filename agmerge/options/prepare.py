@@ -28,8 +28,8 @@ from agmerge.step.updates import UPDATES
 from sparsifiers import Kind, catalogue
 
 KEPT = (
-    "memory='residual' goes with compression={name!r} here: {optimizer} has a momentum of its own, which memory "
-    "{memory!r} cannot apply in its place. To say memory='residual' ends this line"
+    "AGM707: memory='residual' goes with compression={name!r} here: {optimizer} has a momentum of its own, which "
+    "memory {memory!r} cannot apply in its place. To say memory='residual' ends this line"
 )
 
 

@@ -37,10 +37,12 @@ def agree(comm: Backend, label: str, facts: Sequence[Fact], what: str = "collect
     making = next(facts for facts in stated if facts)
     assumed = [facts or making for facts in stated]  # one that has joined agrees to anything
     if any(facts != making for facts in assumed):
-        raise RankMismatchError(f"{what}: {first_difference(assumed)}. {advice}")
+        raise RankMismatchError(f"AGM101: {what}: {first_difference(assumed)}. {advice}")
     if not joinable(making):
         gone = ranks_of(digests, JOINED)
-        raise AGMergeError(f"{label}: {gone} made no more calls but join(); only sums and averages go on without them")
+        raise AGMergeError(
+            f"AGM121: {label}: {gone} made no more calls but join(); only sums and averages go on without them"
+        )
 
 
 def exchange_digests(comm: Backend, label: str, own: bytes) -> list[bytes]:

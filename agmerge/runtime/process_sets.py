@@ -275,9 +275,9 @@ def _check_sets(world: Backend, sets: Sequence[tuple[int, ...]]) -> None:
                 raise ValueError(f"process_set={list(ranks)} on rank {rank}: there are ranks 0 to {world.size - 1}")
             if sets[other] != ranks:
                 raise RankMismatchError(
-                    f"process_set={list(ranks)} on rank {rank} names rank {other}, whose own is "
+                    f"AGM101: process_set={list(ranks)} on rank {rank} names rank {other}, whose own is "
                     f"{list(sets[other]) or None}; give all members of a set the same one"
                 )
     if not all(sets):
         without = [rank for rank, ranks in enumerate(sets) if not ranks]
-        raise RankMismatchError(f"process_set: ranks {without} name none, the others do; give every rank one")
+        raise RankMismatchError(f"AGM101: process_set: ranks {without} name none, the others do; give every rank one")

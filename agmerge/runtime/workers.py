@@ -29,23 +29,23 @@ _looked = False  # the last init() of the process looked for others; the script 
 
 _inherited: Backend | None = None  # of the process that has forked this one; written by _after_fork_in_child alone
 
-NOT_INITIALIZED = "AGMerge has not been initialized; use agmerge.init()."
+NOT_INITIALIZED = "AGM001: AGMerge has not been initialized; use agmerge.init()."
 HAS_LEFT = "\nThis worker has left its elastic job: call nothing of agmerge after commit() has returned False."
 FORKED = (
     "\nThis process was forked from one that had called it. A fork has no place among the workers: call agmerge.init() "
     "in it, where a launcher's variables or init_process_group() say who the others are, and make optimizers there"
 )
 FORKED_RANK = (
-    "this process was forked from {who}, and cannot use its connections. Start workers before the parent calls "
-    "agmerge.init() or init_process_group(), or with start_method='spawn'. Workers of a DataLoader need no init(): "
-    "agmerge.rank() and agmerge.size() are their parent's"
+    "AGM016: this process was forked from {who}, and cannot use its connections. Start workers before the parent "
+    "calls agmerge.init() or init_process_group(), or with start_method='spawn'. Workers of a DataLoader need no "
+    "init(): agmerge.rank() and agmerge.size() are their parent's"
 )
 ONE_AGENT = (
-    "init(elastic=True): one torchrun has started {count} workers, and ends all of them when one dies. Start each "
-    "worker by a torchrun of its own, with --nproc_per_node 1, or without a launcher (docs/elastic.md)"
+    "AGM218: init(elastic=True): one torchrun has started {count} workers, and ends all of them when one dies. Start "
+    "each worker by a torchrun of its own, with --nproc_per_node 1, or without a launcher (docs/elastic.md)"
 )
 OTHERS_LATER = (
-    "agmerge.init() has found no other workers, and this process would train alone; after that the script has "
+    "AGM009: agmerge.init() has found no other workers, and this process would train alone; after that the script has "
     "initialised {name}, which has {count}. Call agmerge.init() after {call}, or leave it out: what a script has "
     "initialised is taken"
 )
@@ -80,7 +80,7 @@ def init(backend: str | None = None, *, elastic: bool | Elastic = False) -> None
     name = backend or detect(env)
     if launched_elastic() and name != "horovod":
         raise AGMergeError(
-            f"HOROVOD_ELASTIC=1, but the backend is {name!r}: workers that come and go are Horovod's; leave "
+            f"AGM010: HOROVOD_ELASTIC=1, but the backend is {name!r}: workers that come and go are Horovod's; leave "
             "AGMERGE_BACKEND and backend= out, or launch with a fixed number of workers"
         )
     if name not in BACKENDS:
@@ -95,8 +95,8 @@ def init(backend: str | None = None, *, elastic: bool | Elastic = False) -> None
     if name != ALONE and variable is not None and opened.size == 1:
         # Going on would train as many unrelated models as there are workers.
         raise AGMergeError(
-            f"the launcher has started {env[variable]} workers ({variable}), but the {name} backend sees one: it was "
-            "built for another launcher. `python -m agmerge doctor` says which launchers work here"
+            f"AGM008: the launcher has started {env[variable]} workers ({variable}), but the {name} backend sees one: "
+            "it was built for another launcher. `python -m agmerge doctor` says which launchers work here"
             + ("; under srun, AGMERGE_BACKEND=torch needs none" if slurm.launched(env) else "")
         )
     if opened.size > 1 and not launched_elastic() and not monitor.is_open():
@@ -138,8 +138,8 @@ def _options_of(elastic: bool | Elastic, env: Mapping[str, str]) -> Elastic:
         options = replace(options, lighthouse=env.get(LIGHTHOUSE, ""))
     if not options.lighthouse.rpartition(":")[2].isdigit():
         raise AGMergeError(
-            f"init(elastic=True): {LIGHTHOUSE}={options.lighthouse!r} is no host:port. Start `python -m agmerge "
-            f"lighthouse` on a machine that stays up, and set {LIGHTHOUSE} on every worker to what it prints"
+            f"AGM014: init(elastic=True): {LIGHTHOUSE}={options.lighthouse!r} is no host:port. Start `python -m "
+            f"agmerge lighthouse` on a machine that stays up, and set {LIGHTHOUSE} on every worker to what it prints"
         )
     return options
 
@@ -148,12 +148,13 @@ def _init_elastic(backend: str | None, options: Elastic) -> None:
     """Collective. Join an elastic job."""
     if os.environ.get(pretended_link.VARIABLE):
         raise AGMergeError(
-            f"init(elastic=True): {pretended_link.VARIABLE} pretends a link for a fixed number of workers; unset it"
+            f"AGM308: init(elastic=True): {pretended_link.VARIABLE} pretends a link for a fixed number of workers; "
+            "unset it"
         )
     if backend not in (None, "torch"):
         raise AGMergeError(
-            f"init(backend={backend!r}, elastic=True): workers that come and go are connected by torch's Gloo. Leave "
-            "backend= out; under horovodrun use horovod.torch.elastic (docs/checkpoints.md)"
+            f"AGM015: init(backend={backend!r}, elastic=True): workers that come and go are connected by torch's "
+            "Gloo. Leave backend= out; under horovodrun use horovod.torch.elastic (docs/checkpoints.md)"
         )
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
         warn(ONE_AGENT.format(count=os.environ["LOCAL_WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))

@@ -129,7 +129,7 @@ class GradientExchange:
         """Close the communicators. Nothing can be exchanged any more."""
         if self._round is not None:
             self._round.let_go()
-        self.fault.record(AGMergeError("this optimizer was closed"))
+        self.fault.record(AGMergeError("AGM123: this optimizer was closed"))
         self.group.close()
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -206,7 +206,9 @@ class GradientExchange:
                 buffers = self.agreed.agree_anew(list(self._handed))
                 self._round = attempt = self._new_round(buffers, False, flags, due, nonfinite)
                 if not attempt.receive(late):
-                    raise AGMergeError("parameters changed while ranks agreed on them; change them between steps")
+                    raise AGMergeError(
+                        "AGM113: parameters changed while ranks agreed on them; change them between steps"
+                    )
             if attempt.is_complete:  # a round of some merge buffers teaches nothing about the plan
                 self.agreed.times.observe(attempt.recorder)
         return self._received(attempt)

@@ -25,7 +25,7 @@ from agmerge.exchanges import Noise
 from agmerge.tensors.squares import squares_of_all
 
 NO_GRADIENT = (
-    "grad_norm() is of gradients that were combined, and none were so far: call it after step(), or after "
+    "AGM701: grad_norm() is of gradients that were combined, and none were so far: call it after step(), or after "
     "synchronize() (under DistributedDataParallel after backward())"
 )
 

@@ -40,7 +40,7 @@ def said_by_all(messages: Iterable[InFlight], timeout: float) -> dict[int, list[
         with status.waiting_for(group[0].name, ()):
             if not copy.arrive(deadline - time.monotonic()):
                 missing = next((message for message in group if not message.handle.done()), group[-1])
-                raise CollectiveTimeout(f"{missing.name}: no answer from all ranks within {timeout:g} s")
+                raise CollectiveTimeout(f"AGM201: {missing.name}: no answer from all ranks within {timeout:g} s")
         parts = iter(copy.tensors())
         found |= {id(message): [next(parts) for _ in message.said] for message in group}
     return found

@@ -30,8 +30,8 @@ class Position(NamedTuple):
 
 NEW = Position(-1, 0)  # of a worker that has nothing yet
 UNEXPECTED = (
-    "a worker was lost while rank {ranks} was let in, and others are in the middle of a step: it cannot have their "
-    "state now. Start it again"
+    "AGM212: a worker was lost while rank {ranks} was let in, and others are in the middle of a step: it cannot have "
+    "their state now. Start it again"
 )
 
 

@@ -94,5 +94,7 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
     for what, pattern in ((what, pattern) for what, patterns in given.items() for pattern in patterns):
         if not any(pattern.fullmatch(name) for name in known):
             if hint := glob_hint(pattern.pattern, known):
-                raise ValueError(f"{what}: {hint}; {RULE}")
-            raise ValueError(f"{what}: {pattern.pattern!r} matches no whole name; parameters: {', '.join(known)}")
+                raise ValueError(f"AGM301: {what}: {hint}; {RULE}")
+            raise ValueError(
+                f"AGM301: {what}: {pattern.pattern!r} matches no full name; parameters: {', '.join(known)}. {RULE}"
+            )

@@ -196,20 +196,20 @@ def test_joining_ranks_that_all_gather_end_here(runs: Runs) -> None:
 def test_a_rank_that_ends_early_is_an_error_for_the_other(runs: Runs) -> None:
     other, left = runs.found("ours", "leaving_by_exit")
     assert other["common"][0] == left["common"][0]
-    assert text_of(other["waiting"]).startswith("PeerLost: buffer 0: ")
+    assert text_of(other["waiting"]).startswith("PeerLost: AGM206: buffer 0: ")
     assert other["waiting"][1] < TIMEOUT + SLACK
 
 
 def test_a_rank_that_has_ended_is_an_error_for_the_other(runs: Runs) -> None:
     other, _ = runs.found("ours", "leaving_by_exit")
-    assert text_of(other["afterwards"]).startswith("PeerLost: ")
+    assert text_of(other["afterwards"]).startswith("PeerLost: AGM206: ")
 
 
 def test_a_rank_that_shuts_down_is_an_error_for_the_other(runs: Runs) -> None:
     other, left = runs.found("torch", "leaving_by_shutdown")
     assert other["common"][0] == left["common"][0]
     # The process lives on, but its groups and their connections are closed.
-    assert text_of(other["waiting"]).startswith("PeerLost: buffer 0: ")
+    assert text_of(other["waiting"]).startswith("PeerLost: AGM206: buffer 0: ")
     assert other["waiting"][1] < TIMEOUT + SLACK
-    assert text_of(other["afterwards"]).startswith("PeerLost: ")
+    assert text_of(other["afterwards"]).startswith("PeerLost: AGM206: ")
     assert other["afterwards"][1] < TIMEOUT + SLACK

@@ -15,7 +15,7 @@ from support import Parts, agreed, seeded
 
 from agmerge import testing
 
-SILENT = pytest.mark.filterwarnings("ignore:no rank had a gradient")
+SILENT = pytest.mark.filterwarnings("ignore:AGM112")
 MOST = 20 << 20  # bytes that a process may grow by, once a quarter is done
 
 

@@ -89,7 +89,7 @@ def test_plain_srun_makes_one_job_and_not_a_model_for_each_task(started: dict[st
 def test_a_worker_that_never_comes_is_named_at_the_deadline(started: dict[str, dict[str, Any]]) -> None:
     said = started["without the other"]
     assert said["error"] == "CollectiveTimeout" and said["missing"] == [1], said
-    assert said["text"].startswith("init(): no sign of rank 1 of 2 within 4 s: it was not started, ")
+    assert said["text"].startswith("AGM203: init(): no sign of rank 1 of 2 within 4 s: it was not started, ")
     assert "AGMERGE_TIMEOUT gives workers longer" in said["text"]
     assert TIMEOUT <= said["took"] < TIMEOUT + SLACK
 
@@ -108,7 +108,7 @@ def test_a_port_that_never_answers_is_named_at_the_deadline(started: dict[str, d
     said = started["no answer"]
     assert said["error"] == "CollectiveTimeout", said
     where = f"rank 1, on host {socket.gethostname()}, cannot reach rank 0 at 127.0.0.1, "
-    assert said["text"].startswith(f"init(): {where}")
+    assert said["text"].startswith(f"AGM202: init(): {where}")
     assert "(MASTER_ADDR, MASTER_PORT) within 4 s" in said["text"] and "firewall" in said["text"]
     assert said["took"] < TIMEOUT + SLACK
 

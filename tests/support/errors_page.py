@@ -3,11 +3,22 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from agmerge.errors.catalogue import catalogue, page
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "errors.md"
+
+
+def written() -> str:
+    """Return the page as it should be."""
+    from support.raised import examples, sources
+
+    return page(catalogue(), examples(sources()))
+
 
 if __name__ == "__main__":
-    PAGE.write_text(page(catalogue()), encoding="utf-8")
+    sys.path.insert(0, str(ROOT / "tests"))
+    PAGE.write_text(written(), encoding="utf-8")

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ WARN = ("warnings.warn", "warn")
 UNKNOWN = "\u2026"  # in place of what is known only when it runs
 
 
+@functools.cache
 def sources() -> dict[str, ast.Module]:
     """Return the tree of every module, by its dotted name."""
     files = (path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))
@@ -86,3 +89,31 @@ def constant(name: str, module: str, trees: dict[str, ast.Module], owner: str = 
             if not owner and name in given and node.module in trees:
                 return constant(given[name], node.module, trees)
     return "\n".join(said) or UNKNOWN
+
+
+def begins_with_code(words: str) -> bool:
+    """Return whether a text begins with its code."""
+    return re.match(r"AGM\d{3}: ", words) is not None
+
+
+def examples(trees: dict[str, ast.Module]) -> dict[str, str]:
+    """Return one text for each code: the shortest one that is written out, with an ellipsis for names and numbers."""
+    found: dict[str, str] = {}
+    for tree in trees.values():
+        inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Constant, ast.JoinedStr)) and id(node) not in inner:
+                words = _written(node)
+                code = words[:6]
+                if begins_with_code(words) and (
+                    code not in found or (len(words), words) < (len(found[code]), found[code])
+                ):
+                    found[code] = words
+    return found
+
+
+def _written(node: ast.Constant | ast.JoinedStr) -> str:
+    if isinstance(node, ast.JoinedStr):
+        parts = [part.value if isinstance(part, ast.Constant) else UNKNOWN for part in node.values]
+        return "".join(map(str, parts)).replace("{{", "{").replace("}}", "}")
+    return re.sub(r"{[^{}]*}", UNKNOWN, node.value) if isinstance(node.value, str) else ""

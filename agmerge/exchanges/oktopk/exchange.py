@@ -101,7 +101,15 @@ class OkTopkExchange(MultiRoundExchange):
         state = _State(layout=layout, starts=starts, offer=offer)
         return self.schedule(
             InFlight(
-                name, loads, control, handle, message.numel(), elements, message, received, state,
+                name,
+                loads,
+                control,
+                handle,
+                message.numel(),
+                elements,
+                message,
+                received,
+                state,
                 codecs={"header": message.numel()},
             )
         )
@@ -116,7 +124,7 @@ class OkTopkExchange(MultiRoundExchange):
         words = headers[:, 4 * state.layout.words :].contiguous().view(torch.int32).cpu().numpy()
         counts: list[int] = words[:, 0].tolist()
         if not all(0 <= count <= k for count in counts):
-            raise MessageError(f"{name}: ranks announce {counts} elements where {k} fit")
+            raise MessageError(f"AGM501: {name}: ranks announce {counts} elements where {k} fit")
         state.offer = state.offer.first(counts[rank])
         state.kept = state.offer.first(0)
         if not any(counts):
@@ -126,7 +134,7 @@ class OkTopkExchange(MultiRoundExchange):
         cuts = regions.bounds(words[:, 1:], counts, length)
         table = yield from self.all_gather_ints(pending, "counts", regions.split(state.offer.indices, cuts))
         if [sum(row) for row in table] != counts or min(map(min, table)) < 0:
-            raise MessageError(f"{name}: ranks announce {counts} elements, and by region {table}")
+            raise MessageError(f"AGM501: {name}: ranks announce {counts} elements, and by region {table}")
         parts = [range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
         everywhere = [parts] * len(parts)
         pieces, seen, fault = yield from self.all_to_all_pairs(pending, "pieces", state.offer, table, everywhere)

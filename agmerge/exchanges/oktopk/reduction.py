@@ -81,8 +81,8 @@ def check_faults(name: str, faults: Sequence[int], cuts: Sequence[int]) -> None:
     for rank, fault in enumerate(faults):
         if fault:
             raise MessageError(
-                f"{name}: what rank {fault - 1} sent to rank {rank} has changed on its way, or its indices do not "
-                f"ascend within {cuts[rank]} to {cuts[rank + 1] - 1}: look at the network and the memory of its "
+                f"AGM501: {name}: what rank {fault - 1} sent to rank {rank} has changed on its way, or its indices do "
+                f"not ascend within {cuts[rank]} to {cuts[rank + 1] - 1}: look at the network and the memory of its "
                 "machine; what a sparsifier selects must be ascending and in range"
             )
 
@@ -97,7 +97,7 @@ def check_kept(name: str, kept: Sequence[IndexValuePairs], fault: int) -> None:
         indices = parcel.indices
         if fault == rank + 1 or (indices.numel() and int(indices[0]) <= last):
             raise MessageError(
-                f"{name}: the result that rank {rank} handed round is damaged: its checksum is wrong, or its indices "
-                f"do not ascend from {last + 1} on"
+                f"AGM501: {name}: the result that rank {rank} handed round is damaged: its checksum is wrong, or its "
+                f"indices do not ascend from {last + 1} on"
             )
         last = int(indices[-1]) if indices.numel() else last

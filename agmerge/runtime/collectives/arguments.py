@@ -88,7 +88,7 @@ def reduction(op: Any, average: Any, call: str) -> ReduceOp:
     if not isinstance(op, ReduceOp):
         raise ValueError(f"{call}: op must be {OPS}, not {op!r}")
     if op is ReduceOp.ADASUM:
-        raise AGMergeError(f"{call}: op=Adasum is Horovod's alone; take {OPS}")
+        raise AGMergeError(f"AGM303: {call}: op=Adasum is Horovod's alone; take {OPS}")
     return op
 
 

@@ -114,8 +114,8 @@ class PeerMonitor:
             self.peers[after] = self.peers[after].with_problem(text.decode(errors="replace"))
         if self._problems() and self.rank == 0:
             warnings.warn(
-                f"should a rank fail, errors could not say what became of {self._listed(self._problems())}. Training "
-                f"goes on; to have it otherwise, {OPEN}",
+                f"AGM207: should a rank fail, errors could not say what became of {self._listed(self._problems())}. "
+                f"Training goes on; to have it otherwise, {OPEN}",
                 stacklevel=2,
             )
 

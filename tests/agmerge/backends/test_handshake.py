@@ -55,7 +55,7 @@ def test_one_differing_value_is_named_with_both_values_and_their_ranks(size: int
         held = f"{value} on {'rank' if size == 2 else 'ranks'} {', '.join(others)}"
         mine = f"something else on rank {odd}"
         both = f"{mine}; {held}" if odd == 0 else f"{held}; {mine}"
-        assert disagree(said) == f"set-up: ranks disagree on {name}: {both}. Do the same."
+        assert disagree(said) == f"AGM101: set-up: ranks disagree on {name}: {both}. Do the same."
 
 
 def test_only_the_first_difference_is_named() -> None:
@@ -115,9 +115,9 @@ def test_the_name_of_the_collectives_can_differ_from_the_occasion() -> None:
             require_agreement(workers.world(), [], what="a", advice="", timeout=WAIT, name="b")
 
     errors = testing.run(2, body, return_errors=True)
-    assert {str(error) for error in errors} == {"a: ranks disagree on rank: 0 on rank 0; 1 on rank 1. "}
+    assert {str(error) for error in errors} == {"AGM101: a: ranks disagree on rank: 0 on rank 0; 1 on rank 1. "}
     (error, _) = testing.run(2, alone, return_errors=True)
-    assert isinstance(error, PeerLost) and str(error).startswith("b/digest: rank 1")
+    assert isinstance(error, PeerLost) and str(error).startswith("AGM206: b/digest: rank 1")
 
 
 @pytest.mark.parametrize("texts", [[b""], [b"", b""], [b"", b"abc", b""], [b"\0", b"\0\0", b"x\0y\0", b""]])

@@ -313,7 +313,7 @@ def test_a_deadline_names_the_ranks_that_did_not_come() -> None:
     assert errors[1] is errors[3] is None
     for error in (errors[0], errors[2]):
         assert type(error) is CollectiveTimeout
-        assert str(error) == "gradients: no answer from ranks [1, 3] within 0.05 s"
+        assert str(error) == "AGM201: gradients: no answer from ranks [1, 3] within 0.05 s"
 
 
 def test_what_other_backends_would_refuse_is_refused() -> None:

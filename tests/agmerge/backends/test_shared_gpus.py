@@ -51,7 +51,7 @@ def test_a_world_with_shared_gpus_is_made_without_nccl_and_rank_0_says_why(
         shared_gpus.settle(rank, lambda own, name: [own, own, json.dumps(others).encode()])
     assert torch_groups.kinds(DIST) == kinds and torch_groups.has_nccl(DIST) is ("nccl" in kinds)
     shared = kinds == "gloo"
-    assert [str(one.message).startswith("3 workers share 2 GPUs") for one in said] == [True] * (shared and rank == 0)
+    assert ["3 workers share 2 GPUs" in str(one.message) for one in said] == [True] * (shared and rank == 0)
 
 
 def test_a_world_without_gpus_shares_none(monkeypatch: pytest.MonkeyPatch) -> None:

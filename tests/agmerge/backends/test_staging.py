@@ -24,7 +24,7 @@ from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 from agmerge.runtime import workers
 
 WAIT = 30.0  # seconds; only a failing test ever waits so long
-pytestmark = pytest.mark.filterwarnings("ignore:the backend 'local' has no NCCL")
+pytestmark = pytest.mark.filterwarnings("ignore:AGM703")
 
 
 def over(copies: LateCopies, backend: Backend | None = None) -> StagedBackend:
@@ -151,7 +151,7 @@ def until(what: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:the backend 'alone' has no NCCL")
+@pytest.mark.filterwarnings("ignore:AGM703")
 def test_calls_start_in_their_order_whichever_copy_arrives_and_none_waits(device: Device) -> None:
     copies, alone = LateCopies(), Alone()
     comm = over(copies, alone)
@@ -176,7 +176,7 @@ def test_calls_start_in_their_order_whichever_copy_arrives_and_none_waits(device
     assert comm.all_reduce(host, "d").done() and alone.started[-1] == ("d", [4.0])  # at once: nothing is before it
 
 
-@pytest.mark.filterwarnings("ignore:the backend 'alone' has no NCCL")
+@pytest.mark.filterwarnings("ignore:AGM703")
 def test_a_copy_that_never_arrives_is_a_time_out(device: Device) -> None:
     copies = LateCopies()
     handle = over(copies, Alone()).all_reduce(put(torch.ones(2), device), "buffer 3")
@@ -185,7 +185,7 @@ def test_a_copy_that_never_arrives_is_a_time_out(device: Device) -> None:
     copies.run_one()
 
 
-@pytest.mark.filterwarnings("ignore:the backend 'alone' has no NCCL")
+@pytest.mark.filterwarnings("ignore:AGM703")
 def test_an_error_of_the_backend_is_raised_where_it_is_waited_for_and_nothing_is_copied(device: Device) -> None:
     with LateCopies().running() as copies:
         alone = Alone()

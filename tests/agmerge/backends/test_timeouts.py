@@ -122,7 +122,7 @@ def test_the_error_knows_buffer_step_and_rank(at: int) -> None:
         call = "buffer 0" if at else "membership/digest"  # the first step begins with an agreement
         assert (error.call, error.step) == (call, at)
         assert 2 in error.missing  # and the other one, where the machine is busy
-        text = f"{call}: no answer from ranks {list(error.missing)} within 5 s (in step {at}, after "
+        text = f"AGM201: {call}: no answer from ranks {list(error.missing)} within 5 s (in step {at}, after "
         assert str(error).startswith(text) and error.waited >= 5.0
 
 

@@ -26,7 +26,7 @@ from agmerge.step.kept_results import KeptResults
 from tests.support import elastic
 from tests.support.surviving import SETTINGS, Training, check, first_call_of_step, note_outcomes
 
-pytestmark = pytest.mark.filterwarnings("ignore:the backend 'local' has no NCCL", "ignore:tensors are on pretend")
+pytestmark = pytest.mark.filterwarnings("ignore:AGM703")
 
 
 class MortalLine(Line):

@@ -167,7 +167,7 @@ def test_too_many_passes_are_an_error_that_changes_nothing(passes: int, first: b
                     accumulate(each, rank, range(20, 21))
                 text = str(raised.value)
                 assert text.startswith(
-                    "Gradients were computed more than backward_passes_per_step times before call to step(). "
+                    "AGM104: Gradients were computed more than backward_passes_per_step times before call to step(). "
                     "Increase backward_passes_per_step to accumulate gradients locally."
                 )
                 assert "'4.bias'" in text and f"gradient number {passes + 1}" in text

@@ -13,7 +13,6 @@ from support import agreed, backward, digest, mlp, on_ranks, seeded
 from torch import nn
 
 import agmerge
-from agmerge.engine.script_access import READ, WRITTEN
 from agmerge.engine.script_reads import FIRST, THEN
 
 MODEL = seeded(mlp)
@@ -65,7 +64,7 @@ def ran(road: str, act: Act, steps: range, until: int) -> tuple[list[str], list[
         warnings.simplefilter("always")
         digests = on_ranks(2, MODEL, body)
     texts = [str(warning.message) for warning in caught]
-    known = {"read": READ[:40], "written": WRITTEN[:40]}
+    known = {"read": "AGM146", "written": "AGM145"}
     return [name for text in texts for name, words in known.items() if text.startswith(words)], digests
 
 

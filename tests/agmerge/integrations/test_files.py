@@ -202,7 +202,7 @@ def test_the_first_ranks_file_is_enough_where_nothing_was_kept(tmp_path: Path, r
     assert [path.name for path in tmp_path.iterdir()] == ["agmerge-0-of-2.pt"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message="compression=")
+        warnings.filterwarnings("ignore", message="AGM705")
         assert on_ranks(ranks, seeded(mlp), load) == [STEPS] * ranks
 
 
@@ -245,7 +245,7 @@ def test_a_framework_that_connects_no_processes_is_an_error_in_each(
     for count in ("1", "2"):
         monkeypatch.setenv(variable, count)
         with (
-            pytest.warns(UserWarning, match="one process trains")
+            pytest.warns(UserWarning, match="AGM601")
             if count == "1"
             else pytest.raises(
                 ValueError, match=r"has started 2 processes, and each would train by itself.*Accelerator\(cpu=True\)"

@@ -35,7 +35,7 @@ ZERO_GRAD = (
     "optimizer.synchronize(). This is prohibited as it can cause a race condition."
 )
 TWICE = (
-    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+    "AGM105: optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
     "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you "
     "use optimizer.synchronize() in your code."
 )

@@ -65,7 +65,7 @@ def moved(name: str, size: int, width: int, dtype: torch.dtype = torch.float32, 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", sparsifiers.quantisers())
-@pytest.mark.filterwarnings("ignore:compression=.* in our runs")
+@pytest.mark.filterwarnings("ignore:AGM705")
 def test_padding_unused_rows_and_pruned_weights_stay_where_they_are(name: str, size: int) -> None:
     for width in (32, 96, 100, 300) if name == "eden-2" else (100,):
         still, others = moved(name, size, width)

@@ -245,7 +245,7 @@ class Training(RuleBasedStateMachine):
             check(self.size, self.program, self.options)
 
 
-SILENT = pytest.mark.filterwarnings("ignore:no rank had a gradient")
+SILENT = pytest.mark.filterwarnings("ignore:AGM112")
 # Shrinking would take minutes, and a test ends after two: the long profile does it.
 QUICK = settings(
     max_examples=40,

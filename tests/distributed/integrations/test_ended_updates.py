@@ -11,7 +11,7 @@ import pytest
 from launching import torchrun
 
 SCRIPT = Path(__file__).parent / "ended_updates.py"
-WARNED = "training with sync='updates' has ended, and the parameters of each rank are its own"
+WARNED = "AGM118: "
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -35,11 +35,14 @@ def test_close_or_the_end_of_training_makes_parameters_equal(road: str, tmp_path
     assert one["own"] == one["own behind evaluation"] and one["trained"] != one["evaluated"]
 
 
-@pytest.mark.parametrize("road, end, says", [
+@pytest.mark.parametrize(
+    "road, end, says",
+    [
         ("ddp", "silent", 1),
         pytest.param("wrapper", "silent", 1, marks=pytest.mark.long),
         pytest.param("ddp", "error", 1, marks=pytest.mark.long),
-    ])
+    ],
+)
 def test_else_one_warning_says_so(road: str, end: str, says: int, tmp_path: Path) -> None:
     (one, other), warnings = launched(tmp_path, road, end)
     assert one["last"] != other["last"] and warnings == says
