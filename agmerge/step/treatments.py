@@ -96,5 +96,5 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
             if hint := glob_hint(pattern.pattern, known):
                 raise ValueError(f"AGM301: {what}: {hint}; {RULE}")
             raise ValueError(
-                f"AGM301: {what}: {pattern.pattern!r} matches no full name; parameters: {', '.join(known)}. {RULE}"
+                f"AGM301: {what}: {pattern.pattern!r} matches no full name; parameters: {', '.join(known)}; {RULE}"
             )
