@@ -14,8 +14,16 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m agmerge", description="Check this machine, test a script, compare plans, and explain errors."
     )
     commands = whole.add_subparsers(dest="command", metavar="command")
-    doctor = commands.add_parser("doctor", help="show which backends and launchers work on this machine, and how to fix the others")
-    doctor.add_argument("--patience", type=float, default=12.0, metavar="SECONDS", help="timeout of each check, in seconds (default: 12)")
+    doctor = commands.add_parser(
+        "doctor", help="show which backends and launchers work on this machine, and how to fix the others"
+    )
+    doctor.add_argument(
+        "--patience",
+        type=float,
+        default=12.0,
+        metavar="SECONDS",
+        help="timeout of each check, in seconds (default: 12)",
+    )
     doctor.add_argument(
         "--hosts",
         type=lambda text: list(dict.fromkeys(text.split(","))),
@@ -45,10 +53,24 @@ def parser() -> argparse.ArgumentParser:
         "0: there are lines to add, 3: do not use agmerge here, 4: no answer.",
     )
     advise.add_argument("--json", action="store_true", help="print what was measured, and the advice, as JSON")
-    advise.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="time limit of the test, in seconds (default: 600)")
-    advise.add_argument("--workers", type=int, default=2, help="number of workers to start on this machine, without a launcher (default: 2)")
+    advise.add_argument(
+        "--patience",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="time limit of the test, in seconds (default: 600)",
+    )
+    advise.add_argument(
+        "--workers",
+        type=int,
+        default=2,
+        help="number of workers to start on this machine, without a launcher (default: 2)",
+    )
     advise.add_argument("--result", default="", help=argparse.SUPPRESS)
-    advise.add_argument("script", help="a training script: plain PyTorch, DistributedDataParallel, Trainer, Accelerate, Lightning or agmerge")
+    advise.add_argument(
+        "script",
+        help="a training script: plain PyTorch, DistributedDataParallel, Trainer, Accelerate, Lightning or agmerge",
+    )
     advise.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     lighthouse = commands.add_parser(
         "lighthouse",

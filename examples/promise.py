@@ -3,7 +3,7 @@
 
 This is what `make train` shows.
 
-python examples/promise.py [--workers 2] [--compression dgc] [--link 200mbit] [--steps 200]
+python examples/promise.py [--workers 2] [--compression dgc] [--link 200mbit] [--steps 120]
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--compression", help='compressor of the third training (default: sync="updates" instead)')
     parser.add_argument("--link", default="200mbit", help="rate of each worker's simulated network (default: 200mbit)")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker is not None:

@@ -56,6 +56,7 @@ NOT_OURS = {
     "docs/launching.md": {"job.sh"},
     "docs/low_rank.md": {"batch.sh", "envs.conf", "mnist.sh", "perf.sh"},
     "docs/dev/horovod_tests.md": {"test/parallel/test_torch.py"},
+    "docs/tutorial.md": {"quickstart.py"},
 }
 
 @cache
@@ -165,7 +166,7 @@ def test_dead_names_are_found() -> None:
 # What people type, and the page that has to have it, in these words.
 LOOKED_FOR = {
     "README.md": ("inter-worker", "intra-worker", "adaptive merging", "merge buffer"),
-    "docs/backends.md": ("Horovod 0.28.1 does not build with torch 2.1 and newer", "agmerge[horovod]"),
+    "docs/installation.md": ("Horovod 0.28.1 does not build with torch 2.1 and newer", "agmerge[horovod]"),
     "docs/how_it_works.md": ("inter-worker", "intra-worker", "adaptive merging", "merge buffer", "AGM-Inter"),
 }
 
