@@ -27,7 +27,7 @@ from agmerge.tensors.layout import Slot
 from sparsifiers import Kind
 
 TREATED = {  # what is done with elements, in words
-    Kind.SPARSE: "selected from", Kind.LOW_RANK: "factorized", Kind.QUANTISED: "quantized", Kind.DENSE: "dense",
+    Kind.SPARSE: "selected from", Kind.LOW_RANK: "factorised", Kind.QUANTISED: "quantised", Kind.DENSE: "dense",
 }  # fmt: skip
 
 
@@ -152,9 +152,10 @@ class ReportingMixin:
         self._reducer.exchange.agreed.observe_selection(on)
 
     def compression_report(self) -> str:
-        """Return a table with a line for each tensor: merge buffer, class, as what it is sent now, density, elements.
+        """Return a table of how each tensor is sent now: merge buffer, class, compressor, density and elements.
 
-        After the first step. ``uncompressed``: the plan sends it so because that is faster, whatever its class.
+        Call it after the first step. ``uncompressed`` under ``sent`` means that this is faster, whatever the tensor's
+        class.
         """
         exchange = self._reducer.exchange
         return compression_table(self._buffers(), exchange.agreed.config, exchange.agreed.steps)
@@ -188,11 +189,10 @@ class ReportingMixin:
         return measured
 
     def merge_report(self) -> str:
-        """Return a table of the merge buffers of a typical step: what is sent, times and predictions.
+        """Return a table of the merge buffers in a typical step: size, compressor, measured and predicted times.
 
-        ``sent``: the compressor of their tensors, or ``uncompressed``. Ready, start, end and exposed times are
-        milliseconds since the first tensor. The last line says how much of the communication is hidden. After the
-        first step.
+        Call it after the first step. Times are in milliseconds since the first gradient was ready. The last line says
+        how much of the communication is hidden.
         """
         now, config = plan_status(self._reducer.exchange), self._reducer.exchange.agreed.config
         times = self._reducer.exchange.agreed.times.typical()
@@ -204,10 +204,13 @@ class ReportingMixin:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """Return five lines for people: compression, traffic, time, plan and warnings, each with its reason.
+        """Return five lines about the training: compression, traffic, time, plan and warnings.
 
-        After the first step. Traffic is the average of this rank's steps, times are of the last fifty, and
-        communication is hidden if no step waits for it. :meth:`stats` has the same as figures, for programs.
+        Call it after the first step. Traffic is the average of this rank's steps, and the time is the median of the
+        last 50. Communication is hidden if no step waits for it. :meth:`stats` returns the figures.
+
+        Raises:
+            agmerge.AGMergeError: Before the first step.
         """
         self._buffers()
         exchange = self._reducer.exchange
