@@ -42,13 +42,13 @@ def test_files_are_loaded_without_code() -> None:
     assert calls and [call for call in calls if "weights_only=True" not in call[1]] == []
 
 
-@pytest.mark.parametrize("words", ["networks that you trust", "runs code in all the others", "on all interfaces"])
+@pytest.mark.parametrize("words", ["networks that you trust", "run code on all the others", "on all interfaces"])
 def test_the_truth_is_said_in_these_words(words: str) -> None:
-    assert words in PAGE
+    assert words in " ".join(PAGE.split())
 
 
 def test_what_is_said_of_the_status_server_is_so() -> None:
-    """In the developers' page of guarantees, too, which once said that it answers those that know its token, and no more."""
+    """In the page of guarantees' tests, too, which once said that it answers those that know its token, and no more."""
     guarantees = " ".join((ROOT / "docs" / "dev" / "guarantees_tests.md").read_text(encoding="utf-8").split())
     assert f"three seconds at most, and {status_server.MOST} of them" in guarantees and status_server.SILENCE == 3.0
     assert f"at most {status_server.MOST} connections" in " ".join(PAGE.split())
@@ -57,7 +57,8 @@ def test_what_is_said_of_the_status_server_is_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", *(f"docs/{page}.md" for page in ("security", "launching", "guarantees", "checkpoints", "elastic"))]
+    "page",
+    ["README.md", *(f"docs/{page}.md" for page in ("security", "launching", "guarantees", "checkpoints", "elastic"))],
 )
 def test_who_reads_another_page_is_led_here(page: str) -> None:
     assert re.search(r"\b(SECURITY|security)\.md[)#]", (ROOT / page).read_text(encoding="utf-8"))

@@ -245,10 +245,13 @@ class ReportingMixin:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """Return five lines for people: compression, traffic, time, plan and warnings, each with its reason.
+        """Return five lines about the training: compression, traffic, time, plan and warnings.
 
-        After the first step. Traffic is the average of this rank's steps, times are of the last fifty, and
-        communication is hidden if no step waits for it. :meth:`stats` has the same as figures, for programs.
+        Call it after the first step. Traffic is the average of this rank's steps, and the time is the median of the
+        last 50. Communication is hidden if no step waits for it. :meth:`stats` returns the figures.
+
+        Raises:
+            agmerge.AGMergeError: Before the first step.
         """
         self._buffers()
         exchange = self._reducer.exchange
