@@ -122,7 +122,7 @@ setup(
         "Changelog": f"{constant('SOURCE')}/blob/v{VERSION}/CHANGELOG.md",
         "Issues": f"{constant('SOURCE')}/issues",
     },
-    keywords="distributed training, data parallel, gradient compression, sparsification, quantisation, Horovod, DDP",
+    keywords="distributed training, data parallel, gradient compression, sparsification, quantization, Horovod, DDP",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     # Both ends were run, by tests/versions.py: Python 3.10, torch 2.4.0, numpy 1.26.4; Python 3.13, torch 2.15.0.

@@ -55,7 +55,7 @@ def check_quantiser(made_by: str | Maker, **options: object) -> None:
 def _properties(made: Quantiser) -> None:
     """Check name, options, kind, memory and figures."""
     where = type(made).__name__  # its text may be what is broken
-    require(isinstance(made, Quantiser), "the factory made no sparsifiers.Quantiser", where)
+    require(isinstance(made, Quantiser), "the factory made no sparsifiers.Quantizer", where)
     require(isinstance(made.name, str) and bool(made.name), f"its name is {made.name!r}", where)
     try:
         where = canonical(made.name, made.options())

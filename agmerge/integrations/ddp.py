@@ -174,19 +174,26 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         raise AttributeError(f"the result of ddp.compress() has no attribute {name!r}{advice}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, under ``"agmerge"``, this rank's own state: its residuals, the plan.
+        """Return this rank's residuals and the plan, under the key ``"agmerge"``.
 
-        With ``sync="updates"`` beside it the state of this rank's optimizer, which is no other rank's.
+        With ``sync="updates"`` the state of this rank's optimizer is included, because it differs between ranks. Save
+        the result next to the model and the plain optimizer, on every rank (docs/checkpoints.md).
         """
         self._note_whole()
         inner = self._inner.state_dict() if self._inner is not None and self._steps_alone else {}
         return rank_state.whole_state(self._reducer, inner)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective. Load the result of :meth:`state_dict` on this rank, or of :func:`agmerge.gather_state` on rank 0.
+        """Collective. Load a saved state. Load the model and the optimizer first.
 
-        Call it once the model and the optimizer are loaded. Raises ``ValueError`` for a state of another model, or
-        residuals that are not finite; without any they start from zero, with a warning.
+        If the state has no residuals, they start from zero, with a warning.
+
+        Args:
+            state_dict (dict): The result of :meth:`state_dict` on this rank, or of :func:`agmerge.gather_state` on rank
+                0.
+
+        Raises:
+            ValueError: If the state is of another model, or residuals are not finite.
         """
         self._note_whole()
         inner = {key: value for key, value in state_dict.items() if key != rank_state.SECTION}
@@ -202,9 +209,10 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         return self._options.sync == UPDATES
 
     def close(self) -> None:
-        """Collective. Give the communicators back. The model averages whole gradients from then on: a hook stays.
+        """Collective. Turn compression off.
 
-        With ``sync="updates"`` parameters are consolidated first, unless there is an error under way.
+        DDP does not allow removing its hook, so it stays, and averages uncompressed gradients. With ``sync="updates"``,
+        :meth:`consolidate` runs first, unless an error is being raised.
         """
         self._attached.close()
         self._reducer.close()

@@ -48,9 +48,9 @@ OWN_SAMPLES = (
 class ElasticTraining(TrainerExchange):
     """Callback that makes a Trainer train with the other workers of an elastic job.
 
-    ``compressed``: the distributed optimizer, which has ``stats()``; None before ``train()``. Rank 0 logs and saves;
-    all evaluate, and decide by its metrics. ``has_left``: ``train()`` has returned on this worker since it has left,
-    by :meth:`leave`, and the others go on; agmerge is shut down then.
+    ``compressed`` is the distributed optimizer, which has ``stats()``. It is None before ``train()``. Rank 0 logs and
+    saves. All ranks evaluate, and use its metrics. ``has_left`` is True if this worker has left by :meth:`leave`: then
+    ``train()`` returns, the others continue, and agmerge is shut down here.
     """
 
     has_left = False
@@ -74,9 +74,9 @@ class ElasticTraining(TrainerExchange):
         own._save_checkpoint = self._saving(own._save_checkpoint)
 
     def leave(self) -> None:
-        """Announce that this worker leaves after its next step, as before its machine is taken away: a handler's call.
+        """Announce that this worker leaves after its next step, for example from a signal handler.
 
-        ``train()`` returns there. A worker that does not train ends at once, by ``SystemExit``.
+        ``train()`` returns after that step. If the worker is not training, it ends at once, by ``SystemExit``.
         """
         if self._state is None:
             raise SystemExit(128 + signal.SIGTERM)

@@ -98,8 +98,9 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
 
         num_groups (int): Horovod's older name of ``groups``. 0 means not set.
 
-        groups (int or list): A fixed number of merge buffers, or lists of parameters of which each becomes one merge
-            buffer. Set it, in place of ``merging``, to decide yourself which gradients share a message.
+        groups (int or list): A fixed number of merge buffers, such as ``groups=4``, or lists of parameters of which
+            each becomes one merge buffer. Set it, in place of ``merging``, to decide yourself which gradients share a
+            message.
 
         sparse_as_dense (bool): Convert gradients of sparse layout, such as those of ``nn.Embedding(sparse=True)``, to
             dense ones. Otherwise they raise an error. The exception is SparseAdam, which requires sparse gradients:
@@ -115,8 +116,9 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
             default. ``"importance"`` varies the density around the compressor's own: tensors with more gradient energy
             per element in the first steps get more.
 
-        rank (int or dict): Rank of the two factors that ``"powersgd"`` and ``"acpsgd"`` send, or ``{pattern: rank}``.
-            Default: 4. A higher rank is more precise and sends more (docs/low_rank.md).
+        rank (int or dict): Rank of the two factors that ``"powersgd"`` and ``"acpsgd"`` send, or ``{pattern: rank}``,
+            for example ``{r".*attn.*": 8, r".*": 4}``. Default: 4. A higher rank is more precise and sends more
+            (docs/low_rank.md).
 
         warmup (int, str or callable): Use higher densities in the first steps, as in the DGC paper. For example,
             ``warmup=500`` lowers the density from 25 % to its target within 500 steps, by a constant factor per step.
@@ -126,7 +128,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         memory (str or object): Error feedback. ``"residual"`` keeps unsent values and adds them to the next gradient.
             ``"none"`` drops them. ``"dgc"`` also applies the momentum of your SGD before selection, in place of the
             optimizer. Default: what the compressor needs. For ``compression="dgc"`` that is ``"dgc"`` with SGD, and
-            ``"residual"``, with a warning, if another optimizer has its own momentum.
+            ``"residual"``, with a warning, if another optimizer has its own momentum. Pass an object to set options,
+            for example ``sparsifiers.memory("dgc", clipping=1.0)``.
 
         dense (list, callable or str): Parameters that are never compressed. Default: those with fewer than two
             dimensions or fewer than 1024 elements. A list of patterns, for example ``[r".*\\.bias", r"head\\..*"]``, or
@@ -169,7 +172,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
 
         nonfinite (str): What happens if a gradient is infinite or NaN on any rank. ``"raise"`` raises the same
             :class:`agmerge.NonFiniteError` on all ranks. ``"skip"`` skips the step on all ranks. Default: ``"skip"``
-            with a ``scaler``, else ``"raise"`` (docs/guarantees.md).
+            with a ``scaler``, else ``"raise"`` (docs/guarantees.md). With ``sync="updates"`` the error is raised at the
+            next exchange, and only the affected worker skips its step.
 
         timeout (float): Timeout of each communication call, in seconds. Default: the environment variable
             ``AGMERGE_TIMEOUT``, else 300, or the timeout of your script's process group if that is longer. Raise it if
@@ -192,7 +196,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
             between workers. ``"hold"`` keeps them apart, so that all workers compute with the same parameters. Use it
             if your script needs equal models. It increases the loss more.
 
-        every (int): Exchange after every so many steps (local SGD). Raise it if latency dominates.
+        every (int): Exchange after every so many steps (local SGD). Raise it if latency dominates. For DiLoCo, set
+            ``every=500, compression="none", carry="hold", outer=agmerge.Nesterov()``.
 
         fragments (int): Number of groups of merge buffers. Each group is exchanged at a different one of the ``every``
             steps, so that no step carries all of the traffic. At most ``every``.

@@ -84,7 +84,7 @@ class DDPOptions(_OfModel, total=False):
 class StrategyOptions(_OfModel, total=False):
     """Options of Lightning's ``CompressedDDPStrategy``: ours, then those of its ``DDPStrategy``."""
 
-    timeout: float | timedelta | None  # seconds of ours, or the time-out of Lightning's process group
+    timeout: float | timedelta | None  # seconds of ours, or the timeout of Lightning's process group
     accelerator: Any
     parallel_devices: Any
     cluster_environment: Any

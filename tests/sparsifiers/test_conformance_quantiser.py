@@ -273,7 +273,7 @@ def test_a_broken_clause_is_named(broken: type[Quantiser], words: str) -> None:
 
 
 def test_what_is_no_quantiser_and_what_copies_lose() -> None:
-    with pytest.raises(AssertionError, match="no sparsifiers.Quantiser: str"):
+    with pytest.raises(AssertionError, match="no sparsifiers.Quantizer: str"):
         check_quantiser(lambda: "text")  # type: ignore[arg-type, return-value]
     with pytest.raises(AssertionError, match=r"options\(\) makes one that writes other bytes"):
         conformance.check(Hiding, levels=126)

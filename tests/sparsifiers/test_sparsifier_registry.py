@@ -302,7 +302,7 @@ def test_register_a_quantiser() -> None:
     assert repr(sparsifiers.quantiser("halved", factor=0.25)) == "halved(factor=0.25)"
     assert "halved" not in sparsifiers.names()
     sparsifiers.register_quantiser("broken", lambda: TopK())  # type: ignore[arg-type, return-value]
-    with pytest.raises(TypeError, match=r"'broken' returned topk\(density=0.01\), which is no Quantiser"):
+    with pytest.raises(TypeError, match=r"'broken' returned topk\(density=0.01\), which is no Quantizer"):
         sparsifiers.quantiser("broken")
 
 
