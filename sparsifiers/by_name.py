@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from sparsifiers.canonical import canonical
 from sparsifiers.compressor import Compressor, Kind
+from sparsifiers.patterns import compiled
 
 
 class ByName(Compressor):
@@ -22,8 +23,8 @@ class ByName(Compressor):
     def __init__(self, parts: Sequence[tuple[str, Compressor]]) -> None:
         """Check `parts`, pairs of a pattern and a compressor. ValueError for none, two of a kind, or no pattern."""
         try:
-            self._parts = tuple((re.compile(pattern), part) for pattern, part in parts)
-        except (TypeError, re.error) as error:
+            self._parts = tuple((compiled(pattern), part) for pattern, part in parts)
+        except ValueError as error:
             raise ValueError(f"compression by pattern: {error}") from None
         by_kind: dict[Kind, Compressor] = {}
         for _, part in self._parts:

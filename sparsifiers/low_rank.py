@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 
 from sparsifiers.compressor import Compressor, Kind
+from sparsifiers.patterns import compiled
 
 RANK = 4  # the default
 
@@ -94,8 +95,8 @@ def _ranks(rank: Ranks) -> int | tuple[tuple[str, int], ...]:
             raise ValueError("rank={}: give at least one pattern for whole names, or a number")
         for pattern, value in pairs:
             try:
-                re.compile(pattern)
-            except (TypeError, re.error) as error:
+                compiled(pattern)
+            except ValueError as error:
                 raise ValueError(f"rank={{{pattern!r}: {value!r}}}: {error}") from None
         return tuple((pattern, _whole(value)) for pattern, value in pairs)
     return _whole(rank)

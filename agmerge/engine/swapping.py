@@ -40,7 +40,7 @@ class SwappingMixin:
         reducer, optimizer, before = self._reducer, self._inner, self._reducer.exchange.agreed.config
         chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
         changed = prepare_change(self._options, optimizer, compression, chosen, options)
-        advice = "Give every rank the same compressor, at the same step."
+        advice = "Set the same compressor on every rank, at the same step."
         reducer.reconfigure(changed.config, "set_compressor()", advice)
         self._options = changed.options
         notices.warn_of_changes(reducer.exchange, optimizer, before)
