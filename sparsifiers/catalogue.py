@@ -84,9 +84,9 @@ def get(name: str, density: float = 0.01, **options: object) -> Sparsifier:
     ValueError for an unknown name or a density outside (0, 1]; TypeError for an option it does not have.
     """
     if name in _quantisers and name not in _sparsifiers:
-        raise ValueError(f"{name!r} is a quantiser, no sparsifier; make it by sparsifiers.quantiser({name!r})")
+        raise ValueError(f"{name!r} is a quantizer, not a sparsifier. Use sparsifiers.quantiser({name!r}).")
     if isinstance(name, str) and name not in _sparsifiers and (near := _quantisers.published(name)):
-        raise ValueError(f"{name!r} is no sparsifier; what comes nearest is sparsifiers.quantiser({near!r})")
+        raise ValueError(f"{name!r} is not a sparsifier. Use sparsifiers.quantiser({near!r}).")
     return _sparsifiers.create(name, density, **options)
 
 
@@ -163,4 +163,4 @@ def memory(name: str, **options: object) -> Memory:
 def _refuse_taken(name: object, *others: Registry[Any]) -> None:
     """Raise ValueError if compressors of another kind have this name: `compression=name` means one of all kinds."""
     if any(name in other for other in others):
-        raise ValueError(f"the name {name!r} is taken by a compressor of another kind; choose another one")
+        raise ValueError(f"the name {name!r} belongs to a compressor of another kind. Use another name.")
