@@ -165,18 +165,18 @@ sys.modules.update({"agmerge.elastic": elastic, "agmerge.merging": merging, "agm
 
 _HOROVODS = {
     "HorovodInternalError": "catch agmerge.AGMergeError",
-    "SyncBatchNorm": "use horovod.torch's with Horovod, torch.nn's with torchrun",
-    **dict.fromkeys(("start_timeline", "stop_timeline"), "optimizer.trace(path) records steps of ours"),
+    "SyncBatchNorm": "use horovod.torch's with Horovod, or torch.nn's with torchrun",
+    **dict.fromkeys(("start_timeline", "stop_timeline"), "optimizer.trace(path) records agmerge's steps"),
     **dict.fromkeys(
         ("mpi_built", "mpi_enabled", "gloo_built", "gloo_enabled", "nccl_built", "cuda_built", "mpi_threads_supported"),
-        "backend_name() says what carries messages, `python -m agmerge doctor` what could",
+        "backend_name() returns the backend in use, and `python -m agmerge doctor` the available ones",
     ),
-    **dict.fromkeys(("cross_rank", "cross_size"), "rank() // local_size() counts equal machines"),
+    **dict.fromkeys(("cross_rank", "cross_size"), "rank() // local_size() is the same for machines of equal size"),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name == "integrations":  # each file of it needs a framework, which a script has that asks for it
         return importlib.import_module("agmerge.integrations")
-    hint = f": it is Horovod's; {_HOROVODS[name]}" if name in _HOROVODS else ""
+    hint = f": it belongs to Horovod. Instead: {_HOROVODS[name]}" if name in _HOROVODS else ""
     raise AttributeError(f"module 'agmerge' has no attribute {name!r}{hint}")

@@ -19,15 +19,15 @@ from types import ModuleType
 OWN = {"merging": "Plan", "sparsifiers": "Sparsifier"}  # by package, a name in ours
 NAME, FOLDER = "agmerge", Path(__file__).resolve().parents[1]
 ANOTHER_FILE = (
-    "AGM002: agmerge needs its own package {name!r}, and Python finds {found} in its place (ours is {own}). Rename "
-    "that file or folder, or move it away from the script and from the folders of PYTHONPATH"
+    "AGM002: agmerge needs its own package {name!r}, but Python finds {found} in its place (agmerge's is {own}). "
+    "Rename that file or folder, or move it out of the script's folder and of PYTHONPATH."
 )
 OVERWRITTEN = (
-    "AGM002: agmerge needs its own package {name!r}, and {own} is not ours any more: {others} a package of that name "
-    "into the same folder. Uninstall that, then install agmerge again (pip install --force-reinstall --no-deps "
-    "agmerge)"
+    "AGM002: agmerge needs its own package {name!r}, but {own} was overwritten: {others} a package of that name into "
+    "the same folder. Uninstall the other one, then install agmerge again (pip install --force-reinstall --no-deps "
+    "agmerge)."
 )
-NOT_THERE = "AGM002: agmerge needs its own package {name!r}, and {own} is not there: install agmerge again"
+NOT_THERE = "AGM002: agmerge needs its own package {name!r}, but {own} is missing. Install agmerge again."
 
 
 def check() -> None:

@@ -23,9 +23,11 @@ def loads(numel: ArrayLike, energy: ArrayLike, density: float, *, least: float =
     if not 0 <= least <= density <= most <= 1:
         raise ValueError(f"importance: need 0 <= least <= density <= most <= 1, got {least}, {density}, {most}")
     if sizes.ndim != 1 or sizes.shape != energies.shape:
-        raise ValueError(f"importance: numel has shape {sizes.shape}, energy {energies.shape}: one number per tensor")
+        raise ValueError(
+            f"importance: numel has shape {sizes.shape}, energy {energies.shape}: expected one number per tensor"
+        )
     if not (np.isfinite(energies) & (energies >= 0)).all():
-        raise ValueError("importance: energies must be finite and not negative: measure them again")
+        raise ValueError("importance: energies must be finite and not negative. Measure them again.")
     weights = energies / sizes
     top = weights.max(initial=0.0)
     if not top:

@@ -20,17 +20,19 @@ def tensor_names(names: Sequence[str]) -> tuple[str, ...]:
     Raises TypeError where a name is no string, ValueError where there is none or one is repeated.
     """
     if isinstance(names, str):
-        raise TypeError(f"names is the single string {names!r}: give a sequence of tensor names")
+        raise TypeError(f"names is the single string {names!r}: expected a sequence of tensor names")
     checked = tuple(names)
     first: dict[str, int] = {}
     for index, name in enumerate(checked):
         if not isinstance(name, str):
-            raise TypeError(f"names[{index}] is {name!r}, not a string: give one name per tensor")
+            raise TypeError(f"names[{index}] is {name!r}, not a string: expected one name per tensor")
         if name in first:
-            raise ValueError(f"names[{index}] repeats names[{first[name]}] ({name!r}): give every tensor its own name")
+            raise ValueError(
+                f"names[{index}] repeats names[{first[name]}] ({name!r}). Use a different name for each tensor."
+            )
         first[name] = index
     if not checked:
-        raise ValueError("names is empty: there must be at least one tensor")
+        raise ValueError("names is empty: expected at least one tensor")
     return checked
 
 
@@ -55,8 +57,8 @@ def reals(what: str, values: ArrayLike, names: Sequence[str]) -> Reals:
     non-finite value.
     """
     array = _numbers(what, values, names).astype(np.float64)
-    _refuse(~np.isfinite(array), what, array, names, "it must be finite: measure it again")
-    _refuse(array < 0, what, array, names, "it must not be negative: measure it again, or clamp it to 0")
+    _refuse(~np.isfinite(array), what, array, names, "it must be finite. Measure it again")
+    _refuse(array < 0, what, array, names, "it must not be negative. Measure it again, or clamp it to 0")
     return _frozen(array)
 
 
@@ -70,7 +72,7 @@ def whole(what: str, value: Any, least: int) -> int:
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{what} is {value!r}: give a whole number, as an int") from None
+        raise TypeError(f"{what} is {value!r}: expected a whole number, as an int") from None
     if number < least:
         raise ValueError(f"{what} is {number}: it must be at least {least}")
     return number
@@ -79,14 +81,14 @@ def whole(what: str, value: Any, least: int) -> int:
 def flag(what: str, value: Any) -> bool:
     """Return `value` as a Python bool. Raises TypeError for anything but True or False."""
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{what} is {value!r}: give True or False")
+        raise TypeError(f"{what} is {value!r}: expected True or False")
     return bool(value)
 
 
 def seconds(what: str, value: Any, unit: str = " of seconds") -> float:
     """Return `value` as a Python float. TypeError where it is no number, ValueError if negative or not finite."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{what} is {value!r}: give a number{unit}")
+        raise TypeError(f"{what} is {value!r}: expected a number{unit}")
     number = float(value)
     if not 0 <= number < float("inf"):
         raise ValueError(f"{what} is {number}: it must be finite and not negative")
@@ -98,10 +100,11 @@ def _numbers(what: str, values: ArrayLike, names: Sequence[str]) -> NDArray[Any]
     array = np.asarray(values)
     if array.shape != (len(names),):
         raise ValueError(
-            f"{what} has shape {array.shape} for {len(names)} tensors: give one number per tensor, in readiness order"
+            f"{what} has shape {array.shape} for {len(names)} tensors: expected one number per tensor, in readiness "
+            "order"
         )
     if array.dtype.kind not in "iuf":
-        raise TypeError(f"{what} holds {array.dtype} values: give integers or floats")
+        raise TypeError(f"{what} holds {array.dtype} values: expected integers or floats")
     return array
 
 

@@ -41,12 +41,12 @@ class Cost:
         seconds = np.asarray(self.function(elements), dtype=np.float64)
         if seconds.shape not in ((), shape):
             raise ValueError(
-                f"costs.{self.name} gave shape {seconds.shape} for shape {shape}: it must work elementwise"
+                f"costs.{self.name} returned shape {seconds.shape} for shape {shape}: it must work elementwise"
             )
         if not (np.isfinite(seconds) & (seconds >= 0)).all():
             raise ValueError(
-                f"costs.{self.name} gave {_worst(seconds)} seconds: times must be finite and not negative;"
-                " clamp the fit"
+                f"costs.{self.name} returned {_worst(seconds)} seconds: times must be finite and not negative. Clamp "
+                "the fit."
             )
         return np.broadcast_to(seconds, shape) if shape else float(seconds)
 
@@ -91,13 +91,13 @@ class Costs:
         object.__setattr__(self, "message", None if message is None else _tried("message", message))
         at_zero = self.sparsify(0)
         if at_zero != 0:
-            raise ValueError(f"costs.sparsify(0) is {at_zero}: an exempt tensor costs no selection, return 0")
+            raise ValueError(f"costs.sparsify(0) is {at_zero}, expected 0, because an exempt tensor has no selection")
 
 
 def _tried(name: str, function: Callable[[Any], Any]) -> Cost:
     """Return `function` as a cost, tried at powers of two. Raises as `Costs` does."""
     if not callable(function):
-        raise TypeError(f"costs.{name} is {function!r}: give a function from element counts to seconds")
+        raise TypeError(f"costs.{name} is {function!r}: expected a function from element counts to seconds")
     if isinstance(function, Cost):
         function = function.function
     cost = Cost(name, function)
@@ -105,12 +105,12 @@ def _tried(name: str, function: Callable[[Any], Any]) -> Cost:
         seconds = cost(_PROBE)
     except Exception as error:
         raise ValueError(
-            f"costs.{name} failed for an array of 0 to 2**31 elements, and must take one elementwise: {error}"
+            f"costs.{name} failed for an array of 0 to 2**31 elements, but it must work elementwise: {error}"
         ) from error
     falls = np.flatnonzero(np.diff(seconds) < 0)
     if falls.size:
         low, high = _PROBE[falls[0]], _PROBE[falls[0] + 1]
-        raise ValueError(f"costs.{name} decreases from {low} to {high} elements: make the fit monotone")
+        raise ValueError(f"costs.{name} decreases from {low} to {high} elements, but the fit must be monotone")
     return cost
 
 

@@ -44,13 +44,19 @@ class Curve:
         seconds = tuple(_checked(f"curve: seconds[{i}]", value) for i, value in enumerate(self.seconds))
         if not elements or len(elements) != len(seconds):
             raise ValueError(
-                f"curve: {len(elements)} elements and {len(seconds)} seconds: give as many of each, at least one"
+                f"curve: {len(elements)} elements and {len(seconds)} seconds: expected the same number of both, at "
+                "least one"
             )
         for i in range(1, len(elements)):
             if elements[i] <= elements[i - 1]:
-                raise ValueError(f"curve: elements[{i}] is {elements[i]} after {elements[i - 1]}: sort, one of each")
+                raise ValueError(
+                    f"curve: elements[{i}] is {elements[i]} after {elements[i - 1]}: expected ascending numbers "
+                    "without duplicates"
+                )
             if seconds[i] < seconds[i - 1]:
-                raise ValueError(f"curve: seconds[{i}] is {seconds[i]} after {seconds[i - 1]}: use Curve.fit")
+                raise ValueError(
+                    f"curve: seconds[{i}] is {seconds[i]} after {seconds[i - 1]}, but must not decrease. Use Curve.fit."
+                )
         object.__setattr__(self, "elements", elements)
         object.__setattr__(self, "seconds", seconds)
 
@@ -71,11 +77,11 @@ class Curve:
         """
         sizes = sorted(whole("curve: a sampled size", size, least=1 if zero else 0) for size in samples)
         if not sizes:
-            raise ValueError("curve: there are no samples: measure at least one size")
+            raise ValueError("curve: there are no samples. Measure at least one size.")
         runs = {size: [_checked(f"curve: a sample of {size} elements", run) for run in samples[size]] for size in sizes}
         for size in sizes:
             if not runs[size]:
-                raise ValueError(f"curve: size {size} has no samples: measure it, or leave it out")
+                raise ValueError(f"curve: size {size} has no samples. Measure it, or remove it.")
         seconds = isotonic([float(np.median(runs[size])) for size in sizes], [len(runs[size]) for size in sizes])
         points = {0: 0.0, 1: seconds[0]} if zero else {}
         points.update(zip(sizes, seconds, strict=True))

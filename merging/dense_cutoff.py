@@ -41,7 +41,9 @@ def remaining(sizes: Sequence[int], exempt: Sequence[bool], cut: int, density: f
     """
     total, whole = sum(sizes), _whole(sizes, exempt, cut)
     if whole >= density * total:
-        raise ValueError(f"partial: the cut {cut} sends {whole} of {total} elements whole, the density is {density}")
+        raise ValueError(
+            f"partial: the cut {cut} sends {whole} of {total} elements uncompressed, but the density is {density}"
+        )
     return (density * total - whole) / (total - whole)
 
 
@@ -78,7 +80,7 @@ def choose(
     """
     cuts = [cut for cut in feasible(sizes, exempt, density) if cut <= most][::-1]
     if not cuts:
-        raise ValueError("partial: no cut is feasible; what is exempt spends more than half the budget by itself")
+        raise ValueError("partial: no cut is feasible, because exempt tensors alone use more than half of the budget")
     ends = []
     for cut in _thinned(cuts):
         there = replace(measured, profile=at(measured.profile, sizes, exempt, cut, density))

@@ -37,7 +37,7 @@ def svg(rows: Sequence[Row], measurements: Measurements) -> str:
     finish. The same rows give the same text. Raises ValueError where there is no row.
     """
     if not rows:
-        raise ValueError("svg: there are no rows to draw: give those of compare()")
+        raise ValueError("svg: there are no rows to draw. Pass the result of compare().")
     ends = [step_end(row.plan, measurements, row.mode) for row in rows]
     last = min(max(ends), _LONGEST * min(ends)) or max(ends) or 1e-3
     drawn = [list(_bars(row, measurements)) for row in rows]

@@ -59,14 +59,14 @@ class Measurements:
             if what == "exchange" or getattr(self, what) is not None:
                 _expect(what, getattr(self, what), Curve)
         if isinstance(self.modes, str):
-            raise TypeError(f"measurements: modes is the single string {self.modes!r}: give a sequence of modes")
+            raise TypeError(f"measurements: modes is the single string {self.modes!r}: expected a sequence of modes")
         modes = tuple(self.modes)
         for mode in modes:
             check_mode(mode, (*MODES, "dear"))
         if not modes or len(set(modes)) < len(modes):
-            raise ValueError(f"measurements: modes is {modes}: give at least one, and each once")
+            raise ValueError(f"measurements: modes is {modes}: expected at least one, and each once")
         if "dear" in modes and self.profile.forward is None:
-            raise ValueError("measurements: mode 'dear' needs profile.forward: measure it, or leave the mode out")
+            raise ValueError("measurements: mode 'dear' requires profile.forward. Measure it, or remove the mode.")
         object.__setattr__(self, "modes", modes)
         object.__setattr__(self, "workers", whole("measurements: workers", self.workers, least=1))
         object.__setattr__(self, "facts", _pairs(self.facts))
@@ -134,8 +134,8 @@ def best(planner: Planner, measurements: Measurements) -> Pieces[tuple[Plan, str
                     earliest = (end, candidate, mode)
     if earliest is None:
         raise ValueError(
-            f"planner {planner.name!r} plans for {', '.join(planner.modes)}, and the measurements allow"
-            f" {', '.join(measurements.modes)}: choose another planner or mode"
+            f"planner {planner.name!r} supports the modes {', '.join(planner.modes)}, but the measurements have "
+            f"{', '.join(measurements.modes)}. Choose another planner or mode."
         )
     return earliest[1], earliest[2]
 
@@ -147,7 +147,7 @@ def sent_whole(measurements: Measurements) -> Measurements:
     curve.
     """
     if measurements.dense is None:
-        raise ValueError("measurements: nothing is known of a dense exchange: measure with exchange='auto'")
+        raise ValueError("measurements: there are no times of a dense exchange. Measure with exchange='auto'.")
     start = None if measurements.message is None else Curve((0,), (measurements.message(0),))
     return replace(
         measurements,
@@ -195,7 +195,7 @@ def _nothing(elements: Any) -> float:
 def _expect(what: str, value: Any, kind: type) -> None:
     """Raise TypeError unless the field `what` is of this class."""
     if not isinstance(value, kind):
-        raise TypeError(f"measurements: {what} is {value!r}: give a merging.{kind.__name__}")
+        raise TypeError(f"measurements: {what} is {value!r}: expected a merging.{kind.__name__}")
 
 
 def _pairs(facts: Mapping[str, str] | Iterable[Iterable[str]]) -> tuple[tuple[str, str], ...]:
@@ -204,8 +204,8 @@ def _pairs(facts: Mapping[str, str] | Iterable[Iterable[str]]) -> tuple[tuple[st
     checked: dict[str, str] = {}
     for pair in pairs:
         if len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise TypeError(f"measurements: the fact {pair!r} is no pair of strings")
+            raise TypeError(f"measurements: the fact {pair!r} is not a pair of strings")
         if pair[0] in checked:
-            raise ValueError(f"measurements: the fact {pair[0]!r} is given twice")
+            raise ValueError(f"measurements: the fact {pair[0]!r} appears twice")
         checked[pair[0]] = pair[1]
     return tuple(sorted(checked.items()))

@@ -54,11 +54,12 @@ class Plan:
         for what, given, wanted in lengths:
             if given is not None and len(given) != wanted:
                 raise ValueError(
-                    f"{what} has {len(given)} entries, and the plan {m} merge buffers of {n} tensors: give {wanted}"
+                    f"{what} has {len(given)} entries, but the plan has {m} merge buffers of {n} tensors. Pass "
+                    f"{wanted}."
                 )
         for i, (flag, part) in enumerate(zip(dense, parts, strict=True)):
             if flag and part > 1:
-                raise ValueError(f"merge buffer {i} goes dense and has {part} parts: what goes dense has 1")
+                raise ValueError(f"merge buffer {i} is dense and has {part} parts, but a dense one must have 1 part")
         object.__setattr__(self, "counts", counts)
         for what, value, _ in lengths:
             object.__setattr__(self, what, value)
@@ -82,16 +83,16 @@ class Plan:
         total = sum(self.counts)
         if total != n or (names is not None and len(names) != n):
             raise ValueError(
-                f"the plan covers {total} tensors, the model has {n if names is None else len(names)}:"
-                " make a plan for this model"
+                f"the plan covers {total} tensors, but the model has {n if names is None else len(names)}. Create a "
+                "plan for this model."
             )
         if names is None or self.names is None:
             return
         for i, (planned, actual) in enumerate(zip(self.names, names, strict=True)):
             if planned != actual:
                 raise ValueError(
-                    f"tensor {i} in readiness order is {planned!r} in the plan and {actual!r} in the model:"
-                    " make a plan for this order"
+                    f"tensor {i} in readiness order is {planned!r} in the plan and {actual!r} in the model. Create a "
+                    "plan for this order."
                 )
 
     def dumps(self) -> str:
@@ -127,15 +128,15 @@ def _flags(dense: Sequence[bool]) -> tuple[bool, ...]:
     """Return the flags as booleans. Raises TypeError for anything but True, False, 1 and 0."""
     for i, flag in enumerate(dense):
         if flag not in (False, True):
-            raise TypeError(f"dense[{i}] is {flag!r}: give True or False")
+            raise TypeError(f"dense[{i}] is {flag!r}: expected True or False")
     return tuple(bool(flag) for flag in dense)
 
 
 def _texts(labels: Sequence[str]) -> tuple[str, ...]:
     """Return the labels as a tuple. Raises TypeError for anything but strings, and for a single string."""
     if isinstance(labels, str):
-        raise TypeError(f"labels is the single string {labels!r}: give one string per merge buffer")
+        raise TypeError(f"labels is the single string {labels!r}: expected one string per merge buffer")
     for i, label in enumerate(labels):
         if not isinstance(label, str):
-            raise TypeError(f"labels[{i}] is {label!r}: give a string")
+            raise TypeError(f"labels[{i}] is {label!r}: expected a string")
     return tuple(labels)

@@ -41,17 +41,17 @@ def register(name: str, planner: type[Planner]) -> None:
         ValueError: If the name is taken, or the class has another name.
     """
     if not isinstance(name, str) or not name:
-        raise TypeError(f"a planner's name must be a non-empty string, not {name!r}")
+        raise TypeError(f"a planner's name must be a non-empty string, got {name!r}")
     if not (isinstance(planner, type) and issubclass(planner, Planner)):
-        raise TypeError(f"planner {name!r} must be a subclass of merging.Planner, not {planner!r}")
+        raise TypeError(f"planner {name!r} must be a subclass of merging.Planner, got {planner!r}")
     if find(name) is not None:
-        raise ValueError(f"the planner name {name!r} is taken; choose one besides {', '.join(_planners)}")
+        raise ValueError(f"the planner name {name!r} is already used. Choose a name other than {', '.join(_planners)}.")
     own = getattr(planner, "name", None)
     if own != name:
-        raise ValueError(f"{planner.__name__}.name is {own!r}, which ranks compare: register it under that name")
+        raise ValueError(f"{planner.__name__}.name is {own!r}, which ranks compare. Register it under this name.")
     for field in fields(planner):
         if field.default is MISSING and field.default_factory is MISSING:
-            raise TypeError(f"planner {name!r} has no default for its option {field.name!r}: give it one")
+            raise TypeError(f"planner {name!r} must have a default for its option {field.name!r}")
     _planners[name] = planner
 
 
@@ -71,12 +71,12 @@ def get(name: str, /, **options: Any) -> Planner:
     if meaning is None:
         near = nearest(str(name), _planners)
         hint = f"; did you mean {near}?" if near else ""
-        raise ValueError(f"there is no planner {name!r}{hint} (there are {', '.join(_planners)})")
+        raise ValueError(f"planner {name!r} is unknown{hint} (there are {', '.join(_planners)})")
     planner = _planners[meaning.planner]
     accepted = sorted(field.name for field in fields(planner))
     unknown = sorted(options.keys() - set(accepted))
     if unknown:
-        raise TypeError(f"planner {name!r} has no option {unknown[0]!r}; it takes {_listed(accepted)}")
+        raise TypeError(f"planner {name!r} has no option {unknown[0]!r}. Its options: {_listed(accepted)}")
     return planner(**{**meaning.options, **options})
 
 

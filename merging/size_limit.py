@@ -16,8 +16,8 @@ def check_tensors(profile: Profile) -> None:
     index = int(profile.numel.argmax())
     if profile.numel[index] >= LIMIT:
         raise ValueError(
-            f"tensor {index} ({profile.names[index]!r}) has {profile.numel[index]} elements, and a merge"
-            " buffer holds fewer than 2**31: split the parameter"
+            f"tensor {index} ({profile.names[index]!r}) has {profile.numel[index]} elements, but a merge buffer must "
+            "have fewer than 2**31. Split the parameter."
         )
 
 

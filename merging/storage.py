@@ -35,22 +35,22 @@ def unseal(text: str, kind: str, build: Callable[..., Record]) -> Record:
     format version, or where `build` refuses its fields.
     """
     if not isinstance(text, str):
-        raise TypeError(f"a record is read from a str, not from {type(text).__name__}: decode it first")
+        raise TypeError(f"a record must be a str, got {type(text).__name__}. Decode it first.")
     text = text.removesuffix("\n")
     record = _parse(text)
     if record.get("kind") != kind:
-        raise ValueError(f"this is not a {kind} record, or a damaged one; it starts with {text[:40]!r}")
+        raise ValueError(f"this is not a {kind} record, or it is damaged. It starts with {text[:40]!r}")
     version = record.get("format")
     body = {key: value for key, value in record.items() if key not in _SEAL}
     # Sealing it again compares the checksum and also details that a parser ignores: blanks, escapes, double keys.
     if not isinstance(version, int) or seal(kind, body, version) != text:
-        raise ValueError(f"this {kind} record is damaged or was edited: use an intact copy or make a new one")
+        raise ValueError(f"this {kind} record is damaged or was edited. Use an undamaged copy or create a new one.")
     if version != FORMAT:
-        raise ValueError(f"this {kind} record has format {version}, and this library reads only {FORMAT}")
+        raise ValueError(f"this {kind} record has format {version}, but only format {FORMAT} is supported")
     try:
         return build(**body)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"this {kind} record is intact, but says something invalid: {error}") from error
+        raise ValueError(f"this {kind} record is undamaged, but its content is invalid: {error}") from error
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:

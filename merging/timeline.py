@@ -109,14 +109,16 @@ def check_mode(mode: str, known: tuple[str, ...] = MODES) -> None:
     if mode in known:
         return
     if mode == "dear":
-        raise ValueError(f"only the planner 'dear' plans for mode 'dear': use one of {', '.join(known)}")
-    raise ValueError(f"there is no mode {mode!r}: use one of {', '.join(known)}")
+        raise ValueError(f"mode 'dear' is supported by the planner 'dear' only. Use one of {', '.join(known)}.")
+    raise ValueError(f"mode {mode!r} is unknown. Use one of {', '.join(known)}.")
 
 
 def _forward(spans: tuple[Span, ...], takes: Reals, plan: Plan, profile: Profile) -> Timeline:
     """Return the timeline with the all-gathers and the forward pass that follow the reduce-scatters."""
     if profile.forward is None:
-        raise ValueError("mode 'dear' hides all-gathers under forward, and profile.forward is None: measure it")
+        raise ValueError(
+            "mode 'dear' requires profile.forward, because it hides all-gathers behind forward. Measure it."
+        )
     ready = free = clock = spans[-1].end
     gathers = []
     for (first, stop), time in zip(plan.bounds[::-1], takes[::-1].tolist(), strict=True):
@@ -133,8 +135,8 @@ def _parts(plan: Plan, profile: Profile, mode: str) -> Elements:
         for i, (count, part) in enumerate(zip(plan.counts, plan.parts, strict=True)):
             if mode == "ahead" and min(count, part) > 1:
                 raise ValueError(
-                    f"merge buffer {i} has {part} parts, and ahead each of its {count} tensors is selected from"
-                    " by itself: give it 1"
+                    f"merge buffer {i} has {part} parts, but must have 1, because each of its {count} tensors is "
+                    "selected separately when sparsified ahead"
                 )
         parts = np.where(_totals(profile.work, plan) > 0, plan.parts, parts)
     return parts
@@ -165,7 +167,8 @@ def _exchange(plan: Plan, profile: Profile, costs: Costs, parts: Elements) -> Re
         return sparse
     if costs.dense is None:
         raise ValueError(
-            f"merge buffer {plan.dense.index(True)} goes dense, and costs.dense is None: give the dense cost"
+            f"merge buffer {plan.dense.index(True)} is dense, but costs.dense is None. Pass the cost of a dense "
+            "exchange."
         )
     return np.where(plan.dense, costs.dense(_totals(profile.numel, plan)), sparse)
 

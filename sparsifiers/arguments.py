@@ -56,9 +56,9 @@ def budget(density: float, numel: int) -> int:
 def check_density(density: float) -> float:
     """Return the density as a Python float. ValueError outside (0, 1], NaN included; TypeError for a non-number."""
     if isinstance(density, bool) or not isinstance(density, Real):
-        raise TypeError(f"density must be a number in (0, 1], not {density!r}")
+        raise TypeError(f"density must be a number in (0, 1], got {density!r}")
     if not 0.0 < density <= 1.0:
-        raise ValueError(f"density must lie in (0, 1], but is {density!r}; 1% is written 0.01, everything 1.0")
+        raise ValueError(f"density must be in (0, 1], got {density!r}. For 1 %, pass 0.01; for everything, 1.0.")
     return float(density)
 
 
@@ -66,7 +66,7 @@ def check_numel(owner: object, numel: int, key: str = "") -> int:
     """Return the element count as a Python int. ValueError outside [0, 2**31); TypeError for a non-integer."""
     numel = _integer(owner, key, "numel", numel)
     if not 0 <= numel < NUMEL_LIMIT:
-        raise ValueError(f"{_where(owner, key)}: numel is {numel}, outside [0, 2**31); split the vector")
+        raise ValueError(f"{_where(owner, key)}: numel must be in [0, 2**31), got {numel}. Split the vector.")
     return numel
 
 
@@ -76,15 +76,15 @@ def check_vector(owner: object, vector: Tensor, key: str) -> None:
     Any stride and any device will do; no value is read.
     """
     if not isinstance(vector, Tensor):
-        raise TypeError(f"{_where(owner, key)}: vector must be a torch.Tensor, not {type(vector).__name__}")
+        raise TypeError(f"{_where(owner, key)}: vector must be a torch.Tensor, got {type(vector).__name__}")
     if vector.layout is not torch.strided or vector.dim() != 1:
         raise ValueError(
-            f"{_where(owner, key)}: vector must be 1-D and strided, but has shape {tuple(vector.shape)} and "
-            f"layout {vector.layout}; pass tensor.reshape(-1), after tensor.to_dense() if it is sparse"
+            f"{_where(owner, key)}: vector must be 1-D and strided, got shape {tuple(vector.shape)} and layout "
+            f"{vector.layout}. Pass tensor.reshape(-1), after tensor.to_dense() if it is sparse."
         )
     if vector.dtype not in DTYPES:
         known = ", ".join(str(dtype) for dtype in DTYPES)
-        raise ValueError(f"{_where(owner, key)}: vector is {vector.dtype}; convert it to one of {known}")
+        raise ValueError(f"{_where(owner, key)}: vector must be one of {known}, got {vector.dtype}. Convert it.")
 
 
 def check_request(
@@ -112,18 +112,16 @@ def check_request(
     least = 1 if numel else 0
     if not least <= k <= numel:
         raise ValueError(
-            f"{_where(owner, key)}: k is {k}, but of {numel} elements [{least}, {numel}] can be selected; "
-            f"sparsifiers.budget(density, numel) stays in that range"
+            f"{_where(owner, key)}: k must be in [{least}, {numel}] for {numel} elements, got {k}. Use "
+            "sparsifiers.budget(density, numel)."
         )
     if type(step) is not int:
         step = _integer(owner, key, "step", step)
     if step < 0:
-        raise ValueError(f"{_where(owner, key)}: step is {step}; it counts committed exchanges from 0")
+        raise ValueError(f"{_where(owner, key)}: step must be >= 0, the number of committed exchanges, got {step}")
     parts = ((numel,),) if shapes is None else _shapes(owner, key, numel, shapes)
     if scratch is not None and scratch.length != numel:
-        raise ValueError(
-            f"{_where(owner, key)}: the scratch is of {scratch.length} elements, but the vector has {numel}"
-        )
+        raise ValueError(f"{_where(owner, key)}: the scratch has {scratch.length} elements, but the vector has {numel}")
     return Request(k, key, step, parts, scratch)
 
 
@@ -135,8 +133,8 @@ def _shapes(owner: object, key: str, numel: int, shapes: Sequence[Sequence[int]]
     covered = sum(map(math.prod, parts))
     if covered != numel:
         raise ValueError(
-            f"{_where(owner, key)}: shapes hold {covered} elements in {len(parts)} tensors, but the vector "
-            f"has {numel}; list the shape of every tensor that it concatenates, in order"
+            f"{_where(owner, key)}: shapes have {covered} elements in {len(parts)} tensors, but the vector has "
+            f"{numel}. Pass the shape of every tensor in the vector, in order."
         )
     return parts
 
@@ -146,7 +144,7 @@ def _integer(owner: object, key: str, name: str, value: int) -> int:
         return value
     # A tensor is refused on purpose: reading one that lives on a device would synchronise.
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{_where(owner, key)}: {name} must be an int, not {value!r}")
+        raise TypeError(f"{_where(owner, key)}: {name} must be an int, got {value!r}")
     return int(value)
 
 

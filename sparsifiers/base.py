@@ -33,17 +33,17 @@ class Selection:
     def __post_init__(self) -> None:
         if self.indices.dtype != torch.int32 or self.indices.dim() != 1:
             raise ValueError(
-                f"Selection: indices must be int32[capacity], not {self.indices.dtype} of shape "
+                f"Selection: indices must be int32[capacity], got {self.indices.dtype} of shape "
                 f"{tuple(self.indices.shape)}"
             )
         if isinstance(self.count, Tensor):
             if self.count.dtype != torch.int32 or self.count.dim() != 0 or self.count.device != self.indices.device:
                 raise ValueError(
-                    f"Selection: a tensor as count must be 0-dim, int32 and on {self.indices.device}, not "
+                    f"Selection: a tensor as count must be 0-dim, int32 and on {self.indices.device}, got "
                     f"{self.count.dtype} of shape {tuple(self.count.shape)} on {self.count.device}"
                 )
         elif not 0 <= self.count <= self.indices.numel():
-            raise ValueError(f"Selection: count is {self.count}, outside [0, {self.indices.numel()}], the capacity")
+            raise ValueError(f"Selection: count must be in [0, {self.indices.numel()}], the capacity, got {self.count}")
 
     @property
     def capacity(self) -> int:

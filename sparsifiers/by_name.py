@@ -37,11 +37,11 @@ class ByName(Compressor):
         for _, part in self._parts:
             if repr(by_kind.setdefault(part.kind, part)) != repr(part):
                 raise ValueError(
-                    f"compression by pattern: {by_kind[part.kind]!r} and {part!r} are of one kind, {part.kind.value}; "
-                    "give one of each kind at most"
+                    f"compression by pattern: {by_kind[part.kind]!r} and {part!r} are of the same kind, "
+                    f"{part.kind.value}. Use at most one of each kind."
                 )
         if not by_kind.keys() - {Kind.DENSE}:
-            raise ValueError("compression by pattern: nothing compresses; name a sparsifier or a low-rank compressor")
+            raise ValueError("compression by pattern: expected at least one sparsifier or low-rank compressor")
         self._by_kind = by_kind
         sparse = by_kind.get(Kind.SPARSE)
         memories = [part.memory for kind, part in by_kind.items() if kind is not Kind.DENSE]

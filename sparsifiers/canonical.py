@@ -23,6 +23,6 @@ def _text(name: str, option: str, value: object) -> str:
     if value is None or isinstance(value, bool | int | str):
         return repr(value)
     raise TypeError(
-        f"{name}: option {option!r} is {value!r}; options() must return plain values "
-        f"(None, bool, int, float, str, tuple), so that the text is the same on every rank"
+        f"{name}: option {option!r} is {value!r}, but options() must return plain values (None, bool, int, float, "
+        "str, tuple), which are written in the same way on every rank"
     )

@@ -90,9 +90,9 @@ def get(name: str, density: float = 0.01, **options: object) -> Sparsifier:
         TypeError: For an option that the sparsifier does not have.
     """
     if name in _quantisers and name not in _sparsifiers:
-        raise ValueError(f"{name!r} is a quantizer, no sparsifier; make it by sparsifiers.quantizer({name!r})")
+        raise ValueError(f"{name!r} is a quantizer, not a sparsifier. Use sparsifiers.quantizer({name!r}).")
     if isinstance(name, str) and name not in _sparsifiers and (near := _quantisers.published(name)):
-        raise ValueError(f"{name!r} is no sparsifier; what comes nearest is sparsifiers.quantizer({near!r})")
+        raise ValueError(f"{name!r} is not a sparsifier. Use sparsifiers.quantizer({near!r}).")
     return _sparsifiers.create(name, density, **options)
 
 
@@ -207,7 +207,7 @@ def memory(name: str, **options: object) -> Memory:
 def _refuse_taken(name: object, *others: Registry[Any]) -> None:
     """Raise ValueError if compressors of another kind have this name: `compression=name` means one of all kinds."""
     if any(name in other for other in others):
-        raise ValueError(f"the name {name!r} is taken by a compressor of another kind; choose another one")
+        raise ValueError(f"the name {name!r} belongs to a compressor of another kind. Use another name.")
 
 
 # The old spelling of these names: scripts have it.

@@ -112,7 +112,7 @@ class Compressor(ABC):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore the state of `state_dict`. ValueError if it belongs to another kind of compressor."""
         if state:
-            raise ValueError(f"{self}: keeps no state, but was given {sorted(state)}; load that into what saved it")
+            raise ValueError(f"{self} has no state, got {sorted(state)}. Load it into the compressor that saved it.")
 
     def retain(self, keys: Iterable[str]) -> None:
         """Forget the state of every key that is not in `keys`; called after a re-plan."""

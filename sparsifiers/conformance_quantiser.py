@@ -131,7 +131,7 @@ def _encoding(made: Quantiser, size: int, name: str, values: Tensor) -> None:
     sent = records.clone()
     read = decoded(made, records, size)
     require(torch.equal(records, sent), "reading changes the bytes", where)
-    require(same_bits(decoded(made, records, size), read), "the same bytes are not read alike twice", where)
+    require(same_bits(decoded(made, records, size), read), "the same bytes are read differently the second time", where)
     require(generators() == drawn, "a generator of the process was used", where)
     require(bool(read.isfinite().all()), "finite values are not read as finite ones", where)
     squares = torch.ones(1, dtype=torch.float64)

@@ -66,7 +66,9 @@ class Deferred(Selection):
     def _made(self) -> Slots:
         if self._slots is None:
             if self._is_taken:
-                raise RuntimeError("a selection was written to a message and taken off its vector: look at it before")
+                raise RuntimeError(
+                    "the selection is already written to a message and removed from its vector. Read it earlier."
+                )
             self._slots = Slots.of(self._capacity, self._device)
             self._select(self._slots, commit=False)
         return self._slots

@@ -67,9 +67,9 @@ class DGC(Sparsifier):
         super().__init__(density)
         self.sample_ratio, self.mode = number("dgc", "sample_ratio", sample_ratio), mode
         if not 0.0 < self.sample_ratio <= 1.0:
-            raise ValueError(f"dgc: sample_ratio is {sample_ratio!r}, outside (0, 1]; the authors take 0.01")
+            raise ValueError(f"dgc: sample_ratio must be in (0, 1], got {sample_ratio!r}. The authors use 0.01.")
         if mode not in ("exact", "paper"):
-            raise ValueError(f"dgc: mode is {mode!r}; choose 'exact' or 'paper'")
+            raise ValueError(f"dgc: mode must be 'exact' or 'paper', got {mode!r}")
         self.has_kernels = self.takes_candidates = mode == "exact"
 
     def options(self) -> dict[str, object]:

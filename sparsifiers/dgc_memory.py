@@ -42,9 +42,9 @@ class DGCMemory(Memory):
         clipping: float | None = None,
     ) -> None:
         if momentum is not None and not 0.0 <= momentum < 1.0:
-            raise ValueError(f"memory 'dgc': momentum must lie in [0, 1), but is {momentum!r}")
+            raise ValueError(f"memory 'dgc': momentum must be in [0, 1), got {momentum!r}")
         if clipping is not None and not 0.0 < clipping < float("inf"):
-            raise ValueError(f"memory 'dgc': clipping must be a norm > 0 or None, but is {clipping!r}")
+            raise ValueError(f"memory 'dgc': clipping must be a norm > 0 or None, got {clipping!r}")
         self.momentum = None if momentum is None else float(momentum)
         self.follows = momentum is None  # the optimizer's momentum applies, where it has one
         self.nesterov, self.masking = bool(nesterov), bool(masking)

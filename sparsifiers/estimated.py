@@ -108,5 +108,5 @@ def padded(indices: NDArray[np.signedinteger[Any]], k: int) -> Selection:
 def number(owner: str, option: str, value: object) -> float:
     """Return the value of an option as a Python float. TypeError if it is no number; owner: named in the error."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{owner}: {option} must be a number, not {value!r}")
+        raise TypeError(f"{owner}: {option} must be a number, got {value!r}")
     return float(value)

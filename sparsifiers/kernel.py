@@ -98,7 +98,7 @@ def chosen(setting: str, folder: Path) -> ctypes.CDLL | None:
     Raises ``ValueError`` for a setting that is none of these.
     """
     if setting not in ("", OFF, *LEVELS):
-        raise ValueError(f"{VARIABLE}={setting!r}: choose one of {', '.join((OFF, *LEVELS))}, or leave it out")
+        raise ValueError(f"{VARIABLE}={setting!r}: expected one of {', '.join((OFF, *LEVELS))}, or unset it")
     found = None if setting == OFF else load(folder)
     if found is not None and setting:
         found.kernel_set_level(LEVELS.index(setting))

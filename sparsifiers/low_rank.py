@@ -39,7 +39,7 @@ class LowRank(Compressor):
         """Check the options, as the class says."""
         self.rank: int | tuple[tuple[str, int], ...] = _ranks(rank)
         if not isinstance(seed, Integral) or isinstance(seed, bool) or seed < 0:
-            raise ValueError(f"{self.name}: seed={seed!r}: give a whole number >= 0")
+            raise ValueError(f"{self.name}: seed={seed!r}: expected a whole number >= 0")
         self.seed: int = int(seed)
         patterns = () if isinstance(self.rank, int) else self.rank
         self.patterns: tuple[tuple[re.Pattern[str], int], ...] = tuple(
@@ -92,7 +92,7 @@ def _ranks(rank: Ranks) -> int | tuple[tuple[str, int], ...]:
     if isinstance(rank, Mapping | Sequence) and not isinstance(rank, str):
         pairs: tuple[tuple[str, int], ...] = tuple(rank.items() if isinstance(rank, Mapping) else rank)
         if not pairs:
-            raise ValueError("rank={}: give at least one pattern for full names (a regular expression), or a number")
+            raise ValueError("rank={}: expected a number, or at least one pattern that matches full parameter names")
         for pattern, value in pairs:
             try:
                 compiled(pattern)
@@ -105,5 +105,5 @@ def _ranks(rank: Ranks) -> int | tuple[tuple[str, int], ...]:
 def _whole(rank: object) -> int:
     """Return one rank as an int. ValueError for anything else."""
     if not isinstance(rank, Integral) or isinstance(rank, bool) or rank < 1:
-        raise ValueError(f"rank={rank!r}: give a whole number > 0, or {{pattern: number}}")
+        raise ValueError(f"rank={rank!r}: expected a whole number > 0, or {{pattern: number}}")
     return int(rank)

@@ -117,7 +117,7 @@ class Memory:
 
     def correct(self, update: Tensor, momentum: Momentum) -> None:
         """Apply momentum to the combined `update` of dense tensors, in place."""
-        raise NotImplementedError(f"{self} has no momentum for what is sent whole")
+        raise NotImplementedError(f"{self} does not apply momentum to uncompressed gradients")
 
     def options(self) -> dict[str, object]:
         """Return the hyper-parameters as plain values: ``memory(name, **options())`` is this memory again."""
@@ -129,24 +129,30 @@ class Memory:
     def _check(self, work: Tensor, residual: Tensor | None, gradient: Tensor | None) -> None:
         if self.has_residual is (residual is None):
             raise ValueError(
-                f"{self}: residual must be {'a tensor' if self.has_residual else 'None: this memory drops the rest'}"
+                f"{self}: residual must be {'a tensor' if self.has_residual else 'None: this memory keeps none'}"
             )
         if residual is not None:
             if residual.shape != work.shape or residual.dtype != work.dtype:
-                raise ValueError(f"{self}: residual is {_form(residual)}, but work is {_form(work)}; both must agree")
+                raise ValueError(
+                    f"{self}: residual is {_form(residual)}, but work is {_form(work)}. They must be equal."
+                )
             if residual.data_ptr() == work.data_ptr() and work.numel() > 0:
-                raise ValueError(f"{self}: residual and work share storage; the residual must survive a skipped step")
+                raise ValueError(
+                    f"{self}: residual and work must not share storage, because the residual must survive a skipped "
+                    "step"
+                )
         if gradient is None:
             return
         if gradient.layout is not torch.strided:
             raise ValueError(
-                f"{self}: gradient has layout {gradient.layout}; make it dense first (sparse_as_dense=True)"
+                f"{self}: a gradient of layout {gradient.layout} is not supported. Make it dense first "
+                "(sparse_as_dense=True)."
             )
         same = gradient.dtype == work.dtype or torch.promote_types(work.dtype, gradient.dtype) == work.dtype
         if not same or gradient.shape != work.shape:
             raise ValueError(
-                f"{self}: gradient is {_form(gradient)}, but work is {_form(work)}; "
-                f"shapes must be equal and work must hold every value of the gradient"
+                f"{self}: gradient is {_form(gradient)}, but work is {_form(work)}. Shapes must be equal, and work "
+                "must hold every value of the gradient."
             )
 
 
@@ -197,7 +203,7 @@ class Decaying(Residual):
 
     def __init__(self, decay: float) -> None:
         if not 0.0 < decay <= 1.0:
-            raise ValueError(f"decay must lie in (0, 1], not {decay!r}")
+            raise ValueError(f"decay must be in (0, 1], got {decay!r}")
         self.decay = decay
 
     def options(self) -> dict[str, object]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-RULE = "patterns are regular expressions that must match the full parameter name"
+RULE = "Patterns are regular expressions that must match the full parameter name"
 
 
 def compiled(pattern: Any) -> re.Pattern[str]:
@@ -24,8 +24,8 @@ def compiled(pattern: Any) -> re.Pattern[str]:
         return re.compile(pattern)
     except (TypeError, re.error) as error:
         if isinstance(pattern, str) and any(mark in pattern for mark in "*?"):
-            raise ValueError(f"{_is_a_glob(pattern)}; {RULE}") from None
-        raise ValueError(f"{pattern!r} is not a pattern ({error}); {RULE}") from None
+            raise ValueError(f"{_is_a_glob(pattern)}. {RULE}.") from None
+        raise ValueError(f"{pattern!r} is not a pattern ({error}). {RULE}.") from None
 
 
 def glob_hint(pattern: str, names: Iterable[str]) -> str:

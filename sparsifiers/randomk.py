@@ -35,7 +35,7 @@ class RandomK(Sparsifier):
     def __init__(self, density: float = 0.01, seed: int = 0) -> None:
         super().__init__(density)
         if isinstance(seed, bool) or not isinstance(seed, int):
-            raise TypeError(f"{self.name}: seed must be an int, not {seed!r}")
+            raise TypeError(f"{self.name}: seed must be an int, got {seed!r}")
         self.seed = seed
 
     def _select(self, vector: Tensor, request: Request) -> Selection:

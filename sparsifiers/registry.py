@@ -68,29 +68,29 @@ class Registry(Generic[Made]):
     def register(self, name: str, factory: Callable[..., Made]) -> None:
         """Add a factory. ValueError for a taken name, TypeError for other arguments."""
         if not isinstance(name, str) or not name:
-            raise TypeError(f"a {self._kind}'s name must be a non-empty string, not {name!r}")
+            raise TypeError(f"a {self._kind}'s name must be a non-empty string, got {name!r}")
         if not callable(factory):
-            raise TypeError(f"the factory of {self._kind} {name!r} must be callable, not {factory!r}")
+            raise TypeError(f"the factory of {self._kind} {name!r} must be callable, got {factory!r}")
         if self.canonical(name) is not None:
-            raise ValueError(f"the {self._kind} name {name!r} is taken; choose one besides {self._known()}")
+            raise ValueError(
+                f"the {self._kind} name {name!r} is already used. Choose a name other than {self._known()}."
+            )
         self._factories[name] = factory
 
     def create(self, name: str, /, *arguments: object, **options: object) -> Made:
         """Return factory(*arguments, **options). ValueError for an unknown name, TypeError for an unknown option."""
         if not isinstance(name, str):
-            raise TypeError(f"a {self._kind} is named by a string, not {name!r}; known: {self._known()}")
+            raise TypeError(f"the name of a {self._kind} must be a string, got {name!r}. Choose from: {self._known()}")
         known = self.canonical(name)
         if known is None:
             near = self.published(name) or alike(name, [*self._factories, *self._aliases])
             hint = f"; did you mean {near!r}?" if near else ""
-            raise ValueError(f"unknown {self._kind} {name!r}; known: {self._known()}{hint}")
+            raise ValueError(f"unknown {self._kind} {name!r}. Choose from: {self._known()}{hint}")
         factory = self._factories[known]
         self._check_options(name, factory, len(arguments), options)
         made = factory(*arguments, **options)
         if not isinstance(made, self._base):
-            raise TypeError(
-                f"the factory of {self._kind} {name!r} returned {made!r}, which is no {self._base.__name__}"
-            )
+            raise TypeError(f"the factory of {self._kind} {name!r} returned {made!r}, expected a {self._base.__name__}")
         return made
 
     def canonical(self, name: str) -> str | None:
@@ -116,6 +116,6 @@ class Registry(Generic[Made]):
         unknown = [option for option in options if option not in accepted]
         if unknown:
             raise TypeError(
-                f"{self._kind} {name!r} has no option {', '.join(map(repr, unknown))}; "
-                f"it accepts {', '.join(accepted) or 'none'}"
+                f"{self._kind} {name!r} has no option {', '.join(map(repr, unknown))}. Its options: "
+                f"{', '.join(accepted) or 'none'}"
             )

@@ -47,7 +47,7 @@ class Keyed(Sparsifier):
         """Restore the state of `state_dict`; an empty mapping is a cold start."""
         kept = state.get(self.name, {})
         if set(state) - {self.name} or not isinstance(kept, Mapping):
-            raise ValueError(f"{self}: its state is {{{self.name!r}: ...}}, but was given {sorted(state)}")
+            raise ValueError(f"{self}: expected the state {{{self.name!r}: ...}}, got {sorted(state)}")
         self._kept = {key: tuple(numbers) for key, numbers in kept.items()}
 
     def retain(self, keys: Iterable[str]) -> None:

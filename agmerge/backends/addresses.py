@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 INTERFACES = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")  # where the user has said which one to take
 MASTERS = ("MASTER_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR")  # where launchers name an address that all reach
 GONE = (
-    "Rank 0 may have ended, too: then this process has come too late, as a second one of its rank does, or one that is "
-    "left over from another job"
+    "Rank 0 may also have ended: then this process is left over from another job, or is a second process with its rank"
 )
 ANYWHERE = "192.0.2.1"  # set aside for documentation (RFC 5737): nothing is sent to it, only the route counts
 
@@ -35,7 +34,7 @@ def reachable(hosts: Sequence[str], env: Mapping[str, str]) -> str:
     for address in _candidates(hosts, env):
         if not only_here(address):
             return address
-    raise OSError("this machine has no address but its own loopback")
+    raise OSError("this machine has no network address except loopback")
 
 
 def to_master(env: Mapping[str, str]) -> str:
@@ -83,17 +82,19 @@ def why_unreachable(host: str, port: int, patience: float = 1.0) -> str:
     """
     address = _leads_to(host)
     if not address:
-        return f"the name {host} leads to no address on this machine"
+        return f"the name {host} has no address on this machine"
     where = f"{address}, this machine itself," if is_own(address) else address
     try:
         socket.create_connection((address, port), patience).close()
     except ConnectionRefusedError:
         return f"{where} refuses connections: rank 0 does not run there, or a firewall rejects them. {GONE}"
     except TimeoutError:
-        return f"nothing comes back from {where}: a firewall drops it, or that is no address of rank 0's host"
+        return (
+            f"{where} does not answer: a firewall drops the connection, or the address does not belong to rank 0's host"
+        )
     except OSError as error:
-        return f"no way leads to {where} ({error.strerror})"
-    return f"{where} lets connections in by now: rank 0 has come late, or another program listens there"
+        return f"there is no route to {where} ({error.strerror})"
+    return f"{where} accepts connections now: rank 0 started late, or another program uses the port"
 
 
 def is_own(address: str) -> bool:

@@ -19,7 +19,7 @@ from agmerge.errors import CollectiveTimeout, NoAnswer, PeerLost
 
 SLICE = 0.1  # seconds between two looks whether others have given the group up
 LOOKS = 0.05  # likewise, while it connects
-LOST = "AGM211: {}: a worker of this group is lost ({})"
+LOST = "AGM211: {}: a worker of this group failed ({})"
 
 
 class Broken:
@@ -214,11 +214,11 @@ def unless(why: Callable[[], str], call: Callable[[], BareGloo], timeout: float)
         thread.join(LOOKS)
         reason = why() if thread.is_alive() else ""
         if reason:
-            raise NoAnswer(f"AGM211: init(): the workers of a generation could not connect: {reason}")
+            raise NoAnswer(f"AGM211: init(): the workers of the new group could not connect: {reason}")
     if results:
         return results[0]
     if errors and isinstance(errors[0], NoAnswer):
         raise errors[0]
     raise NoAnswer(
-        f"AGM211: init(): the workers of a generation could not connect ({errors[0] if errors else 'too late'})"
+        f"AGM211: init(): the workers of the new group could not connect ({errors[0] if errors else 'timeout'})"
     )

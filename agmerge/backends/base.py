@@ -187,7 +187,8 @@ class Backend(ABC):
         Raises :class:`agmerge.AGMergeError` on a backend that is not Horovod's.
         """
         raise AGMergeError(
-            f"AGM305: process_set={process_set} is Horovod's, but agmerge runs on {self.name!r}; give a list of ranks"
+            f"AGM305: process_set={process_set} belongs to Horovod, but agmerge uses the backend {self.name!r}. Pass "
+            "a list of ranks."
         )
 
     def drop(self) -> None:  # noqa: B027  most hold nothing that can be given back by one rank alone

@@ -31,12 +31,17 @@ LONGEST_ATTEMPT = 30.0  # seconds: attempts become longer, for one without an an
 NEWCOMERS = "newcomers are let in"
 TELLS = 5.0  # seconds after which a worker that waits says so
 NO_ADDRESS = "its name has no address"
-TO_BE_LET_IN = "init() waits to be let in to the job of the lighthouse at {host}:{port}"
-FOR_AN_ANSWER = "init() looks for a lighthouse at {host}:{port}, where none answers, for {patience:g} s"
+TO_BE_LET_IN = "init() waits to join the job of the lighthouse at {host}:{port}"
+FOR_AN_ANSWER = "init() waits for a lighthouse at {host}:{port}, which does not answer, for {patience:g} s"
 FOR_A_GROUP = "waits for the next group of workers, of at least {least} (min_workers), for {patience:g} s"
-PUZZLED = "what the lighthouse at {host}:{port} says cannot be used ({error}); training goes on, and it is asked again"
+PUZZLED = (
+    "the answer of the lighthouse at {host}:{port} cannot be used ({error}). Training continues, and agmerge asks again"
+)
 NO_RECORD = "AGM211: init(): the record of worker {number}, which serves this group, cannot be read"
-GONE = "the lighthouse is gone, and looked for; training goes on. Start it again at its address, for deaths or arrivals"
+GONE = (
+    "the lighthouse does not respond. Training continues, but workers cannot join or be replaced until you restart it "
+    "at the same address"
+)
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ print(json.dumps({"version": horovod.__version__, "mpi": bool(hvd.mpi_built()), 
 SETTINGS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "5", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 ON_DEVICES = {**SETTINGS, "HOROVOD_CYCLE_TIME": "1"}  # cores are idle there while a GPU trains
 STARTING = (
-    "Was each worker started, and do they see each other? HOROVOD_GLOO_IFACE=<interface> chooses the network for "
-    "horovodrun --gloo, --network-interfaces for horovodrun, AGMERGE_TIMEOUT gives workers longer to start. "
-    "`python -m agmerge doctor --hosts A,B` looks at the network"
+    "Check that each worker was started, and that workers can reach each other. HOROVOD_GLOO_IFACE=<interface> sets "
+    "the network for horovodrun --gloo, --network-interfaces for horovodrun, and AGMERGE_TIMEOUT a longer timeout. "
+    "`python -m agmerge doctor --hosts A,B` tests the network"
 )
 SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a handle
 
@@ -85,10 +85,10 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBacke
     except Exception as error:
         anew = _anew(str(error))
         raise AGMergeError(
-            f"AGM003: the horovod backend needs Horovod with its torch part ({error}): run `python -m agmerge "
-            f"build-horovod{anew}`, which builds it for the torch that is here; `python -m agmerge doctor` shows what "
-            "works. Pip alone cannot: Horovod 0.28.1 does not build with torch 2.1 and newer, so the extra "
-            "agmerge[horovod] brings only what Horovod needs to run"
+            f"AGM003: backend='horovod' requires Horovod with its torch part ({error}). Run `python -m agmerge "
+            f"build-horovod{anew}`, which builds it for the installed torch. `pip install` does not work, because "
+            "Horovod 0.28.1 does not build with torch 2.1 and newer. `python -m agmerge doctor` shows the available "
+            "backends."
         ) from error
     owned = not hvd.is_initialized()
     trains_here = not torch.cuda.is_available()
@@ -129,12 +129,12 @@ def _translated(name: str) -> Iterator[None]:
     except RuntimeError as error:
         if "Mismatched" in str(error):
             raise RankMismatchError(f"AGM101: {name}: {error}") from error
-        raise horovod_elastic.lost(f"AGM206: {name}: the exchange with the other ranks broke", str(error)) from error
+        raise horovod_elastic.lost(f"AGM206: {name}: the exchange with the other ranks failed", str(error)) from error
     except ValueError as error:
         if "same name as another tensor" not in str(error):
             raise
         raise PeerLost(
-            f"AGM206: {name}: an earlier call of this name never ended, so a rank is missing", error
+            f"AGM206: {name}: an earlier call of this name never completed, so a rank is missing", error
         ) from error
 
 
@@ -200,7 +200,7 @@ class HorovodBackend(Backend):
         Raises ``ValueError`` for a set that Horovod does not know.
         """
         if process_set.process_set_id is None:
-            raise ValueError(f"process_set={process_set}: Horovod does not know it; hvd.add_process_set() it first")
+            raise ValueError(f"process_set={process_set} is unknown to Horovod. Call hvd.add_process_set() first.")
         if not process_set.included():
             return None
         # Counted by set: ranks outside may never make this call, and all ranks must go on agreeing on names.

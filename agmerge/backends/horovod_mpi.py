@@ -38,9 +38,9 @@ def advice(env: Mapping[str, str], threads: int) -> str:
     if not unset:
         return ""
     return (
-        "AGM709: the script has called hvd.init() by itself, on a host with fewer cores than its workers have "
-        "threads: while Horovod waits in Open MPI, it takes a core from training. Call agmerge.init() instead, or "
-        f"before, or start workers with {' '.join(unset)}"
+        "AGM709: The script called hvd.init() itself, on a host with fewer cores than its workers have threads. "
+        "Horovod waits in Open MPI, which takes a core from training. Call agmerge.init() instead or before, or start "
+        f"workers with {' '.join(unset)}"
     )
 
 

@@ -23,7 +23,10 @@ ANSWER = 10.0  # seconds for the answer to a question
 READY = "ready"  # key in the store, since:
 SETTLES = 3.0  # seconds after its start in which a lighthouse lets no newcomers in: a job may be looking for it
 CONNECTED = ""  # name of the call that only waits for the connection
-SILENT = "a process accepts connections there and gives no answer of a lighthouse: it is another program, or is stopped"
+SILENT = (
+    "a process accepts connections at this address but does not answer as a lighthouse: another program, or a stopped "
+    "process"
+)
 
 
 class BoundedStore:
@@ -135,9 +138,9 @@ class Lighthouse:
         """Return the error that there is no lighthouse. ``why``: if that is known. ``within``: instead of patience."""
         because = f" ({shortened(why)})" if why else ""
         return AGMergeError(
-            f"AGM014: no lighthouse answers at {self.host}, port {self.port}, "
-            f"{within or f'within {self._patience:g} s'}{because}: start one there, by `python -m agmerge lighthouse "
-            f"--port {self.port}`, or set AGMERGE_LIGHTHOUSE to where it is"
+            f"AGM014: No lighthouse answers at {self.host}, port {self.port}, "
+            f"{within or f'within {self._patience:g} s'}{because}. Start one with `python -m agmerge lighthouse "
+            f"--port {self.port}`, or set AGMERGE_LIGHTHOUSE to its address."
         )
 
 

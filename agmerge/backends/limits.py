@@ -12,7 +12,7 @@ import os
 
 SPARE = 16  # files that a group of ranks opens beside a connection to each other rank, with some left
 TOO_MANY = (errno.EMFILE, errno.ENFILE)  # open files: of this process, and on this machine
-RAISE = "Raise the limit where workers are started, for example by `ulimit -n 65536`"
+RAISE = "Raise the limit on the machines of the workers, for example with `ulimit -n 65536`"
 
 
 def open_files() -> tuple[int, int] | None:
@@ -39,10 +39,10 @@ def shortage(ranks: int) -> str:
     known = open_files()
     if known is None or known[1] - known[0] >= SPARE + ranks:
         return ""
-    return f"has {known[0]} files open, and may open {known[1]} (ulimit -n)"
+    return f"has {known[0]} open files, and the limit is {known[1]} (ulimit -n)"
 
 
 def advice(ranks: int) -> str:
     """Return a sentence about the limit that is too low here, and what to do; empty if none is known to be."""
     short = shortage(ranks)
-    return f"This process {short}, too few to connect {ranks} ranks. {RAISE}." if short else ""
+    return f"This process {short}, which is not enough to connect {ranks} ranks. {RAISE}." if short else ""

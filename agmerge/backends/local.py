@@ -132,7 +132,7 @@ def _pieces(parts: list[Part]) -> list[Part]:
         sent = tuple(other.splits[rank] for other in parts)
         if sent != part.expected:
             raise RankMismatchError(
-                f"AGM501: rank {rank} expects pieces of {list(part.expected)} elements and is sent {list(sent)}"
+                f"AGM501: rank {rank} expected pieces of {list(part.expected)} elements, got {list(sent)}"
             )
     return _all(parts)
 
@@ -197,7 +197,7 @@ class LocalBackend(Backend):
         """
         group, tensor, log = self.group, part.tensor, self.group.calls[self._world_rank]
         if self._closed:
-            raise AGMergeError(f"AGM123: {name}: this communicator was closed")
+            raise AGMergeError(f"AGM123: {name}: this communicator is closed. Create a new one.")
         if group.checks_marks and self.size > 1:
             collective_marks.require_marks(name, sys._getframe(1))
         if not tensor.is_contiguous():
@@ -222,7 +222,7 @@ class LocalBackend(Backend):
         try:
             if len(set(op.described.values())) > 1:
                 calls = "; ".join(f"rank {rank}: {op.described[rank]}" for rank in self.ranks)
-                op.error = RankMismatchError(f"AGM101: ranks made different calls: {calls}")
+                op.error = RankMismatchError(f"AGM101: Ranks made different calls: {calls}")
             else:
                 for part in op.inputs.values():
                     part.await_ready()
@@ -256,7 +256,7 @@ class LocalBackend(Backend):
         _check_out(name, out, sum(out_splits), tensor.dtype)
         if sum(splits) != tensor.numel() or not len(splits) == len(out_splits) == self.size:
             raise ValueError(
-                f"{name}: splits {list(splits)} and {list(out_splits)} do not cut {tensor.numel()} and "
+                f"{name}: splits {list(splits)} and {list(out_splits)} do not divide {tensor.numel()} and "
                 f"{out.numel()} elements into {self.size} pieces"
             )
 
@@ -270,7 +270,10 @@ class LocalBackend(Backend):
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         _check_out(name, out, tensor.numel() // self.size, tensor.dtype)
         if tensor.numel() % self.size:
-            raise ValueError(f"{name}: {tensor.numel()} elements do not divide among {self.size} ranks")
+            raise ValueError(
+                f"{name}: the number of elements, {tensor.numel()}, must be divisible by the number of ranks, "
+                f"{self.size}"
+            )
         start = self.rank * out.numel()
 
         def deliver(op: _Op) -> None:
@@ -326,7 +329,7 @@ def _check_out(name: str, out: torch.Tensor, length: int, dtype: torch.dtype) ->
     In memory torch would quietly resize or convert it.
     """
     if out.numel() != length or out.dtype != dtype or not out.is_contiguous():
-        raise ValueError(f"{name}: the output must be {length} contiguous elements of {dtype}, not {_shape(out)}")
+        raise ValueError(f"{name}: the output must be {length} contiguous elements of {dtype}, got {_shape(out)}")
 
 
 def _shape(tensor: torch.Tensor) -> str:

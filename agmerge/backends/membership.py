@@ -25,29 +25,29 @@ HURRY = 1.0  # seconds without a beat after which a worker that cannot be reache
 
 NEWEST = 1024  # workers that are looked at for newcomers, at most: the last ones that have come
 OVER = (
-    "AGM217: the job at this lighthouse has ended: its workers have come to their ends. A lighthouse serves one job: "
-    "start another one for the next, or the same anew"
+    "AGM217: The job of this lighthouse has finished. A lighthouse serves one job: restart it before you start the "
+    "next job."
 )
 
 
 HELD = (
-    "worker {number} on {host} has given no sign of life for {seconds:g} s, but {address}, port {port}, at which it "
-    "served its group, accepts connections. Either it trains and cannot reach the lighthouse, or it is stopped, or a "
-    "process that it has started holds its socket: `ss -ltnp 'sport = :{port}'` on that host names it. End that process"
+    "worker {number} on {host} has given no sign of life for {seconds:g} s, but {address}, port {port}, which served "
+    "its group, accepts connections. The worker cannot reach the lighthouse, is stopped, or left a child process that "
+    "holds its socket. Find it with `ss -ltnp 'sport = :{port}'` on that host, and end it"
 )
-STRANGE = "worker {number} is not let in: {why}"
+STRANGE = "worker {number} cannot join: {why}"
 REFUSED = (
-    "AGM710: the workers of this elastic job do not let this one in, number {number}: {why}. Install the same version "
-    "of agmerge on all machines, and start it again"
+    "AGM710: This worker, number {number}, cannot join the elastic job: {why}. Install the same version of agmerge on "
+    "all machines, and restart it."
 )
-LOST = "AGM711: the last worker that had the state of this elastic job is gone, after about {steps} steps"
+LOST = "AGM711: The last worker with the state of this elastic job failed, after about {steps} steps"
 NO_RESTART = (
-    LOST + ", and restart=False: training does not begin again. To go on from a file, start another lighthouse, or the "
-    "same anew; or leave restart= out"
+    LOST + ", and restart=False. To resume from a checkpoint, restart the lighthouse. To start training again "
+    "automatically, remove restart=."
 )
 RESTART = (
-    LOST + ": training begins again, and those steps are lost but for what the script has loaded from a file. To have "
-    "an error instead, give init() elastic=agmerge.Elastic(restart=False)"
+    LOST + ". Training starts again, except for the steps in a checkpoint that the script loads. To raise an error "
+    "instead, call init() with elastic=agmerge.Elastic(restart=False)"
 )
 
 
@@ -120,8 +120,8 @@ class Membership:
         self._store.decide(present.number, numbers)
         if not is_own or self._store.decided(present.number) != numbers:
             raise AGMergeError(
-                "AGM215: the lighthouse was started again, and other workers have begun to train there, without this "
-                "one. End one of the two jobs: the workers of this one can be started again, as newcomers of the other"
+                "AGM215: The lighthouse was restarted, and other workers started to train without this one. End one "
+                "of the two jobs, and restart its workers, which then join the other."
             )
         self._store.set(GENERATION, str(present.number))
         if self._has_begun:
@@ -349,9 +349,8 @@ class Membership:
         self._arrived = max(self._arrived, *decided)
         if self.own.number not in decided:
             raise AGMergeError(
-                f"AGM210: the other workers go on without this one, number {self.own.number}: it gave no sign of life "
-                "when they formed a group. Start it again: it comes back as a newcomer. If it was only busy, raise "
-                "suspect="
+                f"AGM210: The other workers continued without this one, number {self.own.number}, because it gave no "
+                "sign of life when they formed a group. Restart it to join again. If it was only busy, raise suspect=."
             )
         lost = self._lost_steps(decided)
         members = tuple(self._store.worker(one) or unknown(one) for one in decided)
@@ -362,11 +361,11 @@ class Membership:
 
     def _pause(self, end: float, there: int) -> None:
         if self._leaves:
-            raise AGMergeError("AGM216: this worker leaves its elastic job: it is in no new group")
+            raise AGMergeError("AGM216: This worker is leaving its elastic job, so it cannot join a new group.")
         if self._now() > end:
             raise TooFewWorkers(
-                f"AGM209: an elastic job of at least {self._least} workers has had {there} for longer than it waits "
-                "(patience=). What is in memory can be saved; start more workers, or lower min_workers"
+                f"AGM209: The elastic job requires at least {self._least} workers, but had {there} for longer than "
+                "patience=. Save your state if necessary, then start more workers, or lower min_workers"
                 + (f". {self._held}" if self._held else "")
             )
         time.sleep(POLL)

@@ -34,9 +34,9 @@ print(json.dumps({"version": mpi4py.__version__, "threads": MPI.Query_thread() >
                   "library": MPI.Get_library_version().split(",")[0].strip()}))
 """
 STARTING = (
-    "Open MPI connects ranks over every network that it finds, also one that leads nowhere, such as docker0, whose "
-    "address is the same on many hosts: mpirun --mca btl_tcp_if_include <interface, or network as 10.0.0.0/24>. "
-    "`python -m agmerge doctor --hosts A,B` says which"
+    "Open MPI may use a network that other hosts cannot reach, such as docker0. Select one with mpirun --mca "
+    "btl_tcp_if_include <interface, or a network such as 10.0.0.0/24>. `python -m agmerge doctor --hosts A,B` shows "
+    "which"
 )
 LAST_WORDS = 0.5  # seconds: the launcher drops what it has not passed on when a rank aborts
 LARGEST = 2**31 - 1  # elements, or bytes where bytes are moved, of one MPI call
@@ -83,11 +83,13 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> MpiBackend:
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise AGMergeError(
-            f"AGM004: the mpi backend needs mpi4py and an MPI library ({error}); `python -m agmerge doctor` says how "
-            "to install them"
+            f"AGM004: backend='mpi' requires mpi4py and an MPI library ({error}). `python -m agmerge doctor` shows "
+            "how to install them."
         ) from error
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-        raise AGMergeError("AGM004: the mpi backend needs MPI_THREAD_SERIALIZED; leave mpi4py.rc.thread_level as it is")
+        raise AGMergeError(
+            "AGM004: backend='mpi' requires MPI_THREAD_SERIALIZED. Do not change mpi4py.rc.thread_level."
+        )
     _abort_on_error(MPI)
     progress = Progress("agmerge mpi")
     world = _result(progress, MPI.COMM_WORLD.Dup, timeout, "init()")
@@ -254,11 +256,11 @@ def _flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return a tensor of the CPU in one dimension, or raise :class:`agmerge.AGMergeError` if MPI cannot take it."""
     if tensor.device.type != "cpu":
         raise AGMergeError(
-            f"AGM306: {name}: MPI moves tensors on the CPU, this one is on {tensor.device}, and torch said that there "
-            "is no such device when agmerge.init() was called; call it after the device is there"
+            f"AGM306: {name}: MPI sends tensors on the CPU, got one on {tensor.device}, a device that did not exist "
+            "when agmerge.init() was called. Call agmerge.init() after the device is available."
         )
     if tensor.numel() * tensor.element_size() > LARGEST:
         raise AGMergeError(
-            f"AGM306: {name}: a message of 2 GiB or more is too large for MPI; use smaller merge buffers"
+            f"AGM306: {name}: messages of 2 GiB or more are not supported by MPI. Use smaller merge buffers."
         )
     return tensor.detach().view(-1)

@@ -90,8 +90,8 @@ def detect(env: Mapping[str, str]) -> str:
     variable = size_variable(env, ALONE)
     if found is None and variable is not None:
         raise AGMergeError(
-            f"AGM005: {variable}={env[variable]}, but no variable says which of these workers this process is; launch "
-            "with torchrun, horovodrun, mpirun or srun, or set AGMERGE_BACKEND=local for a worker that is alone"
+            f"AGM005: {variable}={env[variable]}, but no variable sets the rank of this process. Launch with "
+            "torchrun, horovodrun, mpirun or srun, or set AGMERGE_BACKEND=local to train with one worker."
         )
     return found or ALONE
 

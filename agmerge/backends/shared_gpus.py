@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 SHARED = (
-    "AGM708: {workers} workers share {gpus} here, and NCCL wants one for each: all tensors go through the host's "
-    "memory, by Gloo, which takes two copies a message"
+    "AGM708: {workers} workers share {gpus} on this host. NCCL needs one GPU per worker; falling back to Gloo, which "
+    "copies tensors through host memory. Start one worker for each GPU."
 )
 
 _shared = False  # the same on every rank of the world; written by `settle` alone, whenever a world is joined

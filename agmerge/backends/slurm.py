@@ -16,8 +16,8 @@ from agmerge.errors import AGMergeError
 SIZE = "SLURM_STEP_NUM_TASKS"  # the variable that says how many tasks the step has
 FIRST, PORTS = 20_000, 12_000  # MASTER_PORT is one of these: below those that Linux hands out by itself
 INSTEAD = (
-    "launch with `srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES ... script.py`, or set RANK, WORLD_SIZE and "
-    "MASTER_ADDR for each task; AGMERGE_BACKEND=local makes each task train for itself"
+    "Launch with `srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES ... script.py`, or set RANK, WORLD_SIZE "
+    "and MASTER_ADDR for each task. With AGMERGE_BACKEND=local, each task trains alone"
 )
 
 
@@ -49,8 +49,8 @@ def variables(env: Mapping[str, str]) -> dict[str, str]:
         }
     except (KeyError, ValueError, IndexError) as error:
         raise AGMergeError(
-            f"AGM005: srun has started {tasks(env)} tasks (SLURM_STEP_NUM_TASKS), but its variables do not say where "
-            f"they are ({type(error).__name__}: {error}); {INSTEAD}"
+            f"AGM005: srun started {tasks(env)} tasks (SLURM_STEP_NUM_TASKS), but its variables do not contain their "
+            f"addresses ({type(error).__name__}: {error}). {INSTEAD}"
         ) from error
     step = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}".encode()
     return {**torchruns, "MASTER_PORT": env.get("MASTER_PORT") or str(FIRST + zlib.crc32(step) % PORTS)}

@@ -27,8 +27,8 @@ from agmerge.errors import AGMergeError, CollectiveTimeout
 ENDED = 1.0  # seconds, for the wait for a call that is known to have ended
 SHORTEST = 1e-3  # seconds: to some libraries 0 means for ever
 SLOW = (
-    "AGM703: the backend {name!r} has no NCCL here: tensors on {device} go through the host's memory, which takes two "
-    "copies a message; `python -m agmerge doctor` says what GPU tensors go through"
+    "AGM703: The backend {name!r} has no NCCL, so tensors on {device} are copied through host memory, twice for each "
+    "message. `python -m agmerge doctor` shows how GPU tensors are sent."
 )
 
 
@@ -71,9 +71,7 @@ def _streams(device: torch.device) -> Streams:
     """Return the streams of a device; raise :class:`agmerge.AGMergeError` for a kind that has none here."""
     known = streams_of(device)
     if known is None:
-        raise AGMergeError(
-            f"AGM306: tensors on {device} cannot be exchanged: move them to the CPU, or to a GPU of CUDA"
-        )
+        raise AGMergeError(f"AGM306: Tensors on {device} are not supported. Move them to the CPU, or to a CUDA GPU.")
     return known
 
 
@@ -191,7 +189,7 @@ class StagedHandle(Handle):
         deadline = time.monotonic() + timeout
         if not self._call.begun.wait(timeout):
             raise CollectiveTimeout(
-                f"AGM201: {self._name}: its tensors have not come from the device within {timeout:g} s"
+                f"AGM201: {self._name}: its tensors were not copied from the device within {timeout:g} s"
             )
         if self._call.error is not None:
             raise self._call.error

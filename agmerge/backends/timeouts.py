@@ -36,7 +36,7 @@ def default() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= LONGEST:
-        raise ValueError(f"{VARIABLE}={text!r}: give a number of seconds > 0, and at most {LONGEST:g}")
+        raise ValueError(f"{VARIABLE}={text!r}: expected a number of seconds > 0, and at most {LONGEST:g}")
     return max(seconds, _of_script) if _is_chosen or not given else seconds
 
 

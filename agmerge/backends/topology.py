@@ -15,8 +15,8 @@ from agmerge.backends.handshake import gather_texts
 EXCHANGE = "two-level"
 VARIABLE = "AGMERGE_LOCAL_SIZE"
 ADVICE = (
-    "exchange='two-level' gives every worker of a machine one shard, exchanged with the worker on the same place of "
-    "every other machine: start as many workers on each"
+    "exchange='two-level' requires the same number of workers on each machine, because each worker exchanges one "
+    "shard with its counterparts. Start as many workers on each"
 )
 
 
@@ -74,10 +74,13 @@ def arranged(places: Sequence[tuple[str, int, str]]) -> list[list[int]]:
     """
     sizes = sorted({size for _, _, size in places})
     if len(sizes) > 1:
-        raise ValueError(f"{VARIABLE} differs between ranks ({', '.join(map(repr, sizes))}); set it alike, or nowhere")
+        raise ValueError(
+            f"{VARIABLE} differs between ranks ({', '.join(map(repr, sizes))}). Set the same value on all ranks, or "
+            "on none."
+        )
     if sizes[0]:
         if not sizes[0].isdigit() or int(sizes[0]) < 1:
-            raise ValueError(f"{VARIABLE}={sizes[0]!r}: give the number of workers of a node, at least 1")
+            raise ValueError(f"{VARIABLE}={sizes[0]!r}: expected the number of workers of a node, at least 1")
         nodes = consecutive(len(places), int(sizes[0]))
     else:
         nodes = grouped([host for host, _, _ in places], [local for _, local, _ in places])

@@ -20,8 +20,8 @@ from agmerge.backends.torch_errors import translated
 from agmerge.errors import AGMergeError, NoAnswer
 
 OF_THE_WORLD = (
-    "AGM305: {}: torch.distributed makes groups with all of its workers, and these are some of them (process_set=). "
-    "exchange='two-level' among the ranks of a process set needs horovodrun or mpirun; take another exchange here"
+    "AGM305: {}: torch.distributed creates groups with all of its workers only, so exchange='two-level' with "
+    "process_set= requires horovodrun or mpirun. Use another exchange."
 )
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # what torch.distributed reads, set by torchrun or by hand
 SIZES: tuple[str, ...] = ("WORLD_SIZE",)
@@ -85,13 +85,13 @@ def launched(env: Mapping[str, str]) -> bool:
     missing = [key for key in NEEDED if key not in env]
     if missing and int(env.get("WORLD_SIZE") or 1) > 1:
         raise AGMergeError(
-            f"AGM006: WORLD_SIZE={env['WORLD_SIZE']}, but {' and '.join(missing)} not set; set them too, or launch "
-            "with torchrun"
+            f"AGM006: WORLD_SIZE={env['WORLD_SIZE']}, but {' and '.join(missing)} not set. Set them too, or launch "
+            "with torchrun."
         )
     if missing and env.get(NODES, "1") != "1":
         raise AGMergeError(
-            f"AGM007: {NODES}={env[NODES]} is what torchrun reads, but no torchrun has started this process: make the "
-            "command `torchrun train.py`, in place of `python train.py`"
+            f"AGM007: {NODES}={env[NODES]} is set for torchrun, but torchrun did not start this process. Change the "
+            "command from `python train.py` to `torchrun train.py`."
         )
     return not missing
 
@@ -115,7 +115,7 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> TorchBackend
 
     if not dist.is_available():
         raise AGMergeError(
-            "AGM011: this build of torch has no torch.distributed; install another, or launch one worker"
+            "AGM011: This build of torch has no torch.distributed. Install another build, or launch one worker."
         )
     if dist.is_initialized():
         return _beside(dist, env, timeout)
@@ -123,8 +123,8 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> TorchBackend
     missing = [key for key in NEEDED if key not in env]
     if missing:
         raise AGMergeError(
-            f"AGM006: the torch backend needs the environment variables {', '.join(missing)}: launch the script with "
-            "torchrun, or set them by hand"
+            f"AGM006: backend='torch' requires the environment variables {', '.join(missing)}. Launch the script with "
+            "torchrun, or set them."
         )
     meeting = torch_store.Meeting(dist, env, timeout)
     advice = ""

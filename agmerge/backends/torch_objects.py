@@ -12,7 +12,7 @@ import torch
 
 from agmerge.backends.torch import initialised
 
-TWO_DIMENSIONS = "process_set={mesh}: it has {count} dimensions; give one of them, such as mesh['replicate']"
+TWO_DIMENSIONS = "process_set={mesh} has {count} dimensions. Pass one of them, such as mesh['replicate']."
 
 
 def ranks_of(given: Any) -> list[int] | None:

@@ -21,8 +21,8 @@ from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, printable
 INTERFACE = "GLOO_SOCKET_IFNAME"
 PORT = "29500"
 SECOND = (
-    "See what it has printed. Where it has come to its end as it should, this process is one too many: a second one of "
-    "its rank, or left over from another job"
+    "Read its output. If it finished normally, this process is left over from another job, or is a second process "
+    "with its rank."
 )
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun's agent serves the store, and has given out the ranks
 
@@ -80,7 +80,7 @@ class Meeting:
             return store
         except RuntimeError as error:
             if serves and "server socket" in str(error):
-                advice = limits.advice(self.size) or "Set MASTER_PORT to a port that is free there."
+                advice = limits.advice(self.size) or "Set MASTER_PORT to a port that is free on this host."
                 raise AGMergeError(
                     f"AGM202: init(): rank 0, on host {socket.gethostname()}, cannot serve at {self._where}. {advice} "
                     f"({error})"
@@ -96,9 +96,9 @@ class Meeting:
             raise self._ended(error) from error
         if holder != own:
             raise AGMergeError(
-                f"AGM204: init(): two processes have come to {self._where} as rank {self.rank}: first "
-                f"{printable(holder)}, then {own}, this one. Give each job a MASTER_PORT of its own, and each of its "
-                "processes another RANK"
+                f"AGM204: init(): two processes connected to {self._where} as rank {self.rank}: first "
+                f"{printable(holder)}, then {own}, this one. Set a different MASTER_PORT for each job, and a "
+                "different RANK for each of its processes."
             )
 
     @property
@@ -117,7 +117,7 @@ class Meeting:
         return CollectiveTimeout(
             f"AGM202: init(): rank {self.rank}, on host {socket.gethostname()}, cannot reach "
             f"{'rank 0' if self.rank else 'itself'} at {self._where} within {self._timeout:g} s: {why}. "
-            f"{timeouts.VARIABLE} gives workers longer to start" + (f" ({error.words})" if error.words else "")
+            f"{timeouts.VARIABLE} sets a longer timeout" + (f" ({error.words})" if error.words else "")
         )
 
     def gather(self, text: bytes, name: str) -> list[bytes]:
@@ -152,8 +152,8 @@ class Meeting:
             return self._ended(error)
         return CollectiveTimeout(
             f"AGM203: init(): no sign of rank {', '.join(map(str, missing))} of {self.size} within {self._timeout:g} "
-            f"s: it was not started, has ended before init(), or cannot reach {self._where}; see what it has printed. "
-            f"{timeouts.VARIABLE} gives workers longer to start",
+            f"s: it was not started, ended before init(), or cannot reach {self._where}. Read its output. "
+            f"{timeouts.VARIABLE} sets a longer timeout",
             missing=missing,
         )
 
@@ -166,7 +166,7 @@ def check_interface() -> None:
         shown = ", ".join(f"{name} ({address})" for name, address in there.items() if address)
         raise AGMergeError(
             f"AGM202: init(): {INTERFACE}={given}, but host {socket.gethostname()} has no such interface; it has "
-            f"{shown}. Set it, on every host, to the one that leads to the other machines, or not at all"
+            f"{shown}. Set it on every host to the interface that reaches the other machines, or unset it."
         )
 
 
@@ -184,12 +184,15 @@ def advice(address: str) -> str:
     """Return what to do when Gloo could not connect to other machines, which reach this one at ``address``."""
     host, given = socket.gethostname(), os.environ.get(INTERFACE)
     listens = addresses.of_interface(given.split(",")[0]) if given else addresses.of_name(host)
-    because = f"{INTERFACE}={given}" if given else "that is where its name leads"
-    text = f"Every rank has to make this call. On host {host} Gloo listens at {listens or 'no address'} ({because})"
+    because = f"{INTERFACE}={given}" if given else "the address of its host name"
+    text = f"Every rank must make this call. On host {host}, Gloo listens at {listens or 'no address'} ({because})"
     better = addresses.interface(address)
     if address and listens != address:
-        return f"{text}, but other machines reach it at {address}: set {INTERFACE}={better or '<its interface>'} there"
+        return (
+            f"{text}, but other machines reach it at {address}. Set {INTERFACE}={better or '<its interface>'} on this "
+            "host"
+        )
     return (
-        f"{text}, at a port of its own. Let the machines of a job reach each other at all TCP ports, or choose another "
-        f"network by {INTERFACE}=<interface> on each"
+        f"{text}, at a random port. Open all TCP ports between the machines of the job, or set "
+        f"{INTERFACE}=<interface> on each to use another network"
     )

@@ -86,7 +86,7 @@ class ResidualState:
         Raises ``ValueError`` if this object was not made to load.
         """
         if self._saved is None:
-            raise ValueError("ResidualState: to load, say where from: ResidualState(optimizer, path)")
+            raise ValueError("ResidualState: loading requires a path. Pass ResidualState(optimizer, path).")
         sections: dict[int, dict[str, Any]] = {}
         size = 0
         for key, tensor in sorted(state_dict.items(), key=lambda item: not item[0].endswith(f"/{_METADATA}")):

@@ -27,18 +27,17 @@ from agmerge.step.settling import Settled
 P = ParamSpec("P")
 T = TypeVar("T")
 OWN = ("optimizer", "model", "scheduler")
-HOROVODS = "it is Horovod's: import horovod.torch.elastic, its State takes an agmerge.DistributedOptimizer"
+HOROVODS = "it belongs to Horovod: import horovod.torch.elastic, whose State supports an agmerge.DistributedOptimizer"
 NOT_ELASTIC = (
-    "AGM015: agmerge.elastic.State is for a job with workers that come and go: call agmerge.init(elastic=True) first "
-    "(docs/elastic.md)"
+    "AGM015: agmerge.elastic.State requires an elastic job. Call agmerge.init(elastic=True) first. See docs/elastic.md."
 )
 NOT_WRAPPED = (
-    "AGM310: agmerge.elastic.State(optimizer=...) was given {kind}, which exchanges nothing: give it what "
-    "agmerge.DistributedOptimizer or LocalOptimizer returns for that one"
+    "AGM310: agmerge.elastic.State(optimizer=...) got {kind}, which exchanges nothing. Pass the result of "
+    "agmerge.DistributedOptimizer or LocalOptimizer."
 )
 OTHERS_STATE = (
-    "AGM407: this worker cannot take over the state of the others: {error}. Run the same script on all workers; "
-    "another job has a lighthouse of its own"
+    "AGM407: This worker cannot use the state of the others: {error}. Run the same script on all workers, and use a "
+    "separate lighthouse for each job."
 )
 
 
@@ -265,8 +264,8 @@ class State:
         """Take over the state of a donor, as :meth:`_state` has returned it there."""
         if set(whole["values"]) != set(self._names):
             raise AGMergeError(
-                f"AGM407: agmerge.elastic.State has {sorted(self._names)} here and {sorted(whole['values'])} on the "
-                "others: run the same script on all workers"
+                f"AGM407: agmerge.elastic.State has {sorted(self._names)} on this worker and "
+                f"{sorted(whole['values'])} on the others. Run the same script on all workers."
             )
         if self._sampler is not None:
             self._sampler.check_same(whole["sampler"])

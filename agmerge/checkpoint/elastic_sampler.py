@@ -12,13 +12,13 @@ from agmerge.errors import AGMergeError
 from agmerge.runtime import workers
 
 NOT_GIVEN = (
-    "AGM219: agmerge.elastic.Sampler does not know which samples have been trained with: give it to "
-    "agmerge.elastic.State(sampler=...), and commit() counts them"
+    "AGM219: agmerge.elastic.Sampler: samples are not counted. Pass it to agmerge.elastic.State(sampler=...), whose "
+    "commit() counts the samples that were used."
 )
 
 OTHER_SAMPLER = (
-    "AGM407: agmerge.elastic.Sampler has {name}={own} here, and the others have {other}: all workers take as many "
-    "samples in a step, of the same order. Give all of them the same"
+    "AGM407: agmerge.elastic.Sampler has {name}={own} on this worker and {other} on the others. Use the same value on "
+    "all workers."
 )
 
 
@@ -41,7 +41,8 @@ class Sampler(torch.utils.data.Sampler[int]):
     def __init__(self, data: Sized, batch_size: int, *, seed: int = 0, shuffle: bool = True) -> None:
         if batch_size < 1 or not len(data):
             raise ValueError(
-                f"AGM309: agmerge.elastic.Sampler: {len(data)} samples in batches of {batch_size}: give some"
+                "AGM309: agmerge.elastic.Sampler: expected at least one sample and a batch size of at least 1, got "
+                f"{len(data)} samples in batches of {batch_size}"
             )
         self._count, self._batch, self._seed, self._shuffle = len(data), batch_size, seed, shuffle
         self._at = 0, 0  # epoch, and samples of it that all workers have trained with
@@ -141,7 +142,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         """Go on from a place. Raises :class:`agmerge.AGMergeError` if it is of a data set of another length."""
         if state["count"] != self._count:
             raise AGMergeError(
-                f"AGM407: the data set has {self._count} samples here, and {state['count']} where its place was "
-                "recorded: train with the same data on all workers"
+                f"AGM407: The data set has {self._count} samples, but {state['count']} when its position was saved. "
+                "Use the same data on all workers."
             )
         self._at = state["epoch"], state["taken"]

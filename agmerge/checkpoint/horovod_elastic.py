@@ -24,9 +24,9 @@ from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_param
 from agmerge.runtime.collectives import allgather_object, broadcast_object
 
 UNSAVED = (
-    "state.sync() on rank {rank}, {steps} steps after the last commit: with sync='updates' each worker's parameters "
-    "are its own, and Horovod has just overwritten them with rank 0's. Call state.commit(), which saves them, where "
-    "the script calls state.check_host_updates()"
+    "state.sync() on rank {rank}, {steps} steps after the last commit: with sync='updates', each worker has its own "
+    "parameters, which Horovod has just overwritten with rank 0's. Call state.commit() instead of "
+    "state.check_host_updates()."
 )
 
 

@@ -41,22 +41,23 @@ KINDS = {
 
 
 OTHER_PARTS = (
-    "AGM402: the checkpoint's residuals are of another part of parameter {name!r} ({saved}) than this rank holds "
-    "({own}): they are dropped and start from zero. Load what a rank has saved that held the same shards"
+    "AGM402: The checkpoint's residuals belong to another shard of parameter {name!r} ({saved}) than this rank holds "
+    "({own}); they are reset to zero. Load the file of a rank that held the same shards."
 )
-NO_RESIDUALS = "AGM401: the checkpoint has no residuals (it is a plain optimizer's): they start from zero"
-OTHER_NUMBER = "For another number of workers save agmerge.gather_state(optimizer), which all of them load"
+NO_RESIDUALS = "AGM401: The checkpoint has no residuals (it was saved by a plain optimizer); they are reset to zero."
+OTHER_NUMBER = (
+    "To resume with a different number of workers, save agmerge.gather_state(optimizer) and load it on every rank."
+)
 LOST = ("residuals", "momenta", "averaged_momenta")  # entries that start from zero where they are not loaded
 UNREAD = (
-    "AGM403: the optimizer was loaded from a checkpoint of agmerge before it was wrapped. What ranks have not sent "
-    "yet, and with sync='updates' their own optimizer states, is in the 'agmerge' section, which was not loaded: it "
-    "starts from zero. Load it when the optimizer is wrapped, on every rank, from its own file or one of "
-    "agmerge.gather_state():\n    {made}\n    {name}.load_state_dict(state)  # what was given to the plain "
-    "optimizer's load_state_dict()"
+    "AGM403: The plain optimizer loaded a checkpoint of agmerge before it was wrapped, so the residuals in its "
+    "'agmerge' section were not loaded (with sync='updates', nor each rank's optimizer state). Load it after "
+    "wrapping, on every rank, from its own file or from agmerge.gather_state():\n    {made}\n    "
+    "{name}.load_state_dict(state)  # the state that you passed to the plain optimizer"
 )
 OTHER_SYNC = (
-    "AGM402: the checkpoint is of another sync=: what was not sent of gradients is no update, nor the other way "
-    "round. It is dropped and starts from zero; parameters are the shared ones"
+    "AGM402: The checkpoint was saved with a different sync= setting, so its residuals cannot be used and are reset "
+    "to zero. The parameters were loaded."
 )
 
 
@@ -238,9 +239,9 @@ def _read(reducer: AnyReducer, section: Mapping[str, Any], own: bool) -> Restore
         if updates is not None:
             what, restored.updates = "carried updates", common_part(updates)
         warnings.warn(
-            f"AGM402: the checkpoint's {what} are rank {saved[0]}'s of {saved[1]}{_shard_text(shard)}, this is rank "
-            f"{place[0]} of {place[1]}{_shard_text(restored.shard)}: they are dropped and start from zero. "
-            + (OTHER_NUMBER if saved[1] != place[1] else "Load the file that this rank has saved"),
+            f"AGM402: The {what} in this checkpoint were saved by rank {saved[0]} of {saved[1]}{_shard_text(shard)}, "
+            f"but this is rank {place[0]} of {place[1]}{_shard_text(restored.shard)}; they are reset to zero. "
+            + (OTHER_NUMBER if saved[1] != place[1] else "Load the file that this rank saved."),
             stacklevel=4,
         )
     return restored
@@ -318,8 +319,8 @@ def _check_shapes(reducer: AnyReducer, state: State, shard: tuple[int, int] | No
     for (kind, name), tensor in state.items():
         if kind not in BASES and name in shapes and tuple(tensor.shape) != shapes[name]:
             raise ValueError(
-                f"the {kind} of parameter {name!r} has shape {list(tensor.shape)} in the checkpoint, the "
-                f"parameter has {list(shapes[name])}: load a checkpoint of the same model"
+                f"the {kind} of parameter {name!r} has shape {list(tensor.shape)} in the checkpoint, but the "
+                f"parameter has {list(shapes[name])}. Load a checkpoint of the same model."
             )
 
 

@@ -41,8 +41,8 @@ def redistribute(sections: Sequence[Section], rank: int, size: int, op: ReduceOp
         part["inner"] = sections[rank % before].get("inner")
     if any(section["window"] for section in sections):
         warnings.warn(
-            f"AGM402: the checkpoint was saved by {before} ranks between two backward passes of one step: the "
-            f"gradients of that step are dropped among {size} ranks. Save after step()",
+            f"AGM402: The checkpoint was saved by {before} ranks between two backward passes of one step. With {size} "
+            "ranks, the gradients of that step are dropped. Save after step().",
             stacklevel=4,
         )
     return part

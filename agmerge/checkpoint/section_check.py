@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 Test = Callable[[Any], bool]
-DAMAGED = "the checkpoint's agmerge section is damaged, or none of ours: {where} {problem}. Load another checkpoint"
+DAMAGED = (
+    "the checkpoint's 'agmerge' section is damaged, or not from agmerge: {where} {problem}. Load another checkpoint."
+)
 OTHER_VERSION = (
-    "the checkpoint's agmerge section has version {saved}, and this agmerge reads version {own} alone: load it with "
-    "the agmerge that saved it, or without the 'agmerge' section, and what was not sent starts from zero"
+    "the checkpoint's 'agmerge' section has version {saved}, but this agmerge supports version {own} only. Load it "
+    "with the agmerge that saved it, or remove the section to start with zero residuals."
 )
 
 

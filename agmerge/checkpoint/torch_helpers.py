@@ -24,10 +24,10 @@ from agmerge.tensors.parameters import optimizers_of
 HELPERS = os.path.join("distributed", "checkpoint", "state_dict.py")  # the end of their file's path
 DEEP = 8  # frames between such a helper and an optimizer, with those of decorators
 GIVE_THE_PLAIN_ONE = (
-    "torch.distributed.checkpoint: {helper}() got the agmerge.{kind}, and would leave out what is not sent yet. Give "
-    "it the plain optimizer, and keep the rest under a key of its own: {{'optimizer': get_optimizer_state_dict(model, "
-    "optimizer.{attribute}), 'residuals': agmerge.ResidualState(optimizer)}}; to load, ResidualState(optimizer, path) "
-    "and set_optimizer_state_dict(model, optimizer.{attribute}, state['optimizer']) (docs/checkpoints.md)"
+    "torch.distributed.checkpoint: {helper}() got the agmerge.{kind} and would not save its residuals. Pass the plain "
+    "optimizer, and save the residuals separately: {{'optimizer': get_optimizer_state_dict(model, "
+    "optimizer.{attribute}), 'residuals': agmerge.ResidualState(optimizer)}}. To load, use ResidualState(optimizer, "
+    "path) and set_optimizer_state_dict(model, optimizer.{attribute}, state['optimizer']). See docs/checkpoints.md."
 )
 
 

@@ -20,24 +20,24 @@ from agmerge.errors import AGMergeError, and_more, warn
 from agmerge.step.gradient_exchange import GradientExchange
 
 UNFROZEN = (
-    "AGM133: {optimizer} is about to step parameters with gradients that DistributedDataParallel does not average: "
-    "{names}. They were frozen, or not in the model yet, when it was made. No parameter was stepped; the ranks would "
-    "train different models. Make DistributedDataParallel, and call compress(), after parameters are unfrozen or "
-    "replaced; or make both while they need gradients, and freeze them afterwards, with find_unused_parameters=True"
+    "AGM133: {optimizer} would step parameters whose gradients DistributedDataParallel does not average: {names}. "
+    "They were frozen or missing when it was created. No parameter was stepped. Create DistributedDataParallel, and "
+    "call compress(), after you unfreeze or replace parameters, or freeze them afterwards with "
+    "find_unused_parameters=True."
 )
 APART = (
-    "AGM135: {optimizer} steps {what}, which is in no DistributedDataParallel: its gradient is averaged by nothing, "
-    "here as without agmerge. If it is to be the same on all ranks, put it into the model; if each rank is to have "
-    "its own, nothing is wrong"
+    "AGM135: {optimizer} steps {what}, which is not in DistributedDataParallel, so its gradient is not averaged (as "
+    "without agmerge). If the parameter must be equal on all ranks, add it to the model. Otherwise ignore this "
+    "warning."
 )
 PAST = (
-    "AGM134: {optimizer} steps with gradients that this model has not averaged ({name!r}, for one): there was no "
-    "backward pass through it since the last step. Ranks train different models, as in plain DistributedDataParallel: "
-    "forward passes of model.module, and those in model.no_sync(), average nothing. Call the model itself"
+    "AGM134: {optimizer} steps with gradients that this model has not averaged (for example {name!r}), so ranks train "
+    "different models. Forward passes of model.module, or inside model.no_sync(), average nothing, as in plain "
+    "DistributedDataParallel. Call the model itself."
 )
 ANEW = (
-    "AGM134: the model that compress() was given is in another DistributedDataParallel by now, which averages whole "
-    "gradients ({name!r}, for one), so that nothing is compressed any more. Call compress() again, with the new one"
+    "AGM134: The model that you passed to compress() is now in another DistributedDataParallel, which averages "
+    "uncompressed gradients (for example {name!r}). Call compress() again with the new one."
 )
 
 _Seen = tuple["weakref.ref[torch.Tensor]", int]

@@ -19,14 +19,14 @@ from agmerge.tensors.parameters import ParameterTable
 LOOKS = 5  # first steps: those that average gradients do so in each
 SHARE = 0.5  # of all elements: so many in tensors of the script's own, such as flattened gradients, are the gradients
 TWICE = (
-    "AGM136: {who} averages gradients by torch.distributed, {elements} elements a step, and so does "
-    "DistributedOptimizer: everything is exchanged twice, once of it uncompressed. {remedy}"
+    "AGM136: {who} averages gradients by torch.distributed ({elements} elements per step), and so does "
+    "DistributedOptimizer. Gradients are exchanged twice, once uncompressed. {remedy}"
 )
 OF_OPTIMIZER = (
-    "Delete the all_reduce or reduce_scatter in its step(), or wrap the plain optimizer that it is made of, such as "
-    "torch.optim.AdamW; all ranks then step with the gradients that are averaged here"
+    "Delete the all_reduce or reduce_scatter in its step(), or wrap the plain optimizer that it uses, such as "
+    "torch.optim.AdamW. All ranks then step with the gradients that agmerge averaged."
 )
-OF_SCRIPT = "Delete that, and the division by the number of workers: step() does both"
+OF_SCRIPT = "Delete it, and the division by the number of workers, because step() does both."
 
 
 class AveragedTwice:

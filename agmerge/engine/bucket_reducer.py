@@ -97,8 +97,9 @@ class BucketReducer:
         if others:
             raise ValueError(
                 f"AGM707: {config.compression.memory} applies the momentum of {type(self._optimizer).__name__} before "
-                "selection, and that steps other parameters than those with gradients that are exchanged (one of "
-                f"shape {list(next(iter(others)).shape)}, say): give it these alone, or pass memory='residual'"
+                "selection, but the optimizer also steps other parameters (for example one of shape "
+                f"{list(next(iter(others)).shape)}). Pass an optimizer with the exchanged parameters only, or "
+                "memory='residual'."
             )
 
     def _compared(self) -> dict[str, torch.Tensor]:
@@ -229,7 +230,7 @@ class BucketReducer:
     def check_idle(self, what: str) -> None:
         """Raise unless ``what`` may happen now: not in a backward pass."""
         if self._gradients:
-            raise AGMergeError(f"AGM111: {what} was called in a backward pass; call it after backward()")
+            raise AGMergeError(f"AGM111: {what} was called in a backward pass. Call it after backward().")
 
     def detach(self) -> None:
         """Stop watching steps of optimizers, and gradients: there will be no pass any more."""

@@ -30,22 +30,14 @@ from agmerge.step.merge_buffers import MergeBuffers
 
 WHOLE = 0.9  # a dense gradient's norm, relative to the one seen, from which on no warning is given
 VELOCITY = (
-    "AGM125: step {step}: between the exchange of gradients and the optimizer's step the script has clipped them to a "
-    "norm of {bound:.4g}, and memory {memory!r} applies the momentum before that: what was clipped is a velocity, "
-    "with a momentum of 0.9 up to ten times a gradient. No parameter was stepped. Take the clipping out of the script "
-    "(clip_grad_norm_, gradient_clip_val, max_grad_norm), and pass memory=sparsifiers.memory({memory!r}, "
-    "clipping=...), which bounds the gradient of each tensor before the momentum. Or leave it in, and pass "
-    "compression='eden', which sends all gradients in few bits, so that clipping means what it means in "
-    "DistributedDataParallel; or memory='residual', with which the optimizer applies its momentum after the clipping"
+    "AGM125: Step {step}: the script clips to a norm of {bound:.4g} after memory={memory!r} applied momentum, so it "
+    "clips a velocity, up to ten times a gradient. No parameter was stepped. Remove the clipping and pass "
+    "memory=sparsifiers.memory({memory!r}, clipping=...), or keep it and use compression='eden' or memory='residual'."
 )
 SELECTED = (
-    "AGM125: clipping binds: in step {step} the script clips to a norm of {bound:.4g} what has a norm of {norm:.4g}. "
-    "That is the norm of what {compressor} has sent, {share:.2g} % of all elements, and no gradient's. Once as much "
-    "leaves as comes in, after some {steps} steps, each of them holds what has waited for several steps, and such a "
-    "norm is one of a dense gradient between {low:.4g} (where gradients of successive steps agree) and {norm:.4g} "
-    "(where they have nothing in common): one step does not tell which. So the bound cuts up to {times:.2g} times as "
-    "much as in dense training. Pass compression='eden', which sends every element in few bits, or leave compression "
-    "out; or raise the bound"
+    "AGM125: Step {step}: clipping to a norm of {bound:.4g} scaled down a gradient of norm {norm:.4g}. With "
+    "{compressor} ({share:.2g} % of the values), p.grad holds values of several steps, so clipping is up to "
+    "{times:.2g}x stronger than in uncompressed training. Raise the bound, or use compression='eden' or the default."
 )
 
 

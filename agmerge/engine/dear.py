@@ -31,14 +31,13 @@ from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.parameters import ParameterTable
 
 STALE = (
-    "AGM116: parameter {name!r} got a gradient, but it had not taken the last update: no forward of a module that "
-    "holds it ran since step() (it was used as a tensor, or this forward ran before step()). Call its module, or "
-    "optimizer.flush() before this forward"
+    "AGM116: Parameter {name!r} got a gradient before its last update was applied, because no forward pass of its "
+    "module ran since step(). Call the module that holds it, or call optimizer.flush() before this forward pass."
 )
 
 TOGETHER = (
-    "with merging='dear' the combined gradients come together during the next forward, so there is nothing to clip or "
-    "to look at before step(): use another merging for that"
+    "not supported with merging='dear', because gradients are averaged during the next forward pass. Use another "
+    "merging to clip or read gradients before step()."
 )
 
 
@@ -61,15 +60,17 @@ class DearReducer(Reducer):
         self._modules = ModuleHooks(self)
         check_hooks(self._optimizer)
         if gathered_of(members):
-            raise ValueError("merging='dear' has no place for SparseAdam's gradients, which are gathered: use another")
+            raise ValueError(
+                "merging='dear' is not supported with SparseAdam, whose gradients are gathered. Use another merging."
+            )
         super().__init__(members, config, listener=self)
         self._modules.attach(self.model)
 
     def leave(self) -> None:
         """Refuse: updates of the last step may be on their way."""
         raise AGMergeError(
-            "AGM116: merging='dear' cannot go on among other workers: updates of the last step may be on their way. "
-            "Restart from a checkpoint, or use another merging"
+            "AGM116: merging='dear' cannot continue with other workers, because updates of the last step may not have "
+            "arrived. Restart from a checkpoint, or use another merging."
         )
 
     def _on_agreement(self, buffers: MergeBuffers, times: RunningStepTimes) -> Plans:
@@ -107,8 +108,8 @@ class DearReducer(Reducer):
         self.connect()
         if closure is not None:
             raise ValueError(
-                "step(closure): with merging='dear' updates belong to the next forward, so run the closure's forward "
-                "and backward before step()"
+                "step(closure) is not supported with merging='dear', which applies updates in the next forward pass. "
+                "Run the closure's forward and backward before step()."
             )
         if not self._combines:
             raise ValueError(f"step() inside skip_synchronize(): {TOGETHER}")

@@ -41,9 +41,9 @@ def check_readers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     ]
     if strange:
         raise ValueError(
-            f"merging='dear': no module of model={type(model).__name__} with a forward of its own holds "
-            f"{'; '.join(strange)}. Updates are applied before the forward of the module that holds the parameter: "
-            "pass as model= the module that holds all of them"
+            f"merging='dear': model={type(model).__name__} has no module whose own forward uses {'; '.join(strange)}. "
+            "Updates are applied before the forward of the module that holds the parameter. Pass as model= the module "
+            "that holds all parameters."
         )
 
 

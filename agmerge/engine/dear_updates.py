@@ -116,9 +116,9 @@ class Updates:
         now, then = (gradient_dtype(parameter), parameter.device), (slot.tensor_class.dtype, slot.tensor_class.device)
         if now != then or tuple(parameter.shape) != slot.shape:
             raise AGMergeError(
-                f"AGM116: parameter {slot.name!r} was {then[0]}{list(slot.shape)} on {then[1]} in step() and is "
-                f"{now[0]}{list(parameter.shape)} on {now[1]} now, before its update: call optimizer.flush() between "
-                "step() and the change"
+                f"AGM116: Parameter {slot.name!r} changed before its update: it was {then[0]}{list(slot.shape)} on "
+                f"{then[1]} in step(), and is now {now[0]}{list(parameter.shape)} on {now[1]}. Call optimizer.flush() "
+                "between step() and the change."
             )
 
     def _check_unchanged(self, before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
@@ -128,9 +128,9 @@ class Updates:
             changed = [key for key in {**was, **now} if key not in was or key not in now or was[key] != now[key]]
             if changed:
                 raise AGMergeError(
-                    f"AGM116: {type(self._optimizer).__name__}.step() changed {changed[0]!r} of its param group: "
-                    "merging='dear' calls it for a few parameters at a time, so it must keep its state by parameter. "
-                    "Use another merging"
+                    f"AGM116: {type(self._optimizer).__name__}.step() changed {changed[0]!r} of its param group. "
+                    "merging='dear' requires state per parameter, because it steps a few parameters at a time. Use "
+                    "another merging."
                 )
 
 
@@ -144,8 +144,8 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
     )
     if any(hook not in seen_steps.OWN for hook in hooks):
         raise ValueError(
-            f"{type(optimizer).__name__} has step pre- or post-hooks, and merging='dear' steps it once for every "
-            "module, so they would run many times a step: remove them, or use another merging"
+            f"merging='dear' is not supported with step hooks of {type(optimizer).__name__}, which would run once per "
+            "module. Remove the hooks, or use another merging."
         )
 
 

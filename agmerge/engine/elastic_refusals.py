@@ -10,10 +10,13 @@ from agmerge.step.config import AUTO, SPARSE, Config
 from agmerge.step.gradient_exchange import GradientExchange
 from sparsifiers import Kind
 
-REFUSED = "AGM308: init(elastic=True): {what} cannot go on without a worker that is lost. {instead} (docs/elastic.md)"
-LEAVE_OUT = "Leave it out, or start without elastic=True"
-PLAIN = "Use a loop of plain PyTorch there, or start without elastic=True, and again from a file where a worker is lost"
-SECOND = "Give both a list, agmerge.DistributedOptimizer([first, second], ...), or close() the first"
+REFUSED = "AGM308: {what} is not supported in elastic training (init(elastic=True)). {instead} See docs/elastic.md."
+LEAVE_OUT = "Remove it, or call agmerge.init() without elastic=True."
+PLAIN = (
+    "Use a plain PyTorch loop, or call agmerge.init() without elastic=True and restart from a checkpoint after a "
+    "failure."
+)
+SECOND = "Wrap both in one list, agmerge.DistributedOptimizer([first, second], ...), or close() the first."
 
 _process: weakref.ref[GradientExchange] | None = None  # the exchange of this process; written by admit alone
 

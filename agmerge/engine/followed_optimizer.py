@@ -14,8 +14,8 @@ import torch
 from agmerge.engine.optimizer_wrapper import refuse_exchanging
 
 NO_STEPS = (
-    "the steps of optimizer=, a {kind}, cannot be followed: {why}. Leave optimizer= out: then residuals move when an "
-    "optimizer of torch steps inside of it, or when parameters are written to"
+    "optimizer=: agmerge cannot follow the steps of a {kind}: {why}. Remove optimizer=. Then residuals are updated "
+    "when a torch optimizer steps inside it, or when parameters are written."
 )
 
 

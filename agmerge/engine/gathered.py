@@ -23,8 +23,8 @@ from agmerge.tensors.nonfinite import RAISE, is_finite
 from agmerge.tensors.parameters import ParameterInfo, ParameterTable, optimizers_of
 
 NOT_FINITE = (
-    "AGM106: gradients are infinite or NaN: {where}. Parameters and residuals are as before this step. Call "
-    "zero_grad() to go on without it; nonfinite='skip' leaves out such steps"
+    "AGM106: Gradients are infinite or NaN: {where}. Parameters and residuals are unchanged. Call zero_grad() to "
+    "continue without this step, or pass nonfinite='skip' to skip such steps."
 )
 
 
@@ -96,8 +96,8 @@ class GatheredGradients:
         assert gradient is not None
         if gradient.layout != torch.sparse_coo:
             raise ValueError(
-                f"parameter {self._members.name_of(parameter)!r} has a gradient of layout {gradient.layout}, and "
-                "SparseAdam takes sparse ones alone: build the embedding with sparse=True, or step it by Adam"
+                f"parameter {self._members.name_of(parameter)!r} has a gradient of layout {gradient.layout}, but "
+                "SparseAdam requires sparse gradients. Create the embedding with sparse=True, or use Adam for it."
             )
         whole = gradient.detach().coalesce().cpu()
         return {"indices": whole.indices(), "values": whole.values()}

@@ -20,9 +20,9 @@ from agmerge.tensors.parameters import ParameterTable
 
 SAMPLED = 16  # elements that are compared where versions may miss a change
 CAPTURED = (
-    "AGM114: the backward pass of parameter {!r} is being captured in a CUDA graph. Its replays run no hooks, so that "
-    "nothing would be exchanged: leave backward() out of the graph, or capture modules by "
-    "torch.cuda.make_graphed_callables, whose gradients autograd accumulates as ever"
+    "AGM114: The backward pass of parameter {!r} is being captured in a CUDA graph. Replays run no hooks, so "
+    "gradients would not be exchanged. Do not capture backward(), or capture modules with "
+    "torch.cuda.make_graphed_callables."
 )
 
 
@@ -48,9 +48,9 @@ def refuse_owned(parameters: Iterable[torch.Tensor], names: ParameterTable, by: 
     for parameter in parameters:
         if _owners_of(parameter, by):
             raise ValueError(
-                f"parameter {names.name_of(parameter)!r} of shape {list(parameter.shape)} is already exchanged by "
-                "another DistributedOptimizer, perhaps of an earlier run of this cell; close() that one first, or "
-                "give each optimizer its own parameters"
+                f"parameter {names.name_of(parameter)!r} of shape {list(parameter.shape)} already belongs to another "
+                "DistributedOptimizer (of an earlier run of this cell, perhaps). Call close() of the other one first, "
+                "or pass different parameters to each optimizer."
             )
 
 

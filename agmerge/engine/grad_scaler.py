@@ -23,18 +23,17 @@ from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.parameters import ParameterTable
 
 NOT_ATTACHED = (
-    "AGM115: GradScaler.step(): the scaler was not attached: pass scaler=scaler to DistributedOptimizer, or call "
-    "optimizer.attach_scaler(scaler), on every rank"
+    "AGM115: GradScaler.step(): the scaler is not attached. Pass scaler=scaler to DistributedOptimizer, or call "
+    "optimizer.attach_scaler(scaler), on every rank."
 )
 NOT_BY_SCALER = (
-    "AGM115: step(): the gradients still have the scale of the attached GradScaler: call scaler.step(optimizer), and "
-    "then scaler.update()"
+    "AGM115: step(): the gradients still contain the scale of the attached GradScaler. Call scaler.step(optimizer), "
+    "then scaler.update()."
 )
 NOT_GIVEN = (
-    "AGM602: the script scales its loss with a GradScaler that compress() does not know. What ranks keep back would "
-    "have its scale, which changes, and an infinite gradient, which the scaler leaves out, would be an error. No "
-    "parameter was stepped. Pass it on every rank: agmerge.integrations.ddp.compress(model, optimizer=optimizer, "
-    "scaler=scaler)"
+    "AGM602: The script scales its loss with a GradScaler that compress() does not know, so residuals would contain "
+    "its changing scale. No parameter was stepped. Pass it on every rank: agmerge.integrations.ddp.compress(model, "
+    "optimizer=optimizer, scaler=scaler)."
 )
 SCALERS = os.path.join("amp", "grad_scaler.py")  # the end of the path of torch's file
 DEEP = 8  # calls, from GradScaler.step() to a hook of the optimizer's step
@@ -45,8 +44,8 @@ def check_dtypes(members: ParameterTable, scaled: bool) -> None:
     for parameter in members.name_all() if scaled else ():
         if parameter.dtype == torch.float16:
             raise ValueError(
-                f"parameter {members.name_of(parameter)!r} is torch.float16, whose gradients a GradScaler does not "
-                "take: hold parameters in float32 and let torch.autocast compute in float16"
+                f"parameter {members.name_of(parameter)!r} is torch.float16, which GradScaler does not support. Keep "
+                "parameters in float32 and use torch.autocast for float16."
             )
 
 
@@ -89,7 +88,10 @@ class LossScale:
         if self.scaler is None:
             return
         if closure is not None:
-            raise ValueError("step(closure) with a GradScaler: who scales the closure's loss? Leave one of them out")
+            raise ValueError(
+                "step(closure) is not supported with a GradScaler, because the closure's loss would not be scaled. "
+                "Remove the closure or the scaler."
+            )
         state = self.scaler._per_optimizer_states.get(id(optimizer), {"stage": OptState.READY})
         if state["stage"] is not OptState.UNSCALED:
             raise AGMergeError(NOT_BY_SCALER)

@@ -33,7 +33,7 @@ def join(reducer: Reducer | UpdateReducer, step: Callable[[], object]) -> int:
     """
     elastic_refusals.refuse_feature("join()")
     if reducer.exchange.agreed.config.sync.model is not None:
-        raise ValueError("join() with merging='dear' is not built yet: give every rank the same number of batches")
+        raise ValueError("join() is not supported with merging='dear'. Use the same number of batches on every rank.")
     if not reducer.combines_gradients:
         return join_with_updates(reducer)
     reducer.connect()

@@ -22,16 +22,14 @@ from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
 KINDS = ("residual", *MOMENTA)  # of state that moves with a step
 VELOCITY = (
-    "AGM131: step {step}: a backward pass has added to the update that the pass before has left in p.grad ({name!r}, "
-    "for one), and with memory {memory!r} that is a velocity and no gradient. Put all passes of a step but the last "
-    "one inside `with model.no_sync():`; or call zero_grad() between the passes, where each is stepped by itself; or "
-    "pass memory='residual', with which passes add up"
+    "AGM131: Step {step}: a backward pass added to the update of the previous pass in p.grad (for example {name!r}), "
+    "which is a velocity with memory={memory!r}. Run all passes except the last one inside `with model.no_sync():`, "
+    "call zero_grad() between passes, or pass memory='residual'."
 )
 UNSEEN = (
-    "AGM132: {count} backward passes in a row, and no optimizer has stepped since compress(), as far as hooks of "
-    "torch's optimizers and versions of parameters show. What these passes have not sent is dropped, as for gradients "
-    "that a script throws away. Pass optimizer= to compress(), the object with the step() that moves parameters; or "
-    "name a compressor that keeps nothing, such as compression='eden'"
+    "AGM132: No optimizer stepped in {count} backward passes since compress(), so their residuals are dropped, as for "
+    "discarded gradients. Pass optimizer= to compress() (the object whose step() changes the parameters), or use a "
+    "compressor without residuals, such as compression='eden'."
 )
 PATIENCE = 10  # dropped passes in a row, before the warning
 

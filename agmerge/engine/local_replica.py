@@ -55,8 +55,8 @@ class LocalReplica:
             return UnsentInParameters(self._exchange, options.outer, overlap=options.overlap > 0)
         if options.overlap:
             raise ValueError(
-                f"overlap={options.overlap} with parameters of 16 bits is not built yet: hold them in float32 under "
-                "autocast, or leave overlap out"
+                f"overlap={options.overlap} is not supported with 16-bit parameters. Keep them in float32 under "
+                "autocast, or remove overlap."
             )
         return UnsentInResidual(self._exchange, options.outer, applied=options.carry == APPLY)
 
@@ -129,7 +129,7 @@ class LocalReplica:
         """Raise :class:`agmerge.AGMergeError` inside of :meth:`showing`, where changes would be undone."""
         if self.shared.is_shown:
             raise AGMergeError(
-                f"AGM117: {what} inside shared(): changes of parameters inside are lost. Call it outside"
+                f"AGM117: {what} inside shared(): changes of parameters would be lost. Call it outside shared()."
             )
 
     def shared_values(self, but: Container[str] = ()) -> dict[torch.Tensor, torch.Tensor]:

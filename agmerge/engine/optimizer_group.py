@@ -21,8 +21,8 @@ from agmerge.engine.optimizer_wrapper import OF_SCALER, SEVERAL, check_optimizer
 
 OneOrSeveral = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 ADD_GROUP = (
-    "add_param_group(): there are several optimizers here ({}). Say which one gets the group, on every rank at the "
-    "same step: optimizer.optimizers[0].add_param_group(...)"
+    "add_param_group(): there are several optimizers ({}). Choose one, on every rank at the same step: "
+    "optimizer.optimizers[0].add_param_group(...)"
 )
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))  # values that are alike if they compare with ==
 
@@ -39,7 +39,7 @@ def inner_of(given: OneOrSeveral, named: Iterable[Any] | None) -> torch.optim.Op
         complete_hooks(only)
         return only  # type: ignore[no-any-return]
     if not given:
-        raise ValueError("the list of optimizers is empty: give at least one")
+        raise ValueError("optimizer=[]: expected at least one optimizer")
     for number, optimizer in enumerate(given):
         try:
             check_optimizer(optimizer)
@@ -132,7 +132,7 @@ class OptimizerGroup(torch.optim.Optimizer):
                     kind, own = (type(self.optimizers[i]).__name__ for i in (other, number))
                     raise ValueError(
                         f"{what} is in two of the optimizers, optimizers[{other}] ({kind}) and optimizers[{number}] "
-                        f"({own}): give each parameter to one of them"
+                        f"({own}). Pass each parameter to one optimizer only."
                     )
         self._owners, self._counts = owners, [len(each.param_groups) for each in self.optimizers]
 
@@ -149,7 +149,8 @@ class OptimizerGroup(torch.optim.Optimizer):
         if len(values) == len(self.optimizers) and all(_alike(first, other) for other in others):
             return first
         raise AttributeError(
-            f"{kinds} do not agree on {name!r}: ask one of them, optimizer.optimizers[{next(iter(values))}].{name}"
+            f"{kinds} have different values of {name!r}. Read it from one of them: "
+            f"optimizer.optimizers[{next(iter(values))}].{name}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

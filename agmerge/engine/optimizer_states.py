@@ -87,8 +87,8 @@ def sections_of(optimizer: torch.optim.Optimizer, saved: Any) -> list[Any]:
         there = f"{count} optimizers ({type(optimizer).__name__})" if count > 1 else f"one, {type(optimizer).__name__}"
         of = f"{len(sections)} optimizers" if len(sections) != 1 else "one optimizer"
         raise ValueError(
-            f"the state is one of {of}, and here is {there}: load what state_dict() of as many gave, or a list with "
-            "the state_dict() of each, in the order of the optimizers"
+            f"load_state_dict(): expected the state of {there}, got one of {of}. Load the state_dict() of as many "
+            "optimizers, or a list with the state_dict() of each, in the same order."
         )
     return sections
 
@@ -135,15 +135,15 @@ def check_state(optimizer: torch.optim.Optimizer, saved: Any) -> None:
         where += f" ({type(each).__name__})"
         for key in ("state", "param_groups"):
             if not isinstance(section, Mapping) or key not in section:
-                raise ValueError(f"{where} has no {key!r}: load what state_dict() gave")
+                raise ValueError(f"{where} has no {key!r}. Load the result of state_dict().")
         groups, own = section["param_groups"], each.param_groups
         if len(groups) != len(own):
-            raise ValueError(f"{where} has {len(groups)} parameter groups, and the optimizer has {len(own)}")
+            raise ValueError(f"{where} has {len(groups)} parameter groups, but the optimizer has {len(own)}")
         for place, (group, its_own) in enumerate(zip(groups, own, strict=True)):
             if len(group["params"]) != len(its_own["params"]):
                 raise ValueError(
-                    f"{where} has {len(group['params'])} parameters in group {place}, and the optimizer has "
-                    f"{len(its_own['params'])}: load a checkpoint of the same model"
+                    f"{where} has {len(group['params'])} parameters in group {place}, but the optimizer has "
+                    f"{len(its_own['params'])}. Load a checkpoint of the same model."
                 )
 
 

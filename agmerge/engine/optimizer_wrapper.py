@@ -12,7 +12,7 @@ import torch
 from agmerge.tensors.parameters import optimizers_of
 
 OF_SCALER = ("grad_scale", "found_inf")  # attributes that a GradScaler sets of an optimizer that takes a scale
-SEVERAL = "there are several optimizers here ({}): use optimizer.optimizers, the list of them in the order given"
+SEVERAL = "there are several optimizers ({}). Use optimizer.optimizers, the list of them."
 
 
 def _registering(name: str) -> Any:
@@ -119,12 +119,12 @@ class OptimizerWrapper(OptimizerHolder, torch.optim.Optimizer):
 # Modules of optimizers that exchange gradients by themselves, and the advice for each.
 OF_OTHERS = {
     "deepspeed.runtime": (
-        "DeepSpeed averages gradients in its own engine, and ZeRO shards what they are for: with ZeRO stage 0, leave "
-        "DeepSpeed out, and use DistributedOptimizer or DistributedDataParallel; else keep its own exchange"
+        "DeepSpeed averages gradients in its own engine. With ZeRO stage 0, remove DeepSpeed and use "
+        "DistributedOptimizer or DistributedDataParallel. Otherwise keep DeepSpeed's exchange"
     ),
     "torchft": (
-        "torchft averages gradients by its own manager, among workers that change between steps: wrap the plain "
-        "optimizer and leave torchft out, or keep its own exchange (agmerge.LocalSync has what its DiLoCo does)"
+        "torchft averages gradients in its own manager. Wrap the plain optimizer and remove torchft, or keep "
+        "torchft's exchange (agmerge.LocalSync replaces its DiLoCo)"
     ),
 }
 
@@ -132,12 +132,12 @@ OF_OTHERS = {
 def refuse_exchanging(optimizer: Any) -> None:
     """Raise ``TypeError`` for a wrapper around an optimizer, and for one that exchanges gradients itself."""
     if isinstance(optimizer, OptimizerWrapper):
-        raise TypeError("this optimizer is a DistributedOptimizer already; wrap the plain one, once")
+        raise TypeError("optimizer is already a DistributedOptimizer. Wrap the plain optimizer, once.")
     for kind in type(optimizer).__mro__:
         for module, advice in OF_OTHERS.items():
             if f"{kind.__module__}.".startswith(f"{module}."):
                 raise TypeError(
-                    f"the optimizer is a {type(optimizer).__name__} of {module.partition('.')[0]}: {advice}"
+                    f"optimizer: a {type(optimizer).__name__} of {module.partition('.')[0]} is not supported: {advice}"
                 )
 
 
@@ -149,10 +149,10 @@ def check_optimizer(optimizer: Any) -> None:
     """
     refuse_exchanging(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure and closure.default is inspect.Parameter.empty):
         raise ValueError(
-            f"{type(optimizer).__name__} calls a closure by itself, several times a step; its gradients cannot be "
-            "combined between the calls. Use an optimizer whose step() needs no closure"
+            f"{type(optimizer).__name__} is not supported, because its step() calls a closure several times and "
+            "agmerge cannot average gradients between the calls. Use an optimizer whose step() needs no closure."
         )

@@ -31,9 +31,9 @@ class Nesterov:
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
-            raise ValueError(f"Nesterov: lr must be > 0, not {self.lr!r}")
+            raise ValueError(f"Nesterov: lr must be > 0, got {self.lr!r}")
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"Nesterov: momentum must lie in [0, 1), not {self.momentum!r}")
+            raise ValueError(f"Nesterov: momentum must be in [0, 1), got {self.momentum!r}")
 
     def __call__(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
         """Return an optimizer of ``parameters`` that makes these steps."""

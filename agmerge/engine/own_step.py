@@ -55,7 +55,7 @@ class OwnSteps:
             self._bad = tuple(dict.fromkeys([*self._bad, *(step.bad or ("(found by the GradScaler)",))]))
             if exchange.group.alone:
                 names = and_more(self.drain())
-                raise NonFiniteError(f"AGM106: gradients are infinite or NaN: {names}. The optimizer has not stepped")
+                raise NonFiniteError(f"AGM106: Gradients are infinite or NaN: {names}. The optimizer has not stepped.")
 
     def drain(self) -> tuple[str, ...]:
         """Return the parameters with gradients that were not finite, and forget them: the next exchange says so."""

@@ -40,14 +40,14 @@ from agmerge.version import __version__
 
 T = TypeVar("T")
 TOO_FEW = (
-    "AGM209: an elastic job has {size} workers, fewer than its min_workers, and begins another step with them. Call "
-    "commit() of agmerge.elastic.State after each step: there it waits for others; or lower min_workers"
+    "AGM209: This elastic job has {size} workers, fewer than min_workers, and starts another step. Call commit() of "
+    "agmerge.elastic.State after each step, which waits for workers, or lower min_workers."
 )
-WAITS = ", fewer than min_workers: the next commit() waits for others"
+WAITS = ", fewer than min_workers. The next commit() waits for other workers"
 UNCOMMITTED = 20  # exchanges without commit(), after which a warning says so
 NO_COMMIT = (
-    "AGM220: {count} exchanges of an elastic job without commit() of agmerge.elastic.State: call it after each step. "
-    "Only there newcomers are let in, and samples of an agmerge.elastic.Sampler are counted"
+    "AGM220: {count} exchanges of an elastic job without commit(). Call commit() of agmerge.elastic.State after each "
+    "step: only commit() admits new workers and counts the samples of an agmerge.elastic.Sampler."
 )
 RETRIED = "{name}, of state.retried,"
 
@@ -306,11 +306,14 @@ class Participation:
         left, now = self.exchange.between.take_gone(), workers.size()
         if left and left == before - now:  # nobody is lost: the others have seen one go who had said so
             self._count(left=left)
-            self._say_change(before, "has left")
+            self._say_change(before, "left")
             return outcome
         self._count(left=left, lost=before - now - left, repeated=not has_ended(outcome))
         self.changes["seconds"] += time.monotonic() - began
-        words = f"AGM213: in step {self.exchange.agreed.step} a worker was lost: {now} of {before} workers go on"
+        words = (
+            f"AGM213: A worker failed in step {self.exchange.agreed.step}; training continues with {now} workers "
+            f"(before: {before})"
+        )
         warn(words + (WAITS if workers.has_too_few() else ""), workers.rank())
         return outcome
 
@@ -319,7 +322,7 @@ class Participation:
         left, now = self.exchange.between.take_gone(), workers.size()
         self._count(arrived=max(now - before, 0), left=left, lost=max(before - now - left, 0))
         if now != before:
-            self._say_change(before, "was let in" if now > before else "has left" if left else "was lost")
+            self._say_change(before, "joined" if now > before else "left" if left else "failed")
 
     def _count(self, **changes: int) -> None:
         self.lets_in = self.lets_go = False
@@ -327,7 +330,10 @@ class Participation:
             self.changes[what] += count
 
     def _say_change(self, before: int, what: str) -> None:
-        warn(f"AGM213: a worker {what}: {workers.size()} train from now on, {before} before", workers.rank())
+        warn(
+            f"AGM213: A worker {what}; training continues with {workers.size()} workers (before: {before}).",
+            workers.rank(),
+        )
 
     @contextmanager
     def joined(self) -> Iterator[None]:

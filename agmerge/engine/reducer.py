@@ -42,10 +42,10 @@ from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.parameters import ParameterTable, gradient_dtype, optimizers_of
 
-GAVE_UP = "has called zero_grad() in the middle of a step, when gradients of {missing} had not come{cause}"
+GAVE_UP = "called zero_grad() in the middle of a step, before the gradients of {missing} were computed{cause}"
 AFTER_BROKEN = (
-    "Save what you need and start again. If every rank is still there, call optimizer.reset() on each of them, which "
-    "gives this step up"
+    "Save your state and start again. If every rank is still running, call optimizer.reset() on all of them, which "
+    "abandons this step."
 )
 
 
@@ -63,7 +63,9 @@ class Reducer:
         if gathered:
             elastic_refusals.refuse_feature("a module with sparse=True, of which gradients are gathered,")
         if config.sync.sparse_as_dense and all(map(takes_sparse_alone, optimizers_of(members.optimizer))):
-            raise ValueError("sparse_as_dense=True: SparseAdam takes sparse gradients alone; leave it out")
+            raise ValueError(
+                "sparse_as_dense=True is not supported with SparseAdam, which requires sparse gradients. Remove it."
+            )
         self.members, table = members, DenseTable(members) if gathered else members
         self.exchange = open_exchange(members, table, config, weakly(self._on_agreement))
         self.replica = SyncedReplica(members, self.exchange)
@@ -203,7 +205,10 @@ class Reducer:
         """
         self.passes.scaling.check_step(wrapper, closure)
         if closure is not None and not self._combines:
-            raise ValueError("step(closure) inside skip_synchronize(): the closure's gradients would not be combined")
+            raise ValueError(
+                "step(closure) is not supported inside skip_synchronize(), because the closure's gradients would not "
+                "be averaged"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -321,9 +326,9 @@ def check_attachable(combined: Combined, exchange: GradientExchange, *, is_activ
         dtype = gradient_dtype(parameter)
         if dtype != slot.tensor_class.dtype or parameter.device != slot.tensor_class.device:
             raise AGMergeError(
-                f"AGM113: parameter {slot.name!r} changed from {slot.tensor_class.dtype} on "
-                f"{slot.tensor_class.device} to {dtype} on {parameter.device} between backward() and step(); change "
-                "it between steps"
+                f"AGM113: Parameter {slot.name!r} changed from {slot.tensor_class.dtype} on "
+                f"{slot.tensor_class.device} to {dtype} on {parameter.device} between backward() and step(). Change "
+                "it between steps."
             )
     if not any(combined.used) and is_active and combined.is_whole:
         warnings.warn(NO_GRADIENT, stacklevel=7)
@@ -332,8 +337,8 @@ def check_attachable(combined: Combined, exchange: GradientExchange, *, is_activ
         for member in exchange.agreed.members():
             if member.parameter not in known and member.parameter.grad is not None:
                 raise AGMergeError(
-                    f"AGM113: parameter {member.name!r} was added or unfrozen during backward(), and its gradient was "
-                    "not combined; do that between step() and the next backward()"
+                    f"AGM113: Parameter {member.name!r} was added or unfrozen during backward(), so its gradient was "
+                    "not averaged. Add or unfreeze it between step() and the next backward()."
                 )
 
 

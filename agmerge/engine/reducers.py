@@ -26,8 +26,8 @@ def reducer_for(optimizer: torch.optim.Optimizer, named: Any, config: Config) ->
         return Reducer(ParameterTable(optimizer, named), config)
     if len(optimizers_of(optimizer)) > 1:
         raise ValueError(
-            f"merging='dear' steps one optimizer for a few parameters at a time, and here are several "
-            f"({type(optimizer).__name__}): use another merging"
+            f"merging='dear' is not supported with several optimizers ({type(optimizer).__name__}), because it steps "
+            "a few parameters at a time. Use another merging."
         )
     check_readers(config.sync.model, optimizer)
     named = config.sync.model.named_parameters() if named is None else named

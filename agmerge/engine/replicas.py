@@ -21,9 +21,9 @@ from agmerge.tensors.parameters import ParameterTable
 
 DIGEST_BYTES = 16
 WRITTEN = (
-    "AGM152: replicas differed in a backward pass, first in parameter {name!r}, and the script had written parameters "
-    "since the last step. If each rank moves its own for this pass and puts them back (SAM), that is right. Else "
-    "change parameters in the same way on every rank"
+    "AGM152: Replicas differed in a backward pass, first in parameter {name!r}, because the script changed parameters "
+    "since the last step. This is correct if each rank restores them before the step (SAM, for example). Otherwise "
+    "change parameters in the same way on every rank."
 )
 
 
@@ -53,11 +53,10 @@ def compare_replicas(
                 return
             sets = "; ".join(f"{value[:8]} on {ranks_of(digests, value)}" for value in dict.fromkeys(digests))
             raise DivergenceError(
-                f"AGM102: step {steps}: replicas differ, first in parameter {name!r}: digest {sets}. Something "
-                "changed parameters on some ranks only: start them with broadcast_parameters, and change them only "
-                "through the optimizer, or in the same way on every rank. Where the script does, a sum may have been "
-                "damaged on its way: go on from a checkpoint. With sync='updates' read the values for a new parameter "
-                "inside optimizer.shared(): others differ by rank"
+                f"AGM102: Step {steps}: replicas differ, first in parameter {name!r}: digest {sets}. Parameters were "
+                "changed on some ranks only. Call broadcast_parameters first, and change them only through the "
+                "optimizer. Otherwise data was damaged in transit: restart from a checkpoint. With sync='updates', "
+                "initialize new parameters inside optimizer.shared()."
             )
 
 
@@ -84,9 +83,9 @@ def level_replicas(
         return
     if comm.size < workers.size():
         raise DivergenceError(
-            "AGM120: join(): the ranks of this process set differ after it. Clip gradients and change learning rates "
-            "in hooks of the optimizer's step (register_step_pre_hook, register_step_post_hook), which run on ranks "
-            "that have joined too"
+            "AGM120: join(): the ranks of this process set differ afterwards. Clip gradients and change learning "
+            "rates in hooks of the optimizer's step (register_step_pre_hook, register_step_post_hook), which also run "
+            "on ranks that joined."
         )
     broadcast_parameters(parameters, root_rank=root)
     broadcast_optimizer_state(optimizer, root_rank=root)

@@ -50,7 +50,7 @@ class ReportingMixin:
         """Return the merge buffers in use. Raises ``AGMergeError`` before the first step, when there are none."""
         buffers = self._reducer.exchange.agreed.buffers
         if buffers is None:
-            raise AGMergeError("AGM701: there is no plan yet: ranks agree on one in the first step")
+            raise AGMergeError("AGM701: There is no plan yet. Ranks agree on one in the first step.")
         return buffers
 
     @property
@@ -172,7 +172,9 @@ class ReportingMixin:
         config = self._reducer.exchange.agreed.config
         if config.sync.updates is not None or config.sync.model is not None:
             how = "sync='updates'" if config.sync.updates is not None else "merging='dear'"
-            raise AGMergeError(f"AGM701: grad_norm(): with {how} no combined gradients are there to look at")
+            raise AGMergeError(
+                f"AGM701: grad_norm() is not available with {how}, because there are no averaged gradients."
+            )
         return self._reducer.exchange.norm.norm()
 
     def measure_selection(self, on: bool = True) -> None:
@@ -208,7 +210,7 @@ class ReportingMixin:
         self._reducer.check_idle("measure()")
         exchange = self._reducer.exchange
         if exchange.agreed.plans is None or not exchange.agreed.is_valid or not exchange.agreed.times.typical():
-            raise AGMergeError("AGM701: measure() needs a step to measure: call it after step()")
+            raise AGMergeError("AGM701: measure() requires a completed step. Call it after step().")
         with exchange.fault.recording():
             return exchange.agreed.plans.measure(exchange.agreed.step)
 
@@ -224,8 +226,8 @@ class ReportingMixin:
         measured = plan_status(self._reducer.exchange).measured
         if measured is None:
             raise AGMergeError(
-                f"AGM701: nothing has been measured: planners that go by times measure the first {FIRST} steps of "
-                "more than one worker; with the others call measure()"
+                f"AGM701: Nothing has been measured. Planners that use times measure the first {FIRST} steps of more "
+                "than one worker. With other planners, call measure()."
             )
         return measured
 
@@ -386,7 +388,7 @@ def traced(exchange: GradientExchange, path: str | os.PathLike[str]) -> Iterator
     """
     times = exchange.agreed.times
     if times.trace is not None:
-        raise AGMergeError("AGM701: trace(): a trace is being recorded already; end that one first")
+        raise AGMergeError("AGM701: trace(): a trace is already being recorded. End it first.")
     rank, size = (exchange.group.comm.rank, exchange.group.comm.size) if exchange.group.comm is not None else (0, 1)
     trace = Trace(rank, f"rank {rank}")
     times.record(trace)

@@ -18,22 +18,19 @@ from agmerge.errors import and_more, warn
 from agmerge.runtime import workers
 
 WRITTEN = (
-    "AGM145: the script has written parameters between two steps ({names}). With sync='updates' these are this rank's "
-    "own: forward passes and state_dict() show them as they are until the next step, and shared() does not. A bound "
-    "that is set after each step (clamp_) holds in them alone: set it inside of shared() again before you evaluate or "
-    "save there. After weights that are to stay (load_state_dict() of the best ones) call consolidate() on every rank "
-    "(docs/adaptive.md)"
+    "AGM145: The script wrote parameters between two steps ({names}). With sync='updates', these belong to this rank "
+    "only, until the next step. Set bounds (clamp_) again inside shared() before you evaluate or save. To keep the "
+    "new values, call consolidate() on every rank. See docs/adaptive.md."
 )
 READ = (
-    "AGM146: the script reads parameters between two steps ({operation}() of {name!r}). With sync='updates' these are "
-    "this rank's own, so that an average of them (EMA, SWA, a teacher), or a copy, is another one on every rank. Read "
-    "them inside of shared(), `with compressed.shared():` or `with optimizer.shared():`, which has the same ones on "
-    "all ranks (docs/adaptive.md)"
+    "AGM146: The script reads parameters between two steps ({operation}() of {name!r}). With sync='updates', they "
+    "differ between ranks, and so does any average of them (EMA, SWA, a teacher). Read them inside `with "
+    "compressed.shared():` or `with optimizer.shared():`. See docs/adaptive.md."
 )
 SAVED = (
-    "AGM147: state_dict() of a model in training mode has, with sync='updates', this rank's own parameters, which "
-    "differ between ranks. For evaluation and for others save it inside of shared(), or in eval() mode. To resume "
-    "from it, save and load the state_dict() of what exchanges as well, on every rank (docs/adaptive.md)"
+    "AGM147: state_dict() of a model in training mode: with sync='updates', it has this rank's parameters, which "
+    "differ between ranks. To evaluate or share it, save it inside shared() or in eval() mode. To resume, also save "
+    "the state_dict() of the agmerge object on every rank. See docs/adaptive.md."
 )
 
 

@@ -30,17 +30,17 @@ MOVED = 16.0  # roundings of a parameter: shorter steps of opposite gradients ma
 LARGE = 1e-3  # of a tensor's largest gradient: smaller ones have no reliable sign
 DIGEST = 16  # bytes
 INSTEAD = (
-    "Pass the plain optimizer that it is made of, such as torch.optim.AdamW, which every rank steps whole. Pass "
-    "sync='gradients' for one that hands round what it has stepped, and averages no gradients itself"
+    "Pass the plain optimizer that it uses, such as torch.optim.AdamW. If it does not average gradients itself, "
+    "sync='gradients' also works."
 )
 KNOWN = (
-    "{kind} steps a shard of the parameters on each rank and hands them round by itself. With sync='updates' each "
-    "rank's own gradients are stepped with, so that a tensor would learn from the data of one rank alone. {instead}"
+    "{kind} steps a shard of the parameters on each rank and sends the result to the others. This is not supported "
+    "with sync='updates', because each tensor would learn from the data of one rank only. {instead}"
 )
 SEEN = (
-    "parameter {name!r} has moved to the same values on ranks {one} and {other}, though their gradients have opposite "
-    "signs: {kind} hands round what one rank has stepped, or averages by itself. With sync='updates' each rank's own "
-    "gradients are stepped with, so that a tensor learns from the data of one rank alone. {instead}"
+    "parameter {name!r} moved to the same values on ranks {one} and {other}, although their gradients have opposite "
+    "signs: {kind} shares steps between ranks, or averages gradients. This is not supported with sync='updates', "
+    "because each tensor would learn from the data of one rank only. {instead}"
 )
 Codes = npt.NDArray[np.uint8]
 

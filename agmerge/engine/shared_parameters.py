@@ -82,7 +82,7 @@ class SharedParameters(ABC):
             self._outer = self._make_outer(values) if bind is None else bind(self.base, self.own)
             if not isinstance(self._outer, torch.optim.Optimizer):
                 raise TypeError(
-                    f"outer={self._make_outer!r} has returned {self._outer!r}, which is no torch.optim.Optimizer"
+                    f"outer={self._make_outer!r} returned {self._outer!r}, expected a torch.optim.Optimizer"
                 )
             self._outer.state.update(state)
         return bool(new)

@@ -15,9 +15,8 @@ from agmerge.errors import AGMergeError
 from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
 TWICE = (
-    "AGM122: {early} steps a second time before {late} has stepped: with sync='updates' what all optimizers did "
-    "together is exchanged when each of them has stepped once. Step every one of them once in each step; or exchange "
-    "gradients, sync='gradients', where each may step whenever it likes"
+    "AGM122: {early} stepped twice before {late} stepped once. With sync='updates', call step() of every optimizer "
+    "exactly once per training step. Otherwise use sync='gradients'."
 )
 
 

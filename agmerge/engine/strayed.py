@@ -8,9 +8,8 @@ import weakref
 from dataclasses import dataclass
 
 ENDED = (
-    "AGM118: training with sync='updates' has ended, and the parameters of each rank are its own: they have what was "
-    "not sent. Call consolidate() on every rank after the last step, which makes them equal, or evaluate and save "
-    "inside of shared() (docs/adaptive.md)"
+    "AGM118: Training with sync='updates' ended while parameters still differ between ranks. Call consolidate() on "
+    "every rank after the last step, or evaluate and save inside `with optimizer.shared():`. See docs/adaptive.md."
 )
 
 

@@ -53,7 +53,7 @@ class SwappingMixin:
         chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
         changed = prepare_change(self._options, optimizer, compression, chosen, options)
         check_patterns(changed.config, (reducer.members.name_of(one) for one in reducer.members.name_all()))
-        advice = "Give every rank the same compressor, at the same step."
+        advice = "Set the same compressor on every rank, at the same step."
         reducer.reconfigure(changed.config, "set_compressor()", advice)
         self._options = changed.options
         notices.warn_of_changes(reducer.exchange, optimizer, before)

@@ -22,12 +22,12 @@ from agmerge.tensors.dtensors import local_of
 from agmerge.tensors.parameters import ParameterTable, optimizers_of
 
 GONE = (
-    "AGM405: no group of {optimizer} has a momentum any more, and memory {memory!r} follows them: none is applied. If "
-    "the groups are those of a checkpoint of SGD(momentum=0), give them the momentum again"
+    "AGM405: No parameter group of {optimizer} has a momentum any more, so memory={memory!r} applies none. If the "
+    "groups were loaded from a checkpoint of SGD(momentum=0), set the momentum again."
 )
 SHARDS = (
-    "AGM405: momentum buffers of {optimizer} are of whole tensors, and with exchange='two-level' a rank has shards of "
-    "them: momentum starts from zero"
+    "AGM405: The momentum buffers of {optimizer} are for full tensors, but each rank holds shards with "
+    "exchange='two-level'. Momentum is reset to zero."
 )
 
 
@@ -108,9 +108,9 @@ def _has_applied(exchange: GradientExchange, optimizer: torch.optim.Optimizer) -
     if exchange.agreed.config.compression.rates is None:
         if rates(optimizer, memory) is not None:
             raise ValueError(
-                f"a group of {type(optimizer).__name__} has got a momentum, and {memory} applies its own, 0.9, before "
-                "selection: set it back to 0, or call "
-                f"set_compressor({exchange.agreed.config.compression.compressor.name!r}) on every rank"
+                f"a parameter group of {type(optimizer).__name__} now has a momentum, but {memory} applies its own, "
+                "0.9, before selection. Set it back to 0, or call "
+                f"set_compressor({exchange.agreed.config.compression.compressor.name!r}) on every rank."
             )
         return False
     check_dampening(optimizer.param_groups)

@@ -13,30 +13,26 @@ from agmerge.errors.catalogue import code_in, command
 
 TOO_MANY = (
     "AGM104: Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-    "backward_passes_per_step to accumulate gradients locally. Parameter {!r} got gradient number {}; "
-    "backward_passes_per_step is {}. Increase it only if every step() follows so many backward passes of this "
-    "optimizer's own loss. A loss of another optimizer that runs through these parameters, as a GAN's generator loss "
-    "runs through its discriminator, belongs inside `with optimizer.no_sync():` of this one. A framework that "
-    "accumulates by itself calls no_sync() of the model, not of this optimizer: leave the optimizer plain and use "
-    "agmerge.integrations (docs/frameworks.md). A part of the model that is checkpointed twice needs "
-    "use_reentrant=False. zero_grad() goes on without the gradients of this step."
+    "backward_passes_per_step to accumulate gradients locally. Parameter {!r} got gradient number {}, but "
+    "backward_passes_per_step is {}. If the extra backward pass belongs to another loss (a GAN's generator, for "
+    "example), run it inside `with optimizer.no_sync():`. If a framework accumulates gradients, use "
+    "agmerge.integrations. Reentrant checkpoints need use_reentrant=False. After zero_grad(), training continues "
+    "without this step."
 )
 CHANGED = (
-    "AGM103: step {}: the gradient of {} was changed between backward() and step(). It was handed over during "
-    "backward(), so the change would be without effect; no step was made, and parameters are as before it. {} Not "
-    "your script? A DistributedDataParallel around the model writes gradients too: take it off, or leave the "
-    "optimizer plain and call agmerge.integrations.ddp.compress(model, optimizer=optimizer)."
+    "AGM103: Step {}: the gradients of {} changed after backward(). agmerge already sent them, so the change would be "
+    "lost; no step was made. {} If the model is in DistributedDataParallel, use "
+    "agmerge.integrations.ddp.compress(model, optimizer=optimizer) instead."
 )
 SYNCHRONIZE = (
-    "Combine first, then clip, mask or scale what is stepped with: optimizer.synchronize(); <the change>; "
-    "with optimizer.skip_synchronize(): optimizer.step(). To drop gradients: optimizer.synchronize(), then "
-    "optimizer.zero_grad()."
+    "To clip, mask or scale gradients, call optimizer.synchronize() first, then step inside `with "
+    "optimizer.skip_synchronize():`. To drop them, call optimizer.synchronize(), then optimizer.zero_grad()."
 )
-BETWEEN = "AGM111: {what} was called between backward() and step(); call it after step()"
+BETWEEN = "AGM111: {what} was called between backward() and step(). Call it after step()."
 NO_SYNC_LATE = (
-    "AGM109: backward() inside no_sync() came after the backward() that completed this step: that gradient is on its "
-    "way and the new one would be lost. Accumulate first; the last backward() of a step is outside no_sync(). "
-    "zero_grad() goes on without the gradients of this step."
+    "AGM109: backward() inside no_sync() came after the last backward() of this step, whose gradients were already "
+    "sent. Accumulate first, and run the last backward() of a step outside no_sync(). After zero_grad(), training "
+    "continues without this step."
 )
 TWICE = (
     "AGM105: optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This "
@@ -44,29 +40,27 @@ TWICE = (
     "optimizer.synchronize() in your code."
 )
 NOT_COMBINED = (
-    "AGM110: step() inside skip_synchronize(), but the gradients have not been combined: call synchronize() after the "
-    "last backward(), or step() outside"
+    "AGM110: step() inside skip_synchronize(): the gradients are not averaged yet. Call optimizer.synchronize() after "
+    "the last backward(), or call step() outside skip_synchronize()."
 )
 DISTRIBUTED_DATA_PARALLEL = (
-    "AGM107: the model is in DistributedDataParallel, which averages gradients too ({name!r}, for one): everything "
-    "would be exchanged twice, once of it dense. Leave the optimizer plain and call "
-    "agmerge.integrations.ddp.compress(model, optimizer=optimizer), which takes the options of DistributedOptimizer, "
-    "those of LocalOptimizer with sync='updates'; or wrap the optimizer of the plain model, without "
-    "DistributedDataParallel. Where it is there for its forward alone, construct and train inside of its no_sync()"
+    "AGM107: The model is in DistributedDataParallel, which also averages gradients (for example {name!r}), so they "
+    "would be exchanged twice. Pass the plain optimizer to agmerge.integrations.ddp.compress(model, "
+    "optimizer=optimizer), or remove DistributedDataParallel. If you need only its forward, construct and train "
+    "inside its no_sync()."
 )
 IN_BACKWARD = (
-    "AGM106: gradients are infinite or NaN: {where}. Parameters and residuals are as before this step, and can be "
-    "saved. DistributedDataParallel cannot go on after an error in its hook: start again from a checkpoint. Where the "
-    "script looks for such gradients, and repairs them or skips the step, pass nonfinite='skip': then p.grad has them "
-    "on all ranks alike. scaler= is for float16 under autocast, and leaves out such steps"
+    "AGM106: Gradients are infinite or NaN: {where}. Parameters and residuals are unchanged and can be saved. "
+    "DistributedDataParallel cannot continue after an error in its hook: restart from a checkpoint. If your script "
+    "handles such gradients, pass nonfinite='skip'. For float16, pass scaler=."
 )
 OTHER_SHARDS = (
-    "AGM402: residuals are shards of other rows than this rank has now (exchange='two-level'): they are dropped and "
-    "start from zero"
+    "AGM402: The residuals are shards of other rows than this rank has now (exchange='two-level'), so they are reset "
+    "to zero."
 )
 NO_GRADIENT = (
-    "AGM112: no rank had a gradient for any parameter in this step. The optimizer may hold other parameters than the "
-    "model (load_state_dict(assign=True) replaces the model's)."
+    "AGM112: No rank had a gradient for any parameter in this step. The optimizer may hold other parameters than the "
+    "model: load_state_dict(assign=True) replaces the model's parameters. Create the optimizer after loading."
 )
 
 NO_SCRIPTS = ("agmerge", "torch")  # packages: no warning points at a line of theirs

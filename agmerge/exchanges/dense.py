@@ -200,8 +200,8 @@ def decode(tail: Sequence[float], own: RoundHeader, name: str) -> RoundHeader:
     hot = [[i for i in range(_HOT) if tail[start + i] != 0.0] for start in (0, _HOT)]
     if hot != [[own.step % _HOT], [(own.buffer + own.plan) % _HOT]]:
         raise MessageError(
-            f"AGM502: {name}: ranks summed messages that do not belong together: steps {hot[0]} and buffers {hot[1]} "
-            f"(modulo {_HOT})"
+            f"AGM502: {name}: ranks summed messages of different steps or buffers: steps {hot[0]} and buffers "
+            f"{hot[1]} (modulo {_HOT})"
         )
     flags = sum(int(tail[2 * _HOT + bit] != 0.0) << bit for bit in range(_FLAGS))
     used = tuple(value != 0.0 for value in tail[2 * _HOT + _FLAGS :][: len(own.used)])

@@ -73,7 +73,9 @@ class MaskedExchange(MultiRoundExchange):
         """Collective. Send this rank's votes, or its values where no vote is needed."""
         chosen = [offer for offer in offers if offer is not None]
         if len(chosen) < len(loads):
-            raise ValueError(f"{name}: a segment without a selection cannot share a message of masked")
+            raise ValueError(
+                f"{name}: a segment without a selection is not supported in a message of exchange='masked'"
+            )
         whole = [offer.indices.numel() >= load.segment.numel for offer, load in zip(chosen, loads, strict=True)]
         known = [
             _all(load) if all_of_it else offer.indices if self.drawn else None
@@ -149,8 +151,8 @@ class MaskedExchange(MultiRoundExchange):
             named = state.votes.read(message[state.header.size :][: state.votes.size], share)
             if named is None:
                 raise MessageError(
-                    f"AGM501: {pending.name}: what rank {rank} votes has changed on its way, or is not in the vector: "
-                    "look at the network and the memory of its machine; what a sparsifier selects must be in range"
+                    f"AGM501: {pending.name}: the selection of rank {rank} was damaged in transit, or is out of "
+                    "range. Check the network and the memory of its machine. A sparsifier's indices must be in range."
                 )
             by_rank.append(named)
         if self.drawn and (messages[:, -_NUMBER:] != messages[0, -_NUMBER:]).any():
@@ -176,8 +178,8 @@ class MaskedExchange(MultiRoundExchange):
             sums, seen, errors, fault = yield from self.add_up_values(pending, f"values {number}", values)
             if fault:
                 raise MessageError(
-                    f"AGM501: {pending.name}: the sums that rank {fault - 1} handed round are damaged, or what it was "
-                    "sent for them: look at the network and the memory of its machine"
+                    f"AGM501: {pending.name}: the sums that rank {fault - 1} sent or received are damaged. Check the "
+                    "network and the memory of its machine."
                 )
             ends = [0, *accumulate(lengths)]
             by_load = (torch.split(sums, lengths), torch.split(seen, lengths), errors.by_part(ends))
@@ -254,8 +256,8 @@ def checksum(masks: Sequence[torch.Tensor]) -> torch.Tensor:
 def _drawn_apart(name: str, control: RoundHeader) -> MessageError:
     """Return the error of ranks that do not have the same mask."""
     return MessageError(
-        f"AGM504: {name}: ranks drew different coordinates in step {control.step}. Give every rank the same "
-        "compressor with the same seed, and load a checkpoint of the same step on all of them"
+        f"AGM504: {name}: ranks selected different coordinates in step {control.step}. Use the same compressor and "
+        "seed on every rank, and load a checkpoint of the same step on all of them."
     )
 
 

@@ -83,7 +83,7 @@ class MultiRoundExchange(Exchange):
             self._in_flight.clear()  # their remaining rounds would be calls that other ranks do not make
             raise
         control: RoundHeader | None = pending.extra.control
-        assert control is not None, f"{pending.name}: an earlier wait has failed"
+        assert control is not None, f"{pending.name}: an earlier wait failed"
         return control
 
     def _advance(self, pending: InFlight) -> None:

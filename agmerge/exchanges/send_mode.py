@@ -52,8 +52,8 @@ class SendMode:
                 continue
             elif key in _VERSIONS:
                 raise ValueError(
-                    f"labels: {label!r} has {word!r}, and this version sends other bits, with {_THIS_VERSION}: plan "
-                    "anew"
+                    f"labels: {label!r} has {word!r}, but this version sends other bits, with {_THIS_VERSION}. Create "
+                    "a new plan."
                 )
             elif key == "workers" and value.isdigit():
                 fields[key] = int(value)
@@ -113,5 +113,5 @@ def why_labels_are_wrong(plan: merging.Plan) -> str:
     }
     for what, names in names_of.items():
         if len(names) > 1:
-            return f"its merge buffers have the {what} {', '.join(sorted(names))}: give all the same one"
+            return f"its merge buffers have different {what}s: {', '.join(sorted(names))}. Use one for all"
     return ""

@@ -260,7 +260,7 @@ def _refuse_disordered(name: str, section: Section, good: Sequence[bool]) -> Non
     """Raise :class:`agmerge.MessageError` for the first rank of which the indices cannot be right, by ``good``."""
     if not all(good):
         raise MessageError(
-            f"AGM501: {name}: the indices that rank {list(good).index(False)} sent are not ascending within 0 to "
-            f"{section.segment.length - 1}, or not as many as it announced: either its message was damaged, or its "
-            "sparsifier breaks the contract of a Selection"
+            f"AGM501: {name}: the indices of rank {list(good).index(False)} are not ascending within 0 to "
+            f"{section.segment.length - 1}, or not as many as announced. Its message was damaged, or its sparsifier "
+            "does not follow the contract of a Selection."
         )

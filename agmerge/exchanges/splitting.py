@@ -17,8 +17,8 @@ def why_parts_impossible(plan: merging.Plan) -> str:
     for buffer, (count, parts, mode) in enumerate(zip(plan.counts, plan.parts, send_modes(plan), strict=True)):
         if parts > 1 and count > 1 and mode.ahead:
             return (
-                f"merge buffer {buffer} has {parts} parts, and each of its {count} tensors is sparsified ahead, before "
-                "it is complete: give it 1 part, or sparsify behind"
+                f"merge buffer {buffer} has {parts} parts, but each of its {count} tensors is sparsified ahead, "
+                "before it is complete. Use 1 part, or sparsify='behind'"
             )
     return ""
 

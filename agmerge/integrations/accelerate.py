@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _OWN_ENGINES = {
     DistributedType.DEEPSPEED: "DeepSpeed averages gradients in its own engine",
-    DistributedType.FSDP: "FSDP averages gradients of shards by itself",
+    DistributedType.FSDP: "FSDP averages gradients of shards itself",
     DistributedType.MEGATRON_LM: "Megatron-LM averages gradients in its own engine",
     DistributedType.XLA: "XLA averages gradients in its own programs",
 }
@@ -64,12 +64,12 @@ def compress(
     for name in ("optimizer", "scaler"):
         if name in options:
             raise ValueError(
-                f"{name}= is the accelerator's own: leave it out here, what it has prepared for the model is used"
+                f"{name}= is not supported: compress() uses the objects that the accelerator prepared. Remove it."
             )
     if accelerator.distributed_type in _OWN_ENGINES:
         raise ValueError(
-            f"{_OWN_ENGINES[accelerator.distributed_type]}: use plain data parallel, `accelerate launch --multi_gpu` "
-            "(docs/with_accelerate.md)"
+            f"{_OWN_ENGINES[accelerator.distributed_type]}. Use plain data parallel, `accelerate launch --multi_gpu` "
+            "(docs/with_accelerate.md)."
         )
     if workers.can_regroup():
         return _elastic(accelerator, model, {**options})
@@ -81,12 +81,14 @@ def compress(
         number for number, prepared in enumerate(accelerator._models) if prepared is accelerator.unwrap_model(model)
     ]
     if not numbers:
-        raise ValueError("this accelerator has not prepared the model: give what accelerator.prepare() has returned")
+        raise ValueError(
+            "this accelerator has not prepared the model. Pass the model that accelerator.prepare() returned."
+        )
     optimizers, are_updates = _optimizers_of(accelerator, inner), options.get("sync") == UPDATES
     if are_updates and not optimizers:
         raise ValueError(
-            "sync='updates' exchanges what the optimizer did, and this accelerator has not prepared an optimizer of "
-            "the model's parameters: prepare the model with its optimizer"
+            "sync='updates' requires an optimizer of the model's parameters that this accelerator prepared. Prepare "
+            "the model together with its optimizer."
         )
     compressed = ddp.compress(inner, optimizer=optimizers or None, scaler=accelerator.scaler, **options)
     _keep_in_checkpoints(accelerator, numbers[-1], compressed, are_updates=are_updates)
@@ -118,8 +120,8 @@ def _elastic(accelerator: Accelerator, model: torch.nn.Module, options: dict[str
     plain = _optimizers_of(accelerator, inner)
     if len(plain) != 1:
         raise ValueError(
-            f"AGM309: this accelerator has prepared {len(plain)} optimizers of the model's parameters, and an elastic "
-            "job exchanges for one: prepare the model with its optimizer, or write the loop without Accelerate"
+            f"AGM309: This accelerator prepared {len(plain)} optimizers of the model's parameters, but an elastic job "
+            "supports one. Prepare the model with one optimizer, or write the loop without Accelerate."
         )
     prepared = next(one for one in accelerator._optimizers if one.optimizer is plain[0])
     prepared.optimizer = distributed = accelerate_elastic.distribute(accelerator, plain[0], inner, options)
@@ -137,8 +139,8 @@ def _optimizers_of(accelerator: Accelerator, model: torch.nn.Module) -> list[tor
     ]
     if any(isinstance(optimizer, OptimizerWrapper) for optimizer in found):
         raise ValueError(
-            "the model's optimizer is an agmerge.DistributedOptimizer, and compress() exchanges gradients too: prepare "
-            "the plain optimizer"
+            "the model's optimizer is an agmerge.DistributedOptimizer, so gradients would be exchanged twice. Prepare "
+            "the plain optimizer."
         )
     return found
 

@@ -18,11 +18,14 @@ from accelerate import Accelerator, DistributedType
 from agmerge.optimizer import DistributedOptimizer
 
 LAUNCHED = (
-    "AGM309: a launcher has told accelerate of a fixed number of workers ({found}). In an elastic job start each "
-    "worker by `python` itself, `until python train.py; do sleep 1; done` to start it again where it dies "
-    "(docs/elastic.md)"
+    "AGM309: A launcher set a fixed number of workers for accelerate ({found}), which an elastic job does not "
+    "support. Start each worker with `python`, for example `until python train.py; do sleep 1; done`, which restarts "
+    "it after a failure. See docs/elastic.md."
 )
-SCALED = "AGM309: fp16 scales the loss, and an elastic job cannot: train with bf16, or in float32 (docs/elastic.md)"
+SCALED = (
+    "AGM309: fp16 is not supported in an elastic job, because it scales the loss. Use bf16 or float32. See "
+    "docs/elastic.md."
+)
 
 
 class ElasticOptimizer(DistributedOptimizer):

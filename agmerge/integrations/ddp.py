@@ -79,7 +79,9 @@ def compress(
         TypeError: If ``model`` is not a DistributedDataParallel, or an argument is unknown.
         ValueError: If the model or an argument is not supported.
     """
-    elastic_refusals.refuse_feature("a DistributedDataParallel, of a fixed number of workers,", elastic_refusals.PLAIN)
+    elastic_refusals.refuse_feature(
+        "DistributedDataParallel, which needs a fixed number of workers,", elastic_refusals.PLAIN
+    )
     plain = checked_model(model)
     compressed = Compressed(plain, optimizer, checked_options({**options, "scaler": scaler}, plain))
     notices.warn_of_changes(compressed._reducer.exchange, compressed._inner, None)
@@ -128,7 +130,10 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         optimizer = self._inner
         if config.sync.updates is not None:
             if optimizer is None:
-                raise ValueError("sync='updates' exchanges what the optimizer did: pass optimizer=, the one that steps")
+                raise ValueError(
+                    "sync='updates' requires optimizer=, because it exchanges the optimizer's updates. Pass the "
+                    "optimizer that steps."
+                )
             _check_no_others(optimizer, model)
             return UpdateReducer(ParameterTable(optimizer, _named(model, ignored=True)), config)
         named = _named(model, ignored=False)
@@ -165,12 +170,12 @@ class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
         """Raise :class:`agmerge.AGMergeError` before a step of ``sync="updates"`` that others would wait for."""
         if model._join_config.enable:
             raise AGMergeError(
-                "AGM603: model.join() with sync='updates': a rank that has joined does not step, and the others would "
-                "wait for it. Give every rank the same number of batches"
+                "AGM603: model.join() is not supported with sync='updates', because a rank that joined does not step. "
+                "Use the same number of batches on every rank."
             )
 
     def __getattr__(self, name: str) -> Any:
-        advice = ": it is no optimizer, the script's own steps as ever" if hasattr(torch.optim.Optimizer, name) else ""
+        advice = ". It is not an optimizer: keep using the script's own" if hasattr(torch.optim.Optimizer, name) else ""
         raise AttributeError(f"the result of ddp.compress() has no attribute {name!r}{advice}")
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,8 +235,8 @@ def _check_steps(optimizer: torch.optim.Optimizer, model: DistributedDataParalle
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
-            f"ddp.compress(): the {type(optimizer).__name__} given as optimizer= has no parameter of the model: give "
-            "the one that steps it"
+            f"ddp.compress(): the {type(optimizer).__name__} in optimizer= has no parameter of the model. Pass the "
+            "optimizer that steps the model."
         )
 
 
@@ -242,10 +247,9 @@ def _check_no_others(optimizer: torch.optim.Optimizer, model: DistributedDataPar
         for parameter in group["params"]:
             if id(parameter) not in own:
                 raise ValueError(
-                    f"sync='updates' exchanges all that {type(optimizer).__name__} does, and it steps a parameter of "
-                    f"another model, of shape {list(parameter.shape)} in group {number}: give each "
-                    "DistributedDataParallel an optimizer of its own, and call compress() with each; or leave sync= "
-                    "out, as one optimizer may step gradients of several models"
+                    f"sync='updates' is not supported with a {type(optimizer).__name__} that also steps another model "
+                    f"(a parameter of shape {list(parameter.shape)} in group {number}). Use one optimizer for each "
+                    "DistributedDataParallel and call compress() with each, or remove sync=."
                 )
 
 

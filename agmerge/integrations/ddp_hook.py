@@ -20,8 +20,8 @@ from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.errors import AGMergeError
 
 FEWER = (
-    "AGM603: join(divide_by_initial_world_size=False): what ranks that have joined keep still counts, so that updates "
-    "are averages over all of them to the end; leave it True"
+    "AGM603: join(divide_by_initial_world_size=False) is not supported, because residuals of ranks that joined still "
+    "count in the average. Set it to True."
 )
 Updated = torch.futures.Future[torch.Tensor]
 
@@ -80,7 +80,10 @@ class Hook:
 
     def __reduce__(self) -> tuple[object, ...]:
         # A copy of the model, or one that is loaded, has no hook: it is the process's, as groups are.
-        text = "AGM604: a copy of a compressed DistributedDataParallel averages densely: call ddp.compress() with it"
+        text = (
+            "AGM604: A copy of a compressed DistributedDataParallel averages uncompressed gradients. Call "
+            "ddp.compress() with the copy."
+        )
         warnings.warn(text, stacklevel=3)
         return str, ("agmerge, in the model that this is a copy of",)
 

@@ -33,13 +33,12 @@ Folder = str | os.PathLike[str]
 File = tuple[int, int]  # (rank, of how many)
 
 ALONE = (
-    "AGM601: one process trains, without a launcher: it exchanges nothing, nothing is compressed, and what ranks have "
-    "kept beside a checkpoint is not loaded (`torchrun --nproc_per_node=1` loads it)"
+    "AGM601: Only one process is training, so agmerge has no effect. Start the script with torchrun to use several. "
+    "Residuals of a checkpoint are not loaded (`torchrun --nproc_per_node=1` loads them)."
 )
 NO_GROUP = (
-    "AGM141: the launcher has started {launched} processes, and each would train by itself: the framework has made no "
-    "process group of them, and the model is in no DistributedDataParallel. Without GPUs it makes one if it is asked: "
-    "{advice}"
+    "AGM141: The launcher started {launched} processes, but the framework connected none of them, so each would train "
+    "by itself. The model is not in DistributedDataParallel. Without GPUs, configure the framework for CPUs: {advice}"
 )
 _NAME = re.compile(r"agmerge-(\d+)-of-(\d+)\.pt")
 
@@ -106,7 +105,7 @@ def save(
         text = (
             f"AGM404: rank {rank} could not write its residuals to {os.fspath(folder)}: {type(error).__name__}: {error}"
         )
-        raise AGMergeError(f"{text}. Other ranks have not waited: what is to be saved is not complete") from error
+        raise AGMergeError(f"{text}. The other ranks did not wait, so the checkpoint is incomplete.") from error
     if rank == 0:
         _unlink(where, [file for file in _files(where) if file != (0, size) and (file[1] != size or not keeps)])
     if keeps and is_common:
@@ -161,10 +160,9 @@ def load(compressed: Compressed, folder: Folder) -> bool:
     if saved_by is None:
         if rank == 0:
             warnings.warn(
-                f"AGM404: {os.fspath(folder)} has no {_name(0, size)} to {_name(size - 1, size)} that every rank can "
-                "read: what was not sent yet when it was saved is lost, and starts from zero. On several machines "
-                "without a common folder each rank needs its own file; another number of ranks needs all files that "
-                "were saved",
+                f"AGM404: {os.fspath(folder)} does not have all files {_name(0, size)} to {_name(size - 1, size)}, so "
+                "residuals are reset to zero. Without a folder that all machines share, each rank needs its own file. "
+                "With another number of ranks, all saved files are needed.",
                 stacklevel=2,
             )
         restart(compressed)
@@ -179,15 +177,16 @@ def load(compressed: Compressed, folder: Folder) -> bool:
         sections = [_read(where, file) for file in wanted]
     except Exception as error:  # all ranks must hear of it: they wait in the next line
         problem = (
-            f"AGM406: rank {rank} cannot read what was saved in {os.fspath(folder)}: {type(error).__name__}: {error}"
+            f"AGM406: rank {rank} cannot read its residuals from {os.fspath(folder)}: {type(error).__name__}: {error}"
         )
     said = allgather_object((problem, {section["steps"] for section in sections}), "integrations/files/steps")
     problem = next((text for text, _ in said if text), "")
     steps = sorted(set().union(*(numbers for _, numbers in said)))
     if not problem and len(steps) > 1:
         problem = (
-            f"AGM406: files of ranks in {os.fspath(folder)} are of different steps ({', '.join(map(str, steps))}): "
-            "saving was interrupted. Load another checkpoint, or remove the files to start from zero"
+            f"AGM406: Files of ranks in {os.fspath(folder)} are from different steps ({', '.join(map(str, steps))}), "
+            "because saving was interrupted. Load another checkpoint, or delete the files to start with zero "
+            "residuals."
         )
     if problem:
         raise AGMergeError(problem)
@@ -214,7 +213,7 @@ def _load_alone(compressed: Compressed, folder: Path) -> bool:
     try:
         sections = [_read(folder, file) for file in wanted]
     except Exception as error:
-        text = f"AGM406: rank {rank} cannot read what was saved in {folder}: {type(error).__name__}: {error}"
+        text = f"AGM406: rank {rank} cannot read its residuals from {folder}: {type(error).__name__}: {error}"
         raise AGMergeError(text) from error
     if sections:
         _load_sections(compressed, sections, each=len(sections) > 1)
@@ -268,8 +267,8 @@ def _place(compressed: Compressed) -> File:
     """Return this rank's number among all ranks. Raises ``ValueError`` where these do not all exchange gradients."""
     if compressed._reducer.exchange.agreed.config.sync.process_set.members:
         raise ValueError(
-            "files beside a checkpoint are of all ranks, and this model's process_group has some of them only: save "
-            "state_dict() by rank"
+            "files next to a checkpoint require all ranks, but this model's process_group has only some of them. Save "
+            "state_dict() on each rank instead."
         )
     world = workers.world()
     return world.rank, world.size

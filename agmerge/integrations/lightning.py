@@ -68,10 +68,12 @@ class CompressedDDPStrategy(DDPStrategy):
         given: dict[str, Any] = {**options}
         for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
             if given.get(name) is not None:
-                raise ValueError(f"{name}=: DDP takes one hook, and this strategy's is it. Leave it out")
+                raise ValueError(
+                    f"{name}= is not supported: DDP has one communication hook, which this strategy uses. Remove it."
+                )
         for name in ("optimizer", "scaler"):
             if name in given:
-                raise ValueError(f"{name}= is the Trainer's own: leave it out")
+                raise ValueError(f"{name}= is not supported: the Trainer sets it. Remove it.")
         # A timeout= of Lightning's is a timedelta, of the process group; one of ours is in seconds.
         theirs = {"timeout"} if isinstance(given.get("timeout"), timedelta) else set()
         own = {name: given.pop(name) for name in (_OPTIONS - theirs) & given.keys()}
@@ -88,18 +90,18 @@ class CompressedDDPStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         if any(isinstance(optimizer, OptimizerWrapper) for optimizer in self.optimizers):
             raise ValueError(
-                "configure_optimizers() returns an agmerge.DistributedOptimizer, and this strategy exchanges gradients "
-                "too: return the plain optimizer"
+                "configure_optimizers() returns an agmerge.DistributedOptimizer, so gradients would be exchanged "
+                "twice. Return the plain optimizer."
             )
         if self._options.get("sync") == UPDATES and not self.optimizers:
             raise ValueError(
-                "sync='updates' exchanges what the optimizer did, and configure_optimizers() returns none: return one"
+                "sync='updates' requires an optimizer, but configure_optimizers() returns none. Return one."
             )
         scaler = getattr(self.precision_plugin, "scaler", None)
         if self._options.get("sync") == UPDATES and scaler is not None and trainer.gradient_clip_val:
             raise ValueError(
-                "gradient_clip_val with a GradScaler and sync='updates': Lightning does not clip where the optimizer "
-                "looks for infinities itself, which it does then. Train in precision='bf16-mixed', or without clipping"
+                "gradient_clip_val is not supported with fp16 and sync='updates', because Lightning would skip "
+                "clipping. Use precision='bf16-mixed', or remove gradient_clip_val."
             )
         if self.compressed is not None:
             self.compressed.close()  # of another fit()
@@ -220,7 +222,7 @@ def _folder(checkpoint: Where, keeps_back: bool) -> str | None:
     if "://" in path:
         if not keeps_back:
             return None
-        raise ValueError(f"{path}: ranks keep files beside a checkpoint, in a local or mounted folder: name such a one")
+        raise ValueError(f"{path}: residuals must be saved to a local or mounted folder. Pass such a path.")
     return f"{os.path.realpath(path)}.agmerge"
 
 

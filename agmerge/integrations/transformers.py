@@ -30,7 +30,7 @@ from agmerge.step.updates import UPDATES
 if TYPE_CHECKING:
     from typing import Unpack
 
-TOO_EARLY = "AGM309: a Trainer of an elastic job: call agmerge.init(elastic=True) before compress(), so that it knows"
+TOO_EARLY = "AGM309: A Trainer in an elastic job requires agmerge.init(elastic=True) before compress(). Call it first."
 
 
 def compress(trainer: Trainer, **options: Unpack[DDPOptions]) -> Compression | ElasticTraining:
@@ -54,7 +54,7 @@ def compress(trainer: Trainer, **options: Unpack[DDPOptions]) -> Compression | E
     """
     for name in ("optimizer", "scaler"):
         if name in options:
-            raise ValueError(f"{name}= is the Trainer's own: leave it out")
+            raise ValueError(f"{name}= is not supported: the Trainer sets it. Remove it.")
     transformers_exchange.refuse(trainer)
     return (ElasticTraining if workers.can_regroup() else Compression)(trainer, {**options})
 
@@ -78,7 +78,7 @@ class Compression(TrainerExchange):
         """Collective. Compress the model that is trained, and load ranks' own states if it resumes."""
         transformers_exchange.refuse(self._trainer)
         if state.is_hyper_param_search:
-            raise ValueError("hyperparameter_search() is not supported: compress the Trainer of one training")
+            raise ValueError("hyperparameter_search() is not supported. Compress the Trainer of a single training.")
         model = getattr(self._trainer.model_wrapped, "_orig_mod", self._trainer.model_wrapped)
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
             if workers.can_regroup():

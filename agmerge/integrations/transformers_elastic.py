@@ -36,12 +36,12 @@ CARRIED = (
 )  # fmt: skip
 SAMPLES = "agmerge_samples.json"  # in a checkpoint: the place in the data
 NEEDS_STEPS = (
-    "AGM309: in an elastic job the number of steps of an epoch depends on how many workers there are: set "
-    "TrainingArguments(max_steps=...), the same on all"
+    "AGM309: An elastic job requires TrainingArguments(max_steps=...), because the number of steps per epoch depends "
+    "on the number of workers. Set the same value on all workers."
 )
 OWN_SAMPLES = (
-    "AGM309: {what}: workers of an elastic job share samples that are drawn at random or in order, of a data set with "
-    "a length. Leave it out, or write the loop yourself (docs/elastic.md)"
+    "AGM309: {what} is not supported in an elastic job, whose workers share samples of a data set with a length, in "
+    "random or sequential order. Remove it, or write the loop yourself. See docs/elastic.md."
 )
 
 
@@ -90,7 +90,7 @@ class ElasticTraining(TrainerExchange):
         """Collective. Meet the others; a newcomer goes on from where they are."""
         trainer = self._trainer
         if self._sampler is None:
-            raise ValueError(OWN_SAMPLES.format(what="an IterableDataset, or a get_train_dataloader() of its own"))
+            raise ValueError(OWN_SAMPLES.format(what="an IterableDataset, or an overridden get_train_dataloader(),"))
         saved = Path(self._folder or ".", SAMPLES)
         if self._folder and saved.exists():
             self._sampler.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))

@@ -101,19 +101,19 @@ def refuse(trainer: Trainer) -> None:
     known = [*given] if isinstance(given, (list, tuple)) else [given, getattr(given, "optimizer", given)]
     if any(isinstance(optimizer, OptimizerWrapper) for optimizer in known):
         raise ValueError(
-            "the Trainer's optimizer is an agmerge.DistributedOptimizer, and compress() exchanges gradients too: leave "
-            "the optimizer plain"
+            "the Trainer's optimizer is an agmerge.DistributedOptimizer, so gradients would be exchanged twice. Use "
+            "the plain optimizer."
         )
     if trainer.is_deepspeed_enabled:
-        raise ValueError("DeepSpeed averages gradients in its own engine: train without it, in plain data parallel")
+        raise ValueError("DeepSpeed averages gradients in its own engine. Train without it, in plain data parallel.")
     if trainer.is_fsdp_enabled:
         raise ValueError(
-            "FSDP averages gradients of shards by itself. Train without it, in plain data parallel; or write the loop "
-            "yourself with fully_shard() within a node and agmerge.DistributedOptimizer among nodes "
-            "(docs/with_fsdp2.md)"
+            "FSDP averages gradients of shards itself. Train without it, in plain data parallel, or write the loop "
+            "yourself with fully_shard() within a node and agmerge.DistributedOptimizer between nodes "
+            "(docs/with_fsdp2.md)."
         )
     if trainer.args.n_gpu > 1:
         raise ValueError(
-            "one process has several GPUs and uses DataParallel, which exchanges nothing: start one process a GPU with "
-            "torchrun --nproc_per_node"
+            "one process uses several GPUs with DataParallel, which agmerge does not support. Start one process for "
+            "each GPU with torchrun --nproc_per_node."
         )

@@ -20,20 +20,18 @@ from agmerge.engine.reducers import AnyReducer
 from agmerge.errors import warn
 
 NOT_SAVED = (
-    "AGM403: this script has saved optimizer.state_dict(), and ranks keep more than that: {what}. A training that "
-    "resumes from it starts that from zero. Save compressed.state_dict() too, on every rank to a file of its own (or "
-    "on rank 0 what agmerge.gather_state(compressed) returns, called on all ranks), and load it after the model and "
-    "the optimizer by compressed.load_state_dict(), where compressed is what compress() has returned "
-    "(docs/frameworks.md)"
+    "AGM403: The script saved optimizer.state_dict() without the rest of the state: {what}. A training that resumes "
+    "from it starts with zero residuals. Also save compressed.state_dict() on every rank (or "
+    "agmerge.gather_state(compressed) on rank 0, called on all ranks), and load it with compressed.load_state_dict(). "
+    "See docs/frameworks.md."
 )
 SAVED_ALONE = (
-    "AGM140: {folder} was saved on {saved} alone, and each rank keeps more than the checkpoint has: {missing} not "
-    "written agmerge-{{rank}}-of-{size}.pt, with what it has not sent yet. A training that resumes from there starts "
-    "that from zero, with a warning. Save on all ranks, without an `if`: the framework writes the model on rank 0 "
-    "alone"
+    "AGM140: {folder} was saved on {saved} only, so residuals of other ranks are missing: {missing} not written "
+    "agmerge-{{rank}}-of-{size}.pt. A training that resumes from it starts them from zero. Save on all ranks, without "
+    "an `if`: the framework writes the model on rank 0 only."
 )
-RESIDUALS = "what they have not sent yet"
-UPDATES = "with sync='updates' each has an optimizer state of its own, and updates that it has not sent yet"
+RESIDUALS = "the residuals of the ranks"
+UPDATES = "with sync='updates', the optimizer state and residuals of each rank"
 
 Look = Callable[[], Mapping[str, Any]]  # returns what fills SAVED_ALONE; nothing where the checkpoint lacks nothing
 

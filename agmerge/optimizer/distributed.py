@@ -34,18 +34,18 @@ from agmerge.runtime import workers
 from agmerge.tensors.parameters import optimizers_of
 
 ZERO_GRAD = (
-    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-    "optimizer.synchronize(). This is prohibited as it can cause a race condition. All gradients of this rank are on "
-    "their way, and the others step with them. If your script goes on after an exception between backward() and "
-    "step(), call optimizer.step() first, as the other ranks do. If all of them had it: optimizer.reset() on all ranks."
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+    "This is prohibited as it can cause a race condition. If your script continues after an exception between "
+    "backward() and step(), call optimizer.step() first. If the exception occurred on all ranks, call "
+    "optimizer.reset() on all of them."
 )
 NOT_OF_UPDATES = (
-    "{call}: with sync='updates' gradients are never combined, p.grad is this worker's own. Clip or change it between "
-    "backward() and step(), as without agmerge; accumulate with several backward passes a step"
+    "{call} is not supported with sync='updates', because gradients are never combined: p.grad is this worker's own. "
+    "Clip or change p.grad between backward() and step(). To accumulate, call backward() several times before step()."
 )
 INFERENCE = (
-    "optimizer.step() in torch.inference_mode(): what is kept for the next step could not be changed in it. Step "
-    "outside of it, or in torch.no_grad()"
+    "optimizer.step() in torch.inference_mode() is not supported, because residuals could not be changed later. Call "
+    "it outside, or use torch.no_grad()."
 )
 
 

@@ -125,14 +125,14 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
         inner = self._inner = inner_of(optimizer, named)
         rank_state.warn_of_unread(inner, "sync = agmerge.LocalSync(model, optimizer, ...)", "sync")
         if sync_every is not None and every not in (EVERY, sync_every):
-            raise ValueError("sync_every is another name of every: give one of them")
+            raise ValueError("sync_every is another name of every. Pass one of them.")
         every = every if sync_every is None else sync_every
         for name, value, other in (
             ("outer", None if outer_optimizer is None else _scripts_outer(outer_optimizer, named), "outer_optimizer"),
             ("overlap", fragment_sync_delay, "fragment_sync_delay"),
         ):
             if value is not None and given.setdefault(name, value) is not value:
-                raise ValueError(f"{other} is another name of {name}: give one of them")
+                raise ValueError(f"{other} is another name of {name}. Pass one of them.")
         settings = of_local_steps(every, compression, density, wire, given)
         self._reducer = UpdateReducer(ParameterTable(inner, named), prepare(Options(**settings), inner).config)
         self._unfollow: Callable[[], None] | None = None  # removes the hooks; None: there are none
@@ -144,7 +144,7 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
             ValueError: If it is entered already.
         """
         if self._unfollow is not None:
-            raise ValueError("this LocalSync is entered already, and would count every step twice: enter it once")
+            raise ValueError("this LocalSync is already entered, so each step would count twice. Enter it once.")
         workers.adopt()
         self._reducer.connect()
         self._unfollow = follow(self._reducer)
@@ -188,12 +188,12 @@ def _scripts_outer(optimizer: Any, named: Sequence[tuple[str, torch.Tensor]]) ->
     parameters.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"outer_optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        raise TypeError(f"outer_optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     left_out = [name for name, parameter in named if parameter.requires_grad and parameter not in own]
     if left_out:
         raise ValueError(
-            f"outer_optimizer has not got the parameters {and_more(left_out)} of the model, which would never move: "
-            "make it of model.parameters()"
+            f"outer_optimizer does not have the model's parameters {and_more(left_out)}, which would never change. "
+            "Create it from model.parameters()."
         )
     return ScriptsOuter(optimizer)

@@ -65,7 +65,10 @@ class SavingMixin:
             ValueError: For another rank than 0.
         """
         if to != 0:
-            raise ValueError(f"consolidate_state_dict(to={to}): only rank 0 gathers what all ranks keep; leave to out")
+            raise ValueError(
+                f"consolidate_state_dict(to={to}) is not supported: only rank 0 gathers the state of all ranks. "
+                "Remove to=."
+            )
         self._gathered = None
         self._gathered = (self._reducer.replica.steps, gather_state(cast("Wrapper", self)))
 

@@ -83,7 +83,7 @@ def _read(value: Any) -> Any:
 def check_choice(name: str, value: Any, allowed: tuple[str, ...], hint: str = "") -> None:
     """Raise ``ValueError`` unless ``value`` is ``allowed``. ``hint``: the value that may be meant, after "; "."""
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"AGM302: {name}={value!r} is unknown; choose from: {', '.join(map(repr, allowed))}{hint}")
+        raise ValueError(f"AGM302: {name}={value!r} is unknown. Choose from: {', '.join(map(repr, allowed))}{hint}")
 
 
 def is_number(value: Any) -> bool:

@@ -15,11 +15,12 @@ from agmerge.ops import Compression
 from agmerge.options import published
 from agmerge.runtime import horovod_names, workers
 from agmerge.step.config import AUTO
-from sparsifiers import catalogue, name_patterns
+from sparsifiers import catalogue
+from sparsifiers.name_patterns import compiled
 
 DENSE = (
-    "AGM704: compression=Compression.none sends every gradient whole, as in Horovod. To send less leave it out, or "
-    "name a compressor (compression='topk'); compression='none' is the same as now without this warning."
+    "AGM704: compression=Compression.none sends uncompressed gradients, as in Horovod. To compress, remove it or set "
+    "a compressor such as compression='topk'. Pass compression='none' to silence this warning."
 )
 CASTS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -87,13 +88,15 @@ def named(name: str, density: Any, rank: Any, **options: Any) -> sparsifiers.Com
 def _by_name(parts: Mapping[Any, Any], density: Any, rank: Any) -> sparsifiers.Compressor:
     """Return the compressor of {pattern: compressor}. Raises as :func:`compressor_of` does."""
     if not parts:
-        raise ValueError("compression={}: give at least one pattern for full names (a regular expression), or a name")
+        raise ValueError(
+            "compression={}: expected a compressor's name, or at least one pattern that matches full parameter names"
+        )
     made = [(pattern, compressor_of(part, density, rank)) for pattern, part in parts.items()]
     for pattern, part in made:
         if part.dtype is not None:
             raise ValueError(
-                f"compression={{{pattern!r}: {part.name!r}}}: what is sent whole beside what is compressed keeps "
-                "its dtype; give 'none', or wire= for what is compressed"
+                f"compression={{{pattern!r}: {part.name!r}}}: casts cannot be used in a pattern. Use 'none' to leave "
+                "these parameters uncompressed, or wire= to send the selected values in 16 bits."
             )
     return sparsifiers.ByName(made)
 
@@ -102,18 +105,18 @@ def _why_no_compressor(given: Any) -> str:
     """Return why an object that is neither a name nor a compressor cannot be taken for one."""
     if hasattr(given, "compress") and hasattr(given, "decompress"):
         return (
-            f"compression={given!r}: of Horovod's compressors only none and fp16 are taken; one of your own "
-            "is a sparsifiers.Sparsifier here"
+            f"compression={given!r}: of Horovod's compressors, only none and fp16 are supported. Pass your own "
+            "compressor as a sparsifiers.Sparsifier."
         )
     return (
-        f"compression={given!r}: give a name ({_names()}), {{pattern: name}}, a "
-        "sparsifiers.Compressor, or agmerge.Compression.none | .fp16 | .bf16"
+        f"compression={given!r}: expected a name ({_names()}), {{pattern: name}}, a sparsifiers.Compressor, or "
+        "agmerge.Compression.none | .fp16 | .bf16"
     )
 
 
 def unknown(argument: str, name: str) -> str:
     """Return the error about an unknown compressor's name, with the known ones and the one that may be meant."""
-    return f"{argument}={name!r} is unknown; known: {_names()}{published.hint(published.COMPRESSION, name)}"
+    return f"{argument}={name!r} is unknown. Choose from: {_names()}{published.hint(published.COMPRESSION, name)}"
 
 
 def _names() -> str:
@@ -133,14 +136,16 @@ def memory_for(memory: Any, compressor: sparsifiers.Compressor) -> sparsifiers.M
     memory = compressor.memory if memory is None else memory
     given = sparsifiers.memory(memory) if isinstance(memory, str) else memory
     if not isinstance(given, sparsifiers.Memory):
-        raise TypeError(f"memory={memory!r}: give a name or a sparsifiers.Memory")
+        raise TypeError(f"memory={memory!r}: expected a name or a sparsifiers.Memory")
     if given.has_momentum and compressor.kinds != {sparsifiers.Kind.SPARSE}:
-        text = f"memory={memory!r} has momentum for what a sparsifier selects; give it to a sparsifier"
+        text = f"memory={memory!r} applies momentum to the values that a sparsifier selects. Use it with a sparsifier"
         if compressor.selects:
-            text += " alone: beside factors, that is in compression={pattern: name}, pass memory='residual'"
+            text += " only: next to low-rank factors, in compression={pattern: name}, pass memory='residual'"
         raise ValueError(text)
     if not compressor.compresses and compressor.dtype is None and given.has_residual:
-        raise ValueError(f"memory={memory!r} keeps what a compressor drops, and compression='none' drops nothing")
+        raise ValueError(
+            f"memory={memory!r} has no effect with compression='none', which leaves no residual. Remove memory=."
+        )
     return given
 
 
@@ -152,12 +157,12 @@ def densities_of(density: Any) -> tuple[tuple[re.Pattern[str], float], ...]:
     if not isinstance(density, dict):
         return ()
     if not density:
-        raise ValueError("density={}: give at least one pattern for full names (a regular expression), or a number")
+        raise ValueError("density={}: expected a number, or at least one pattern that matches full parameter names")
     patterns = []
     for pattern, value in density.items():
         try:
             sparsifiers.budget(value, 1)
-            patterns.append((name_patterns.compiled(pattern), float(value)))
+            patterns.append((compiled(pattern), float(value)))
         except (TypeError, ValueError) as error:
             raise ValueError(f"density={{{pattern!r}: {value!r}}}: {error}") from None
     return tuple(patterns)

@@ -46,10 +46,7 @@ MEASURED = {
 # Words in the names of optimizers with steps that mix the elements of a tensor.
 MIXING = ("muon", "shampoo", "soap", "dion", "lbfgs", "galore", "kfac", "psgd")
 
-ASKS = (
-    "AGM713: {given} asks for selection, and no compressor is named: this is compression={name!r}. To name one ends "
-    "this line"
-)
+ASKS = "AGM713: {given} requires a sparsifier; using compression={name!r}. Set compression= to silence this warning."
 DENSITY_OF_UPDATES = 0.05  # see benchmarks/notebook/parity.md, as for the next two
 WIRE_OF_UPDATES = "sign"  # where an exchange has codecs
 EVERY, WIRE_OF_LOCAL_STEPS = 8, "int4"
@@ -114,7 +111,7 @@ def of_local_steps(
     if density is None and own_density(compression) is None:
         density = 1.0
     if "sync" in options:
-        raise TypeError("sync is not an argument here: local steps exchange updates")
+        raise TypeError("sync= is not supported: local steps always exchange updates. Remove sync=.")
     if codec is None:
         has_one = has_codecs(compression) and options.get("exchange") not in SUMS
         codec = WIRE_OF_LOCAL_STEPS if has_one else "auto"
@@ -161,7 +158,7 @@ def sparsifier_for(optimizer: torch.optim.Optimizer | None, memory: Any = None) 
     """Return the sparsifier that goes with an optimizer, and a memory, None where the script gives none."""
     if memory is None:
         if optimizer is None:
-            what = "which sparsifier is best depends on the optimizer's momentum"
+            what = "the best sparsifier depends on the optimizer's momentum"
             raise ValueError(momentum.UNKNOWN.format(what=what))
         return "dgc" if momentum.applies(optimizer) else "topk"
     asked = sparsifiers.memory(memory) if isinstance(memory, str) else memory
@@ -210,15 +207,15 @@ def among(names: Iterable[Any]) -> Choice | str:
     for name in given:
         if name != NONE and not (isinstance(name, str) and sparsifiers.is_quantiser(name)):
             raise ValueError(
-                f"compression={given!r}: a choice is among 'none' and quantisers ({', '.join(sparsifiers.quantisers())}"
-                f"), and {name!r} is none of them"
+                f"compression={given!r}: a list must consist of 'none' and quantizers "
+                f"({', '.join(sparsifiers.quantisers())}), got {name!r}"
             )
     made = {name: sparsifiers.quantiser(name) for name in given if name != NONE}
     for name, quantiser in made.items():
         if quantiser.needs_feedback:
             raise ValueError(
-                f"compression={given!r}: {name!r} needs error feedback, which the others have no memory for; name it "
-                "alone"
+                f"compression={given!r}: {name!r} needs error feedback, which the other entries do not use. Set it "
+                "alone, not in a list."
             )
     bits = {NONE: float("inf"), **{name: quantiser.bits for name, quantiser in made.items()}}
     ordered = sorted(dict.fromkeys(given), key=lambda name: -bits[name])
@@ -229,7 +226,7 @@ def among(names: Iterable[Any]) -> Choice | str:
 def choice(candidates: Sequence[str]) -> Choice | str:
     """Return a choice among names, or the one that there is. Raises ``ValueError`` for none."""
     if not candidates:
-        raise ValueError("compression=[]: give at least one name")
+        raise ValueError("compression=[]: expected at least one name")
     quantisers = [name for name in candidates if name != NONE]
     if len(candidates) == 1:
         return candidates[0]

@@ -12,7 +12,8 @@ from agmerge.options.arguments import Options
 from agmerge.step.config import is_small
 from agmerge.step.dense_cutoff import NAME, DenseCutoff
 from agmerge.step.records import DenseRule
-from sparsifiers import Kind, name_patterns
+from sparsifiers import Kind
+from sparsifiers.name_patterns import compiled
 
 Patterns = tuple[re.Pattern[str], ...]
 
@@ -34,8 +35,8 @@ def parse_dense(
         return lambda name, parameter: bool(dense(name, parameter)), (), None
     if isinstance(dense, str) or not isinstance(dense, Iterable):
         raise TypeError(
-            f"dense={dense!r}: give a list of patterns for full names (regular expressions), a callable "
-            f"(name, parameter) -> bool, or {NAME!r}"
+            f"dense={dense!r}: expected a list of patterns for full parameter names, a callable (name, parameter) -> "
+            f"bool, or {NAME!r}"
         )
     patterns = _patterns(dense)
     return lambda name, parameter: any(pattern.fullmatch(name) for pattern in patterns), patterns, None
@@ -46,17 +47,18 @@ def _cutoff(options: Options, compressor: sparsifiers.Compressor, density: Any) 
     if compressor.kinds != {Kind.SPARSE}:
         how = "factors are sent" if Kind.LOW_RANK in compressor.kinds else "every element is sent"
         raise ValueError(
-            f"dense='partial' and compression={options.compression!r}: {how}, there is nothing to choose; "
-            "leave dense out, or compress with a sparsifier"
+            f"dense='partial' has no effect with compression={options.compression!r}: {how}. Remove dense=, or use a "
+            "sparsifier."
         )
     if isinstance(density, (dict, str)):
         raise ValueError(
-            f"dense='partial' and density={density!r}: both say what each parameter sends; give one number as density"
+            f"dense='partial' is not supported with density={density!r}, because both set the size of each "
+            "parameter's message. Pass one number as density."
         )
     if callable(options.warmup):
         raise ValueError(
-            "dense='partial' and warmup: a callable gives one density and knows nothing of what goes dense; "
-            "give 'dgc' or a number of steps"
+            "dense='partial' is not supported with a callable warmup=, which returns one density for all parameters. "
+            "Pass warmup='dgc' or a number of steps."
         )
     return DenseCutoff()
 
@@ -66,7 +68,7 @@ def _patterns(dense: Iterable[Any]) -> Patterns:
     patterns = []
     for pattern in dense:
         try:
-            patterns.append(name_patterns.compiled(pattern))
+            patterns.append(compiled(pattern))
         except ValueError as error:
             raise ValueError(f"dense: {error}") from None
     return tuple(patterns)

@@ -26,7 +26,7 @@ def ladder(steps: int) -> Callable[[int], float]:
         ValueError: For fewer than one step.
     """
     if not is_whole(steps, 1):
-        raise ValueError(f"ladder: steps of a rung must be a whole number of at least 1, not {steps!r}")
+        raise ValueError(f"ladder: the steps of a rung must be a whole number of at least 1, got {steps!r}")
     return lambda step: RUNGS[min(step // steps, len(RUNGS) - 1)]
 
 
@@ -45,9 +45,13 @@ def parse_warmup(warmup: Any, by_pattern: bool) -> Schedule | None:
     if is_whole(warmup, 1):
         return Schedule(str(warmup), lambda step, target: _geometric(step / warmup, target))
     if not callable(warmup):
-        raise ValueError(f"warmup={warmup!r}: give None, 'dgc', a number of steps > 0, or a callable step -> density")
+        raise ValueError(
+            f"warmup={warmup!r}: expected None, 'dgc', a number of steps > 0, or a callable step -> density"
+        )
     if by_pattern:
-        raise ValueError("warmup: a callable gives one density, density= one by pattern; give a number to one of them")
+        raise ValueError(
+            "warmup= as a callable is not supported with density= by pattern. Pass a number as one of them."
+        )
     schedule = Schedule("", lambda step, target: warmup(step))
     # Ranks cannot compare code, so they compare what it says.
     samples = ", ".join(f"{schedule(step, 1.0)!r} at {step}" for step in (0, 1, 10, 100, 1000))

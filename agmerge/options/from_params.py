@@ -39,7 +39,7 @@ WHOLE = ("none", "fp16")  # compressors that send every element
 SENDERS = ("allgather", "allgather_fast", "broadcast")  # every rank gets every rank's selection
 
 _QUANTISER = (
-    "every value travels in few bits, and is added up in an exchange of its own. Leave the dictionary out and say "
+    "every value is quantized, and quantizers use an exchange of their own. Remove the dictionary and pass "
     "compression={!r}, without a memory or a communicator (docs/compressors.md)"
 )
 
@@ -72,7 +72,10 @@ def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: For a key, a name or a combination that agmerge does not support, with advice.
     """
     if not isinstance(params, Mapping):
-        raise TypeError(f"params={params!r}: give the dictionary, comm_params of ADTopk or that of grace_from_params")
+        raise TypeError(
+            f"params={params!r}: expected a dictionary, such as comm_params of ADTopk or the argument of "
+            "grace_from_params"
+        )
     name, memory = str(params.get("compressor", "none")), str(params.get("memory", "none"))
     kind = _kind(name)
     _check_keys(params)
@@ -107,16 +110,17 @@ def _check_keys(params: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for a key that no project reads, or none with these values."""
     unknown = [key for key in params if key not in KNOWN]
     if unknown:
-        raise ValueError(f"unknown key {', '.join(map(repr, unknown))} in params; known: {', '.join(KNOWN)}")
+        raise ValueError(f"params: unknown key {', '.join(map(repr, unknown))}. Choose from: {', '.join(KNOWN)}")
     for one, other in (WAYS, RATIOS):
         if one in params and other in params:
-            raise ValueError(f"params has {one!r} and {other!r}, which say the same: give one of them")
+            raise ValueError(f"params: {one!r} and {other!r} mean the same. Set one of them.")
     for key, (of, reader) in READ_WITH.items():
         if key in params and spelling(str(params.get(of, "none"))) != reader:
-            raise ValueError(f"{key}={params[key]!r} is read with {of}={reader!r} alone: leave it out")
+            raise ValueError(f"{key}={params[key]!r} has an effect with {of}={reader!r} only. Remove it.")
     if "threshold" in params and "comm_mode" in params:
         raise ValueError(
-            f"threshold={params['threshold']!r}: ADTopk's compressor='threshold' follows compress_ratio; leave it out"
+            f"threshold={params['threshold']!r} has no effect: ADTopk's compressor='threshold' uses compress_ratio. "
+            "Remove threshold."
         )
 
 
@@ -125,11 +129,11 @@ def _check_memory(memory: str, name: str, kind: str) -> None:
     if memory in MEMORIES[kind]:
         return
     why = {
-        "dgc": "it applies momentum to what a sparsifier selects from; take 'residual', and SGD's own momentum",
-        "powersgd": "it is of compressor='powersgd'; take 'residual'",
-        "efsignsgd": f"it is of signs: {_QUANTISER.format('onebit')}",
-    }.get(memory, f"it is unknown; known: {', '.join(MEMORIES[kind])}")
-    raise ValueError(f"memory={memory!r} with compressor={name!r}: {why}")
+        "dgc": "it applies momentum to the values that a sparsifier selects. Use 'residual', and SGD's own momentum",
+        "powersgd": "it requires compressor='powersgd'. Use 'residual'",
+        "efsignsgd": f"it is for signs: {_QUANTISER.format('onebit')}",
+    }.get(memory, f"it is unknown. Choose from: {', '.join(MEMORIES[kind])}")
+    raise ValueError(f"memory={memory!r} is not supported with compressor={name!r}: {why}")
 
 
 def _exchange(params: Mapping[str, Any], name: str, kind: str) -> dict[str, str]:
@@ -138,10 +142,10 @@ def _exchange(params: Mapping[str, Any], name: str, kind: str) -> dict[str, str]
     communicator = params.get(key, "allreduce")
     if communicator == "alltoall":
         raise ValueError(
-            "communicator='alltoall' rounds sums again on their way, as nothing here does: say 'allgather'"
+            "communicator='alltoall' is not supported, because it rounds sums a second time. Use 'allgather'."
         )
     if communicator not in ("allreduce", *SENDERS):
-        raise ValueError(f"{key}={communicator!r} is unknown; known: allreduce, {', '.join(SENDERS)}")
+        raise ValueError(f"{key}={communicator!r} is unknown. Choose from: allreduce, {', '.join(SENDERS)}")
     if kind in WHOLE:
         return {}
     if kind != SPARSIFIER or communicator != "allreduce":
@@ -149,8 +153,9 @@ def _exchange(params: Mapping[str, Any], name: str, kind: str) -> dict[str, str]
     if spelling(name) == "randomk":  # which selects the same places on all ranks
         return {"exchange": "masked"}
     raise ValueError(
-        f"{key}='allreduce', which it is by default, adds up values of different places with compressor={name!r}: say "
-        f"{key}='allgather'; for sums at places that all ranks agree on, exchange='masked' here (docs/exchanges.md)"
+        f"{key}='allreduce' (the default) is not supported with compressor={name!r}, because it adds up values of "
+        f"different positions. Set {key}='allgather'. For sums at positions that all ranks share, use agmerge's "
+        "exchange='masked' (docs/exchanges.md)."
     )
 
 
@@ -159,8 +164,8 @@ def _memory(params: Mapping[str, Any], name: str) -> Any:
     clipping = params.get("gradient_clipping") or None
     if clipping is True:
         raise ValueError(
-            "gradient_clipping=True bounds each element by the norm of its whole tensor, which it hardly ever exceeds. "
-            "Say the norm that a tensor's gradient may have, gradient_clipping=NORM, or False"
+            "gradient_clipping=True has almost no effect: it limits each element to the norm of its tensor. Set "
+            "gradient_clipping=NORM to limit the norm of each tensor's gradient, or False."
         )
     options = {"momentum": params.get("momentum"), "clipping": clipping}
     if any(value is not None for value in options.values()):
@@ -174,8 +179,8 @@ def _fixed_threshold(params: Mapping[str, Any]) -> sparsifiers.Sparsifier:
     tau = params.get("threshold", 0.01)
     if ratio is None:
         raise ValueError(
-            f"compressor='threshold' sends all that exceeds threshold={tau!r}, and messages have one size here: say "
-            "how much that may be at most, compress_ratio=ELEMENTS / ALL"
+            f"compressor='threshold' sends all values above threshold={tau!r}, but agmerge's messages have a fixed "
+            "size. Set the largest share of values to send, compress_ratio=ELEMENTS / ALL."
         )
     return sparsifiers.get("threshold", density=ratio, tau=tau)
 

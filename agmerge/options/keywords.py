@@ -14,8 +14,8 @@ KNOWN = ("optimizer", "named_parameters", *(field.name for field in fields(Optio
 _PLANNER = 'merging=merging.get("threshold", bytes={} * 2**20)'
 _ELEMENTS = 'merging=merging.get("threshold", bytes=4 * {value})'
 _NEEDLESS = "leave it out: "
-_MEASURED = _NEEDLESS + "times are measured here while it trains"
-_FROM = "its dictionary is read by agmerge.from_params: pass **agmerge.from_params({name})"
+_MEASURED = _NEEDLESS + "agmerge measures times during training"
+_FROM = "agmerge.from_params reads this dictionary: pass **agmerge.from_params({name})"
 
 # By keyword, what to write: {value} is the given value, {name} the keyword.
 _MEANT = {
@@ -38,34 +38,34 @@ _MEANT = {
     "compress_ratio": "pass density={value}",
     "ratio": "pass density={value}",
     "rho": "pass density={value}",
-    "sparsity": "pass density=, which is what is sent and not what is left out",
-    "communicator": "pass exchange=: 'sparse' gathers what each rank selects",
-    "comm_mode": "pass exchange=: 'sparse' gathers what each rank selects",
+    "sparsity": "pass density=, the share of values that is sent (not the share that is left out)",
+    "communicator": "pass exchange=: 'sparse' gathers the values that each rank selects",
+    "comm_mode": "pass exchange=: 'sparse' gathers the values that each rank selects",
     "model_named_parameters": "pass named_parameters={value}",
     "compress_rank": "pass rank={value}",
     "matrix_approximation_rank": "pass rank={value}",
-    "use_error_feedback": "pass memory='none' to do without; what is not sent is kept anyway",
-    "error_feedback": "pass memory='none' to do without; what is not sent is kept anyway",
+    "use_error_feedback": "error feedback is on by default: pass memory='none' to turn it off",
+    "error_feedback": "error feedback is on by default: pass memory='none' to turn it off",
     # OMGS-SGD and its family
-    "is_sparse": "pass compression='topk', or 'none' for whole gradients",
+    "is_sparse": "pass compression='topk', or 'none' for uncompressed gradients",
     "fp16": "pass compression='fp16'",
-    "norm_clip": "clip in the script, between synchronize() and step() in skip_synchronize()",
+    "norm_clip": "clip in the script: call synchronize(), clip, then step() inside skip_synchronize()",
     "layerwise_times": _MEASURED,
     "seq_layernames": _MEASURED,
     "rdma": _MEASURED,
-    "sigma_scale": _NEEDLESS + "gaussiank corrects its threshold by counting",
-    "err_handler": _NEEDLESS + "errors are raised, the same on all ranks",
+    "sigma_scale": _NEEDLESS + "gaussiank adjusts its threshold automatically",
+    "err_handler": _NEEDLESS + "errors are always raised, the same on all ranks",
     "gradient_path": _NEEDLESS + "optimizer.stats() has figures",
     "writer": _NEEDLESS + "optimizer.stats() has figures",
-    "multi_job_scheduling": _NEEDLESS + "jobs know nothing of each other",
+    "multi_job_scheduling": _NEEDLESS + "agmerge has no state that jobs share",
     # Horovod, torch and torchft
-    "use_adasum": _NEEDLESS + "with what is kept back it would be another update",
+    "use_adasum": _NEEDLESS + "not supported, because residuals would change the update",
     "gradient_accumulation_steps": "pass backward_passes_per_step={value}",
     "process_group": "pass process_set={value}",
     "comm_hook": "pass compression=, by name",
     "sync_every": "pass every={value} to LocalOptimizer",
     "H": "pass every={value} to LocalOptimizer",
-    "outer_optimizer": "pass outer=, a function of parameters that makes it, as agmerge.Nesterov()",
+    "outer_optimizer": "pass outer=, a function that creates it from the parameters, such as agmerge.Nesterov()",
 }
 
 

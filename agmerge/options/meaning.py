@@ -16,8 +16,11 @@ from agmerge.step.density_policy import IMPORTANCE
 
 SELECTING = (*SUMS, "fastest")  # exchanges that are nothing without a selection
 # Options about compression alone, and those of them about selection.
-_COMPRESSION = {"wire": "the values that a compressor sends", "dense": "which parameters a compressor leaves whole"}
-_SELECTION = {"sparsify": "when a sparsifier selects", "warmup": "how much a sparsifier selects"}
+_COMPRESSION = {
+    "wire": "the format of the values that a compressor sends",
+    "dense": "which parameters stay uncompressed",
+}
+_SELECTION = {"sparsify": "when a sparsifier selects", "warmup": "how many values a sparsifier selects"}
 
 
 def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
@@ -36,23 +39,23 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
         if not compresses and name in _COMPRESSION and not (name == "dense" and value == NAME):
             about = _COMPRESSION[name]
         elif quantises and name == "wire":
-            about, instead = _COMPRESSION[name], "a sparsifier's name, or another quantiser's"
+            about, instead = _COMPRESSION[name], "a sparsifier's name, or another quantizer's"
         elif not selects and name in _SELECTION:
             about = _SELECTION[name]
         elif not selects and name == "density" and (isinstance(value, dict) or value == IMPORTANCE):
-            about = "how much a sparsifier selects of which parameter"
+            about = "how many values a sparsifier selects of each parameter"
         elif not selects and name == "exchange" and value in SELECTING:
-            about = "how ranks combine what a sparsifier selects"
+            about = "how ranks combine the values that a sparsifier selects"
         elif not factorises and name == "rank":
-            about, sends = "the factors of a low-rank compressor", "no factors"
+            about, sends = "the rank of low-rank factors", "no factors"
             instead = "'powersgd' or 'acpsgd'"
         elif not compresses and name == "decay" and value != 1.0:
-            about = "what a compressor leaves behind"
+            about = "how fast the residual of a compressor decays"
         if about:
-            at_first = " (to send everything at first: a sparsifier, and then set_compressor())"
+            at_first = ". To start uncompressed, set a sparsifier, then call set_compressor('none')"
             raise ValueError(
-                f"{name}={value!r} is about {about}, and compression={compression!r} sends {sends}: leave {name} "
-                f"out, or give {instead} as compression{at_first if name != 'rank' else ''}"
+                f"{name}={value!r} has no effect with compression={compression!r}, which sends {sends}: {name} sets "
+                f"{about}. Remove {name}=, or set compression= to {instead}{at_first if name != 'rank' else ''}."
             )
 
 

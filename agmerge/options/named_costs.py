@@ -61,11 +61,14 @@ class Cost:
         if self.written:
             name, memory = self.written
             at = f" at {self.size}" if self.bound is not None else ""
-            what = f"compression={name!r} with memory={memory!r} selects what {self.compressor!r} does, which{at} cost"
-            return f"{what} {self.percent} % of the loss of a small language model with {self.setting} in our runs"
-        at = f", {self.size}," if self.bound is not None else ""
-        what = f"compression={self.compressor!r}{at} cost {self.percent} % of the loss of a small language model"
-        return f"{what} with {self.setting} in our runs"
+            what = (
+                f"compression={name!r} with memory={memory!r} selects the same values as {self.compressor!r}, "
+                f"which{at} increased"
+            )
+            return f"{what} the loss of a small language model by {self.percent} % in our tests with {self.setting}"
+        at = f" ({self.size})" if self.bound is not None else ""
+        what = f"compression={self.compressor!r}{at} increased the loss of a small language model by {self.percent} %"
+        return f"{what} in our tests with {self.setting}"
 
 
 COSTS = (

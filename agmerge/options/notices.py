@@ -12,18 +12,18 @@ from agmerge.options.named_costs import cheaper, known_cost
 from agmerge.runtime import workers
 
 TAKEN = (
-    "AGM707: memory {memory!r} applies the momentum of {optimizer} ({momenta}) before selection, so that none is lost "
-    "on the way, and {optimizer} does not apply it again; param_groups stay as they are.{decay}"
+    "AGM707: memory={memory!r} applies the momentum of {optimizer} ({momenta}) before selection, and {optimizer} does "
+    "not apply it again. param_groups stay unchanged.{decay}"
 )
 DECAY = (
-    " Weight decay then acts without momentum, as with SGD(momentum=0): with momentum m it is 1 - m times as strong as "
-    "in {optimizer} by itself (docs/compressors.md)."
+    " Weight decay then acts without momentum, as with SGD(momentum=0): with momentum m, it is 1 - m times as strong "
+    "as in plain {optimizer} (docs/compressors.md)."
 )
 OWN = (
-    "AGM405: the groups that were loaded have no momentum, and memory {memory!r} applies its own before selection, "
-    "0.9. Give the groups another one, or pass memory='residual' for none"
+    "AGM405: The loaded parameter groups have no momentum, so memory={memory!r} applies its default, 0.9. Set another "
+    "momentum in the groups, or pass memory='residual' for none."
 )
-NAMED = "AGM705: {what} (docs/compressors.md), and compression={instead!r} costs less"
+NAMED = "AGM705: {what}. compression={instead!r} increased it less. See docs/compressors.md."
 
 
 def warn_of_changes(exchange: Any, optimizer: torch.optim.Optimizer | None, before: Any) -> None:

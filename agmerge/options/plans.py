@@ -39,16 +39,22 @@ def planner_or_plan(given: Any, sparsify: str, exchange: str) -> tuple[merging.P
         if problem := why_labels_are_wrong(given):
             raise ValueError(f"merging: {problem}")
         if any(given.dense) and exchange not in (AUTO, FASTEST):
-            raise ValueError(f"merging: this plan has dense merge buffers, and exchange={exchange!r}: pass {AUTO!r}")
+            raise ValueError(
+                "merging: this plan has uncompressed merge buffers, which require exchange='auto', got "
+                f"exchange={exchange!r}. Pass exchange={AUTO!r}."
+            )
         if sparsify == "behind" and send_mode(given).ahead:
-            raise ValueError("sparsify='behind', and merging is a plan made to sparsify ahead; leave one of them out")
+            raise ValueError(
+                "sparsify='behind' is not supported with this plan, which was made for sparsify='ahead'. Remove one "
+                "of them."
+            )
         if sparsify == AHEAD:
             given = with_send_mode(given, ahead=True)
         if problem := why_parts_impossible(given):
             raise ValueError(f"merging: {problem}")
         return None, given
     names = ", ".join(merging.names())
-    raise TypeError(f"merging={given!r}: give a planner's name ({names}), a planner, or a saved plan")
+    raise TypeError(f"merging={given!r}: expected a planner's name ({names}), a planner, or a saved plan")
 
 
 def check_send_mode(config: Config) -> None:
@@ -58,18 +64,18 @@ def check_send_mode(config: Config) -> None:
     mode = send_mode(config.merging.plan)
     if mode.codec not in (OWN, config.compression.wire, *config.wires):
         raise ValueError(
-            f"merging: this plan sends values in {mode.codec}, and the options say otherwise, or do not keep what "
-            f"rounding leaves behind: pass wire={mode.codec!r}, or another plan"
+            f"merging: this plan sends values as {mode.codec} with error feedback, but the options differ. Pass "
+            f"wire={mode.codec!r}, or use another plan."
         )
     if mode.quantiser not in (OWN, config.compression.compressor.name, *config.quantisers):
         raise ValueError(
-            f"merging: this plan sends in {mode.quantiser!r}, and compression is {config.compression.compressor!r}: "
-            f"pass compression={mode.quantiser!r} or 'auto', or another plan"
+            f"merging: this plan sends in {mode.quantiser!r}, but compression is {config.compression.compressor!r}. "
+            f"Pass compression={mode.quantiser!r} or 'auto', or use another plan."
         )
     if mode.exchange not in (OWN, config.merging.exchange, *config.exchanges):
         raise ValueError(
-            f"merging: this plan exchanges by {mode.exchange!r}, and exchange={config.merging.exchange!r}: pass "
-            f"exchange={FASTEST!r} or {mode.exchange!r}, or another plan"
+            f"merging: this plan uses exchange={mode.exchange!r}, but exchange={config.merging.exchange!r} is set. "
+            f"Pass exchange={FASTEST!r} or {mode.exchange!r}, or use another plan."
         )
 
 
@@ -80,25 +86,28 @@ def check_dear(config: Config) -> None:
     """
     model, dear = config.sync.model, "dear" in getattr(config.merging.planner, "modes", ())
     if model is not None and not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model={model!r}: give the torch.nn.Module whose forward uses the parameters")
+        raise TypeError(f"model={model!r}: expected the torch.nn.Module whose forward uses the parameters")
     if not dear and model is not None:
-        raise ValueError("model= is taken by merging='dear' alone; a use with others is not built yet, leave it out")
+        raise ValueError("model= is supported with merging='dear' only. Remove it.")
     if dear and model is None:
-        raise ValueError("merging='dear' applies updates in the next forward: pass model=, the module that you call")
+        raise ValueError(
+            "merging='dear' requires model=, because it applies updates in the next forward pass. Pass the module "
+            "that you call."
+        )
     if dear and config.guards.scaled:
         raise ValueError(
-            "merging='dear' has its updates in the next forward only, where scaler.step() cannot see them: train "
-            "in bfloat16, without scaler=, or use another merging"
+            "merging='dear' is not supported with scaler=, because scaler.step() cannot see updates in the next "
+            "forward pass. Train in bfloat16 without scaler=, or use another merging."
         )
     if dear and config.compression.compressor.compresses:
         how = (
-            "what {} selects travels by all-gather"
+            "{} sends selected values by all-gather"
             if config.compression.compressor.selects
-            else "{} sends factors of matrices"
+            else "{} sends low-rank factors"
         )
         raise ValueError(
-            f"merging='dear' halves an all-reduce, and {how.format(repr(config.compression.compressor))}: pass "
-            "compression='none', 'fp16' or 'bf16', or use another merging"
+            f"merging='dear' requires an all-reduce, but {how.format(repr(config.compression.compressor))}. Pass "
+            "compression='none', 'fp16' or 'bf16', or use another merging."
         )
 
 
@@ -117,17 +126,19 @@ def parse_groups(groups: Any, num_groups: Any) -> Groups | None:
     if is_whole(groups, 1):
         return Groups(number=groups)
     if not isinstance(groups, (list, tuple)):
-        raise ValueError(f"{NO_GROUPS} It is {groups!r}.")
+        raise ValueError(f"{NO_GROUPS} Got {groups!r}.")
     listed = []
     for group in groups:
         if isinstance(group, torch.Tensor) or not isinstance(group, Iterable):
-            raise ValueError(f"{NO_GROUPS} One of its groups is no list, but a {type(group).__name__}.")
+            raise ValueError(f"{NO_GROUPS} One of the groups is a {type(group).__name__}, not a list.")
         listed.append(tuple(group))
     seen: set[torch.Tensor] = set()
     for tensor in (tensor for group in listed for tensor in group):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"groups must consist of torch.Tensor. One of them is {tensor!r}.")
         if tensor in seen:
-            raise ValueError(f"A parameter can only appear once in groups. Twice: one of shape {list(tensor.shape)}.")
+            raise ValueError(
+                f"A parameter can only appear once in groups. A parameter of shape {list(tensor.shape)} appears twice."
+            )
         seen.add(tensor)
     return Groups(listed=tuple(listed))

@@ -28,8 +28,8 @@ from agmerge.step.updates import UPDATES
 from sparsifiers import Kind, catalogue
 
 KEPT = (
-    "AGM707: memory='residual' goes with compression={name!r} here: {optimizer} has a momentum of its own, which "
-    "memory {memory!r} cannot apply in its place. To say memory='residual' ends this line"
+    "AGM707: compression={name!r} uses memory='residual' with {optimizer}, because memory={memory!r} cannot apply the "
+    "momentum of {optimizer}. Pass memory='residual' to silence this warning."
 )
 
 
@@ -83,7 +83,9 @@ def prepare_change(
     density = options.density if asked.density is None else asked.density
     rank = options.rank if asked.rank is None else asked.rank
     if own and not isinstance(compression, str):
-        raise TypeError(f"{', '.join(own)}: options of a compressor go with its name, and here is {compression!r}")
+        raise TypeError(
+            f"{', '.join(own)}: options of a compressor require the compressor's name, got compression={compression!r}"
+        )
     if own:
         compression = named(compression, DENSITY if density == IMPORTANCE else density, rank, **own)
     density = density if density == IMPORTANCE else defaults.own_density(compression) or density
@@ -116,12 +118,16 @@ def _check_agreement(compression: Any, density: Any, rank: Any) -> None:
     for part in defaults.objects(compression):
         if part.selects and density is not None and density not in (IMPORTANCE, part.density):
             if isinstance(density, dict):
-                raise ValueError(f"density={density!r} and compression={compression!r}: give a name, or one density")
+                raise ValueError(
+                    f"density={density!r} requires a compressor's name or a single density, got "
+                    f"compression={compression!r}"
+                )
             raise ValueError(
-                f"density={density!r} and compression={compression!r} disagree: give the density to the compressor only"
+                f"density={density!r} and compression={compression!r} disagree. Pass the density to the compressor "
+                "only."
             )
         if part.rank is not None and rank not in (None, part.rank):
-            raise ValueError(f"rank={rank!r} and compression={compression!r} disagree: give the rank to one of them")
+            raise ValueError(f"rank={rank!r} and compression={compression!r} disagree. Pass the rank to one of them.")
 
 
 def _check_outer(outer: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -130,7 +136,7 @@ def _check_outer(outer: Any, optimizer: torch.optim.Optimizer) -> None:
         return  # no function is refused later; ours makes one
     made = outer([p.detach() for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
     if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"outer={outer!r} has returned {made!r}, which is no torch.optim.Optimizer")
+        raise TypeError(f"outer={outer!r} returned {made!r}, expected a torch.optim.Optimizer")
 
 
 def memory_beside(options: Options, optimizer: torch.optim.Optimizer | None) -> Any:

@@ -30,10 +30,10 @@ _CAST = {  # names of casts elsewhere: refused, with ours
     **dict.fromkeys(("bfloat16", "bf16compress", "bf16compresshook"), "bf16"),
 }
 _OWN_OPTIMIZER = (
-    "it is the name of an optimizer that compresses by itself. Here any optimizer stays as it is: pass the plain one, "
-    "and sync='updates', which exchanges what it did, or compression='eden-1'"
+    "it is the name of an optimizer with built-in compression. Pass your plain optimizer and sync='updates', which "
+    "exchanges its updates, or compression='eden-1'"
 )
-_LOCAL = "that is agmerge.LocalOptimizer here, whose every= says after how many steps workers exchange"
+_LOCAL = "use agmerge.LocalOptimizer, whose every= sets the number of steps between exchanges"
 _OKTOPK = "write compression='topk', exchange='oktopk'"
 _SUMS = "write compression='topk', exchange='oktopk' or 'masked'"
 _LAGS = "write compression='topk', merging='layerwise', sparsify='ahead'"
@@ -49,11 +49,11 @@ _SAID = {  # by spelling, answers of more than one word
     **dict.fromkeys(("lags", "lagssgd"), _LAGS),
     "sparseallreduce": _SUMS,
     "adaq": "write compression='topk', wire='sign'",
-    "adasum": "with what is kept back it would be another update: leave it out",
+    "adasum": "not supported, because residuals would make it another update. Remove it",
 }
 _EXCHANGES = {  # names of communicators of GRACE, ADTopk and FGBuff, and of Ok-Topk
     **dict.fromkeys(("allgather", "allgatherfast", "broadcast"), "'sparse'"),
-    "allreduce": "'masked' for sums of what a sparsifier selects; compression='none' for whole gradients",
+    "allreduce": "'masked' for sums of the selected values; compression='none' for uncompressed gradients",
     "dense": "compression='none', which sends every element",
     "ssgd": "compression='none', which sends every element",
     "oktopk": "'oktopk'",
@@ -73,7 +73,7 @@ def planner(name: str, **options: Any) -> merging.Planner:
     """Return the planner called ``name``, as ``merging.get`` does; its error also knows names of other options."""
     if find(name) is None:
         said = hint(MERGING, name)
-        raise ValueError(f"merging={name!r} is unknown; there are: {', '.join(merging.names())}{said}")
+        raise ValueError(f"merging={name!r} is unknown. Choose from: {', '.join(merging.names())}{said}")
     return merging.get(name, **options)
 
 

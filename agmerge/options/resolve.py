@@ -64,9 +64,9 @@ def _guards(options: Options) -> Guards:
     check_choice("nonfinite", nonfinite, POLICIES)
     timeout, check_every = timeout_of(options), options.check_every
     if not is_number(timeout) or not 0 < timeout <= timeouts.LONGEST:
-        raise ValueError(f"timeout must be a number of seconds > 0, and at most {timeouts.LONGEST:g}, not {timeout!r}")
+        raise ValueError(f"timeout must be a number of seconds > 0 and at most {timeouts.LONGEST:g}, got {timeout!r}")
     if not is_whole(check_every, 0):
-        raise ValueError(f"check_every must be a number of steps (0: never), not {check_every!r}")
+        raise ValueError(f"check_every must be a number of steps (0: never), got {check_every!r}")
     return Guards(scaled=scaled, nonfinite=nonfinite, timeout=float(timeout), check_every=check_every)
 
 
@@ -75,11 +75,11 @@ def _sync(options: Options, updates: Updates | None) -> Sync:
     op, factor = _reduction(options.op), options.gradient_predivide_factor
     check_passes(options.backward_passes_per_step)
     if not is_number(factor) or not 0 < factor < float("inf"):
-        raise ValueError(f"gradient_predivide_factor must be > 0, and a number, not {factor!r}")
+        raise ValueError(f"gradient_predivide_factor must be > 0 and a number, got {factor!r}")
     if factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if options.sparse_as_dense not in (True, False):
-        raise ValueError(f"sparse_as_dense={options.sparse_as_dense!r}: give True or False")
+        raise ValueError(f"sparse_as_dense={options.sparse_as_dense!r}: expected True or False")
     return Sync(
         op=op,
         passes=options.backward_passes_per_step,
@@ -97,7 +97,7 @@ def _compression(options: Options, updates: Updates | None) -> Compression:
     """Return what is sent of which tensor, and the error feedback of what is not sent."""
     density, wire = density_of(options), options.wire
     if isinstance(density, str) and density != IMPORTANCE:
-        raise ValueError(f"density={density!r}: give a number, {{pattern: number}}, or {IMPORTANCE!r}")
+        raise ValueError(f"density={density!r}: expected a number, {{pattern: number}}, or {IMPORTANCE!r}")
     by_importance = density == IMPORTANCE
     patterns = densities_of(density)
     number = default_density(options) if patterns or by_importance else density
@@ -105,8 +105,8 @@ def _compression(options: Options, updates: Updates | None) -> Compression:
     _check_low_rank(options, compressor)
     if wire in VALUES and not VALUES[wire].has_zero and options.exchange == "masked":
         raise ValueError(
-            f"wire={wire!r}: a mask names coordinates where a rank may have nothing to send, and {wire!r} has no code "
-            "for 0; take another wire, or exchange='sparse', 'oktopk', 'two-level' or 'auto'"
+            f"wire={wire!r} is not supported with exchange='masked', because it cannot encode zeros. Use another "
+            "wire, or exchange='sparse', 'oktopk', 'two-level' or 'auto'."
         )
     rule, patterns_of_dense, cutoff = parse_dense(options, compressor, density)
     warmup = density_schedule.parse_warmup(options.warmup, bool(patterns))
@@ -127,7 +127,7 @@ def _merging(options: Options) -> Merging:
     groups = parse_groups(options.groups, options.num_groups)
     if groups is not None and options.merging != MERGING:
         raise ValueError(
-            f"merging={options.merging!r} and groups both say which gradients share a message; give one of them"
+            f"merging={options.merging!r} and groups= both set which gradients share a message. Pass one of them."
         )
     return Merging(exchange=options.exchange, sparsify=options.sparsify, planner=planner, plan=plan, groups=groups)
 
@@ -138,19 +138,18 @@ def _check_low_rank(options: Options, compressor: sparsifiers.Compressor) -> Non
         return
     if options.wire not in LOW_RANK_WIRES:
         raise ValueError(
-            f"wire={options.wire!r}: factors are added up on their way, so they travel as numbers that add up; choose "
-            f"from: {', '.join(map(repr, LOW_RANK_WIRES))}"
+            f"wire={options.wire!r} is not supported with low-rank factors, which are summed in transit. Choose from: "
+            f"{', '.join(map(repr, LOW_RANK_WIRES))}"
         )
     if options.sync == UPDATES and options.carry == HOLD:
         raise ValueError(
-            f"carry='hold' and compression={options.compression!r}: beside the parameters the rest of an update waits "
-            "too long (7 and 18 % of the loss of a small language model with AdamW, docs/benchmarks.md, where 'apply' "
-            "cost 1 %); pass carry='apply', the default"
+            f"carry='hold' is not supported with compression={options.compression!r}, because it increased the loss "
+            "by 7 to 18 % in our tests with AdamW (carry='apply': 1 %). Pass carry='apply', the default."
         )
     if options.exchange == TWO_LEVEL:
         raise ValueError(
-            f"exchange='two-level' and compression={options.compression!r}: a rank of a node has a shard of each "
-            "matrix, and factors of shards are not built yet; pass exchange='sparse' or 'auto'"
+            f"exchange='two-level' is not supported with compression={options.compression!r}, because each rank holds "
+            "only a shard of each matrix. Pass exchange='sparse' or 'auto'."
         )
 
 
@@ -160,15 +159,15 @@ def _reduction(op: Any) -> ReduceOp:
     if name in ("average", "sum"):
         return ReduceOp(name)
     raise ValueError(
-        f"op must be agmerge.Average or agmerge.Sum, not {name or repr(op)}: what is not sent now is sent later, "
-        "and with minima, maxima, products or Adasum that would be another update"
+        f"op must be agmerge.Average or agmerge.Sum, got {name or repr(op)}. Residuals are added to later gradients, "
+        "which other operations do not support."
     )
 
 
 def check_passes(passes: Any) -> None:
     """Raise ``ValueError`` unless ``passes`` is a number of backward passes that a step may have."""
     if not is_whole(passes):
-        raise ValueError(f"backward_passes_per_step must be a whole number > 0, not {passes!r}")
+        raise ValueError(f"backward_passes_per_step must be a whole number > 0, got {passes!r}")
     if passes <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
 
@@ -178,21 +177,24 @@ def _check_two_level(config: Config) -> None:
     if config.merging.exchange != TWO_LEVEL:
         return
     if config.sync.model is not None:
-        raise ValueError("exchange='two-level' and merging='dear' both cut a step in two; give one of them")
+        raise ValueError(
+            "exchange='two-level' is not supported with merging='dear', because both split a step in two. Set one of "
+            "them."
+        )
     if config.compression.density.by_importance:
         raise ValueError(
-            "exchange='two-level' and density='importance': the energy of a tensor lies on several ranks, and is not "
-            "added up yet; give a number or {pattern: number}"
+            "exchange='two-level' is not supported with density='importance', because the energy of a tensor is "
+            "spread over several ranks. Pass a number or {pattern: number}."
         )
     if config.compression.memory.options().get("clipping") is not None:
         raise ValueError(
-            f"exchange='two-level' and {config.compression.memory!r}: clipping goes by the norm of a tensor; a rank "
-            "has a shard of it; clip in the script, after synchronize()"
+            f"exchange='two-level' is not supported with {config.compression.memory!r}, which clips by the norm of a "
+            "tensor, because each rank holds only a shard. Clip in your script, after optimizer.synchronize()."
         )
 
 
 def _scales(scaler: Any) -> bool:
     """Return whether there is a scaler that scales. ``TypeError`` for anything but a ``torch.amp.GradScaler``."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler={scaler!r}: give the torch.amp.GradScaler whose scale() the loss goes through")
+        raise TypeError(f"scaler={scaler!r}: expected the torch.amp.GradScaler that scales the loss")
     return scaler is not None and scaler.is_enabled()

@@ -25,23 +25,24 @@ def parse_updates(options: Options) -> Updates | None:
         for name, usual in _OWN.items():
             if getattr(options, name) not in usual:
                 raise ValueError(
-                    f"{name}={getattr(options, name)!r} is about sync='updates': pass that, or leave it out"
+                    f"{name}={getattr(options, name)!r} requires sync='updates'. Pass sync='updates', or remove "
+                    f"{name}=."
                 )
         return None
     for name, problem in _refused(options):
-        raise ValueError(f"{name}={getattr(options, name)!r} and sync='updates': {problem}")
+        raise ValueError(f"{name}={getattr(options, name)!r} is not supported with sync='updates': {problem}")
     carry = defaults.carry_of(options)
     check_choice("carry", carry, CARRIES)
     for name, least in (("every", 1), ("fragments", 1), ("overlap", 0)):
         value = getattr(options, name)
         if not is_whole(value, least):
-            raise ValueError(f"{name}={value!r}: give a whole number >= {least}")
+            raise ValueError(f"{name}={value!r}: expected a whole number >= {least}")
     if not is_number(options.decay) or not 0.0 < options.decay <= 1.0:
-        raise ValueError(f"decay={options.decay!r}: give a number in (0, 1]")
+        raise ValueError(f"decay={options.decay!r}: expected a number in (0, 1]")
     if options.outer is not None and not callable(options.outer):
         raise TypeError(
-            f"outer={options.outer!r}: give agmerge.Nesterov(), or a function of a list of parameters that returns a "
-            "torch.optim.Optimizer of them"
+            f"outer={options.outer!r}: expected agmerge.Nesterov(), or a function that returns a "
+            "torch.optim.Optimizer for a list of parameters"
         )
     _check_together(options, carry)
     given = {name: getattr(options, name) for name in ("every", "fragments", "overlap", "outer")}
@@ -51,20 +52,23 @@ def parse_updates(options: Options) -> Updates | None:
 def _refused(options: Options) -> Iterable[tuple[str, str]]:
     """Yield the options that mean nothing where no gradient is exchanged, each with the reason."""
     if options.op is not Average and getattr(options.op, "value", options.op) != Average.value:
-        yield "op", "the ways that workers have made are averaged; their sum would be that many steps at once"
+        yield "op", "the updates of the workers are averaged, because their sum would be as large as several steps"
     if options.backward_passes_per_step != 1:
-        yield "backward_passes_per_step", "no exchange hangs on a backward pass: accumulate in the script, then step()"
+        yield (
+            "backward_passes_per_step",
+            "backward passes start no exchange. Accumulate gradients in the script, then call step()",
+        )
     if options.gradient_predivide_factor != 1.0:
-        yield "gradient_predivide_factor", "no gradients are added up; leave it out"
+        yield "gradient_predivide_factor", "no gradients are exchanged. Remove it"
     if options.sparse_as_dense:
-        yield "sparse_as_dense", "the optimizer takes gradients as they are, sparse ones too; leave it out"
+        yield "sparse_as_dense", "the optimizer receives sparse gradients unchanged. Remove it"
     if options.unused != "none":
-        yield "unused", "p.grad stays this worker's own; leave it out"
+        yield "unused", "p.grad stays this worker's own gradient. Remove it"
     memory = getattr(options.memory, "name", options.memory)
     if memory is not None and (not isinstance(memory, str) or memory.casefold() != "residual"):
-        yield "memory", "what is not sent is always kept, and momentum is the optimizer's; leave it out"
+        yield "memory", "residuals are always kept, and the optimizer applies the momentum. Remove it"
     if options.model is not None or getattr(options.merging, "name", options.merging) == "dear":
-        yield "merging", "DeAR is about gradients that come in a backward pass; use overlap=1 instead"
+        yield "merging", "DeAR exchanges gradients of a backward pass. Use overlap=1 instead"
 
 
 def _check_together(options: Options, carry: str) -> None:
@@ -72,26 +76,32 @@ def _check_together(options: Options, carry: str) -> None:
     two_level = options.exchange == topology.EXCHANGE
     if two_level and carry == APPLY:
         raise ValueError(
-            "exchange='two-level' and carry='apply': a rank selects from a shard of what its node has in common, so "
-            "its own parameters cannot hold the rest; pass carry='hold'"
+            "exchange='two-level' is not supported with carry='apply', because a rank selects from a shard of its "
+            "node's values. Pass carry='hold'."
         )
     if two_level and options.fragments > 1:
-        raise ValueError("exchange='two-level' and fragments: a node adds up everything at once; leave fragments out")
+        raise ValueError(
+            "exchange='two-level' is not supported with fragments, because a node sums all parameters at once. Remove "
+            "fragments=."
+        )
     if options.fragments > options.every:
         raise ValueError(
-            f"fragments={options.fragments} and every={options.every}: each fragment takes a step of its own, so "
-            "there cannot be more of them than steps"
+            f"fragments={options.fragments} must not exceed every={options.every}, because each fragment is exchanged "
+            "in a separate step"
         )
     gap = options.every // options.fragments
     if options.overlap > gap:
         raise ValueError(
-            f"overlap={options.overlap}: the next messages leave after {gap} steps, every={options.every} / "
-            f"fragments={options.fragments}, and these must have arrived by then"
+            f"overlap={options.overlap} must be less than {gap} steps (every={options.every} / "
+            f"fragments={options.fragments}), because messages must arrive before the next ones are sent"
         )
     if carry == HOLD and options.overlap:
         raise ValueError(
-            "overlap and carry='hold': a worker would compute with parameters that lack its own last steps; pass "
-            "carry='apply'"
+            "overlap is not supported with carry='hold', because a worker would compute with parameters that lack its "
+            "last steps. Pass carry='apply'."
         )
     if carry == APPLY and options.decay != 1.0:
-        raise ValueError("decay and carry='apply': what is carried is part of the parameters; pass carry='hold'")
+        raise ValueError(
+            "decay is not supported with carry='apply', because the carried values are part of the parameters. Pass "
+            "carry='hold'."
+        )

@@ -137,7 +137,7 @@ def recall(path: Path, buffers: MergeBuffers) -> str:
     except (OSError, ValueError) as error:
         problem = str(error)
     if problem:
-        warnings.warn(f"AGM702: agmerge ignores the plan kept at {path}, and measures: {problem}", stacklevel=2)
+        warnings.warn(f"AGM702: agmerge cannot use the cached plan {path}, and measures again: {problem}", stacklevel=2)
         return ""
     return text
 
@@ -152,8 +152,8 @@ def keep(path: Path, known: KnownPlan) -> None:
             old.unlink(missing_ok=True)
     except OSError as error:
         warnings.warn(
-            f"AGM702: agmerge cannot keep its plan for the next run ({error}): {VARIABLE} names another folder, or is "
-            "'off'",
+            f"AGM702: agmerge cannot save its plan for the next run ({error}). Set {VARIABLE} to another folder, or "
+            "to 'off'.",
             stacklevel=2,
         )
 

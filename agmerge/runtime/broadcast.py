@@ -50,7 +50,7 @@ def broadcast_parameters(params: Parameters, root_rank: int | None = None, proce
     facts += [
         (name, _described(value) + ("" if comm.rank == root else expanded(local_of(value)))) for name, value in tensors
     ]
-    advice = "Build the same model on every rank."
+    advice = "Create the same model on every rank."
     agree(comm, "broadcast_parameters", facts, "broadcast_parameters", advice)
     _broadcast_tensors(comm, [local_of(value) for _, value in tensors], root, "broadcast_parameters")
 
@@ -79,7 +79,7 @@ def broadcast_optimizer_state(
     facts: list[Fact] = [("root_rank", str(root_rank)), ("optimizer", _kind(optimizer))]
     facts.append(("sizes of param_groups", str([len(group["params"]) for group in optimizer.param_groups])))
     facts += [(f"parameter {i}", _described(p)) for i, p in enumerate(parameters)]
-    advice = "Build the same optimizer on every rank."
+    advice = "Create the same optimizer on every rank."
     agree(comm, "broadcast_optimizer_state", facts, "broadcast_optimizer_state", advice)
 
     (state, options), tensors = plain_state(optimizer)
@@ -153,16 +153,19 @@ def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
     for i, entry in enumerate(entries):
         if not (isinstance(entry, tuple) and len(entry) == 2):
             raise ValueError(
-                f"invalid params of type: {type(entry).__name__} (entry {i}); give a state_dict, "
-                "(name, tensor) pairs, or tensors"
+                f"invalid params of type: {type(entry).__name__} (entry {i}). Pass a state_dict, (name, tensor) "
+                "pairs, or tensors."
             )
         if not isinstance(entry[1], torch.Tensor):
             raise ValueError(
-                f"invalid params: {entry[0]!r} is a {type(entry[1]).__name__}, not a tensor; send it with "
-                "broadcast_object"
+                f"invalid params: {entry[0]!r} is a {type(entry[1]).__name__}, not a tensor. Use broadcast_object for "
+                "it."
             )
         if entry[1].layout is not torch.strided:
-            raise ValueError(f"invalid params: {entry[0]!r} has layout {entry[1].layout}; make it dense first")
+            raise ValueError(
+                f"invalid params: {entry[0]!r} has layout {entry[1].layout}, which is not supported. Make it dense "
+                "first."
+            )
     return [(str(name), value) for name, value in entries]
 
 

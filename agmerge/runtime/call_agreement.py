@@ -41,7 +41,8 @@ def agree(comm: Backend, label: str, facts: Sequence[Fact], what: str = "collect
     if not joinable(making):
         gone = ranks_of(digests, JOINED)
         raise AGMergeError(
-            f"AGM121: {label}: {gone} made no more calls but join(); only sums and averages go on without them"
+            f"AGM121: {label}: {gone} called join(), after which only sums and averages are supported. Make other "
+            "calls before join()."
         )
 
 

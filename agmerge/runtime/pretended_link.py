@@ -27,7 +27,9 @@ def bytes_a_second(rate: str) -> float:
     """Return the bytes a second of ``rate``, as ``tc`` writes it: ``"200mbit"``. Raises ``ValueError`` for others."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.strip().lower())
     if match is None or not float(match[1]):
-        raise ValueError(f"{VARIABLE}={rate!r}: give a number above 0 and one of {', '.join(UNITS)}, as in 200mbit")
+        raise ValueError(
+            f"{VARIABLE}={rate!r}: expected a number above 0 and one of {', '.join(UNITS)}, such as 200mbit"
+        )
     return float(match[1]) * UNITS[match[2]] / 8
 
 

@@ -21,14 +21,14 @@ def _checked_ranks(given: Any) -> list[int]:
     """Return ranks in ascending order, or raise ``TypeError`` or ``ValueError`` if ``given`` is no set of ranks."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(
-            f"process_set={given!r}: give a process set, or a list of ranks, or torch's ProcessGroup or DeviceMesh of "
-            "one dimension"
+            f"process_set={given!r}: expected a process set, a list of ranks, or torch's ProcessGroup or DeviceMesh "
+            "of one dimension"
         )
     ranks = list(given)
     if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
-        raise TypeError(f"process_set={ranks!r}: ranks are integers")
+        raise TypeError(f"process_set={ranks!r}: ranks must be integers")
     if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0:
-        raise ValueError(f"process_set={ranks!r}: give at least one rank, each once, none below 0")
+        raise ValueError(f"process_set={ranks!r}: expected at least one rank, each once, none below 0")
     return sorted(ranks)
 
 
@@ -128,10 +128,10 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     world, ranks = workers.world(), tuple(made.ranks)
     agree(world, "add_process_set", [("call", "add_process_set"), ("ranks", str(list(ranks)))])
     if ranks[-1] >= world.size:
-        raise ValueError(f"{made}: there are ranks 0 to {world.size - 1}")
+        raise ValueError(f"{made}: ranks must be in 0 to {world.size - 1}")
     known = _known.setdefault(world, _Known())
     if made is global_process_set or ranks in known.by_ranks:
-        raise ValueError(f"{made}: there is a process set of these ranks already; use that, or remove it first")
+        raise ValueError(f"{made}: a process set of these ranks already exists. Use it, or remove it first.")
     known.by_ranks[ranks] = world.subgroup(ranks, "agmerge process set", timeouts.default())
     return made
 
@@ -175,14 +175,16 @@ def group(given: Any, call: str) -> Group:
     if ranks not in known.by_ranks:
         if ranks == tuple(range(world.size)):
             return Group(world, ranks)
-        raise ValueError(f"{call}: process_set={list(ranks)} is not known; all ranks add_process_set() it first")
+        raise ValueError(f"{call}: process_set={list(ranks)} is unknown. Call add_process_set() on all ranks first.")
     return _member(known.by_ranks[ranks], ranks, world, call)
 
 
 def _member(comm: Backend | None, ranks: Sequence[int], world: Backend, call: str) -> Group:
     """Return the group of a set, or raise ``ValueError`` on a rank outside of it."""
     if comm is None:
-        raise ValueError(f"{call}: process_set={list(ranks)} is called by its members, and this is rank {world.rank}")
+        raise ValueError(
+            f"{call}: process_set={list(ranks)} does not contain this rank, {world.rank}. Call it on its members only."
+        )
     return Group(comm, ranks)
 
 
@@ -272,12 +274,14 @@ def _check_sets(world: Backend, sets: Sequence[tuple[int, ...]]) -> None:
     for rank, ranks in enumerate(sets):
         for other in ranks:
             if other >= world.size:
-                raise ValueError(f"process_set={list(ranks)} on rank {rank}: there are ranks 0 to {world.size - 1}")
+                raise ValueError(f"process_set={list(ranks)} on rank {rank}: ranks must be in 0 to {world.size - 1}")
             if sets[other] != ranks:
                 raise RankMismatchError(
-                    f"AGM101: process_set={list(ranks)} on rank {rank} names rank {other}, whose own is "
-                    f"{list(sets[other]) or None}; give all members of a set the same one"
+                    f"AGM101: process_set={list(ranks)} on rank {rank} contains rank {other}, which passed "
+                    f"{list(sets[other]) or None}. Pass the same set on all its members."
                 )
     if not all(sets):
         without = [rank for rank, ranks in enumerate(sets) if not ranks]
-        raise RankMismatchError(f"AGM101: process_set: ranks {without} name none, the others do; give every rank one")
+        raise RankMismatchError(
+            f"AGM101: process_set: ranks {without} pass none, but the others do. Pass one on every rank."
+        )

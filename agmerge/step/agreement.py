@@ -23,15 +23,15 @@ from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers.gpu import is_fused
 
 RESIZED = (
-    "parameter {name!r} had shape {before} and has {now} now: what was kept of it does not fit. Give the model its "
-    "shapes before its optimizer is wrapped, or close() this optimizer and wrap anew"
+    "parameter {name!r} changed its shape from {before} to {now}, so its residual does not fit. Set the shapes before "
+    "you wrap the optimizer, or close() this optimizer and wrap it again."
 )
 ADVICE = "Change parameters (add_param_group, requires_grad, dtype, device) on every rank at the same step."
 SHARD = (
-    "the shard of {name!r}, which all ranks of a process set have to hold (fully_shard takes mesh['shard'], "
-    "process_set= mesh['replicate'])"
+    "the shard of {name!r}, which all ranks of a process set must hold (fully_shard uses mesh['shard'], process_set= "
+    "uses mesh['replicate'])"
 )
-COMPUTES = "what computes on devices (AGMERGE_KERNEL=off on every rank has torch's operations do it)"
+COMPUTES = "the kernels on devices (AGMERGE_KERNEL=off on every rank uses torch's operations)"
 
 
 def model_facts(members: Sequence[ParameterInfo], config: Config) -> list[Fact]:
@@ -84,7 +84,9 @@ def open_merge_buffers(
         comm, model_facts(members, config), what="membership", advice=ADVICE, timeout=config.guards.timeout
     )
     if not members:
-        raise ValueError("no parameter needs a gradient, so there is nothing to exchange: unfreeze one, or do not step")
+        raise ValueError(
+            "no parameter requires a gradient, so there is nothing to exchange. Unfreeze one, or do not call step()."
+        )
     names = [member.name for member in members]
     decision = decide_on_rank_0(
         comm,

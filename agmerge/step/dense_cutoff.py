@@ -21,9 +21,8 @@ from sparsifiers import Kind
 NAME = "partial"
 Exempt = Callable[[str, torch.Tensor], bool]  # whether a tensor goes dense whatever the cut
 CROWDED = (
-    "AGM706: dense='partial': the parameters that are always sent whole (fewer than two dimensions, or than 1024 "
-    "elements) are more than half of what density={density:g} allows to send, so no others can go dense within it. It "
-    "is as with dense=None; a larger density leaves room"
+    "AGM706: dense='partial' has no effect: small parameters (fewer than two dimensions, or than 1024 elements), "
+    "which are always uncompressed, take more than half of density={density:g}. Raise density, or remove dense=."
 )
 
 

@@ -26,7 +26,7 @@ class Schedule:
         """Return the density of ``step`` around ``target``; ``ValueError`` unless it lies in (0, 1]."""
         density = self.density(step, target)
         if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0.0 < density <= 1.0:
-            raise ValueError(f"warmup: the density of step {step} must lie in (0, 1], but is {density!r}")
+            raise ValueError(f"warmup: the density of step {step} must be in (0, 1], got {density!r}")
         return float(density)
 
 

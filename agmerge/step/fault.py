@@ -39,7 +39,7 @@ class Fault:
     def check(self) -> None:
         """Raise :class:`agmerge.AGMergeError` if an error has ended the exchange."""
         if self._error is not None:
-            raise AGMergeError(f"AGM124: an earlier error ended this exchange: {self._error}") from self._error
+            raise AGMergeError(f"AGM124: An earlier error ended this exchange: {self._error}") from self._error
 
     @contextmanager
     def recording(self) -> Iterator[None]:

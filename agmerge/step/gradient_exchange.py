@@ -129,7 +129,7 @@ class GradientExchange:
         """Close the communicators. Nothing can be exchanged any more."""
         if self._round is not None:
             self._round.let_go()
-        self.fault.record(AGMergeError("AGM123: this optimizer was closed"))
+        self.fault.record(AGMergeError("AGM123: This optimizer is closed. Create a new one."))
         self.group.close()
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class GradientExchange:
                 self._round = attempt = self._new_round(buffers, False, flags, due, nonfinite)
                 if not attempt.receive(late):
                     raise AGMergeError(
-                        "AGM113: parameters changed while ranks agreed on them; change them between steps"
+                        "AGM113: Parameters changed while ranks agreed on them. Change them between steps."
                     )
             if attempt.is_complete:  # a round of some merge buffers teaches nothing about the plan
                 self.agreed.times.observe(attempt.recorder)

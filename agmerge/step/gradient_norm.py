@@ -25,8 +25,8 @@ from agmerge.exchanges import Noise
 from agmerge.tensors.squares import squares_of_all
 
 NO_GRADIENT = (
-    "AGM701: grad_norm() is of gradients that were combined, and none were so far: call it after step(), or after "
-    "synchronize() (under DistributedDataParallel after backward())"
+    "AGM701: grad_norm() is not available before the first step. Call it after optimizer.synchronize() or "
+    "optimizer.step() (with DistributedDataParallel: after backward())."
 )
 
 

@@ -65,7 +65,7 @@ class Group:
             self.comm = comm = KeptBackend(comm, self.kept)
             self.second = None if second is None else KeptBackend(second, self.kept)
         self.side.serve(devices)
-        advice = "Give every rank the same model and the same arguments."
+        advice = "Use the same model and the same arguments on every rank."
         require_agreement(comm, facts, what="DistributedOptimizer", advice=advice, timeout=config.guards.timeout)
         if config.merging.exchange == TWO_LEVEL:
             self.nodes = topology.form(comm, config.guards.timeout, wants_second=config.quantises)

@@ -34,8 +34,8 @@ class Groups:
         for tensor in (tensor for group in self.listed for tensor in group):
             if tensor.requires_grad and tensor.numel() and tensor not in names_of:
                 raise ValueError(
-                    f"groups: a tensor of shape {list(tensor.shape)} is no parameter of this optimizer; list "
-                    "parameters that it owns"
+                    f"groups: a tensor of shape {list(tensor.shape)} is not a parameter of this optimizer. List only "
+                    "its parameters."
                 )
         groups = [[names_of[tensor] for tensor in group if tensor in names_of] for group in self.listed]
         grouped = {name for group in groups for name in group}
@@ -52,5 +52,5 @@ class Groups:
         numel = {member.name: member.local.numel() for member in members}
         for group in groups:
             if sum(numel[name] for name in group) >= LIMIT:
-                raise ValueError(f"groups: the group of {group[0]!r} has 2**31 elements or more; split it")
+                raise ValueError(f"groups: the group of {group[0]!r} has 2**31 elements or more. Split it.")
         return merging.Plan(tuple(len(group) for group in groups), names=tuple(n for group in groups for n in group))

@@ -61,9 +61,7 @@ class KeptResults:
         result = self._replayed.get(name)
         if result is None or result.numel() != out.nbytes:
             found = "nothing" if result is None else f"{result.numel()} bytes"
-            raise AGMergeError(
-                f"AGM214: {name}: {out.nbytes} bytes were expected of a rank that is ahead, it has {found}"
-            )
+            raise AGMergeError(f"AGM214: {name}: expected {out.nbytes} bytes of a rank that is ahead, got {found}")
         bytes_of(out).copy_(result)
         self.keep(name, result)
 
@@ -104,7 +102,9 @@ class KeptHandle(Handle):
             if self._out is not None:
                 self._kept.keep(self._name, self._inner.on_host(self._out))
         else:
-            raise self._error or AGMergeError(f"AGM214: {self._name} was started in a replay, which has ended")
+            raise self._error or AGMergeError(
+                f"AGM214: {self._name} was started while results were repeated, which has ended"
+            )
 
 
 class KeptBackend(DelegatingBackend):

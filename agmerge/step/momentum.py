@@ -17,7 +17,7 @@ from sparsifiers import Rate
 
 Groups = Sequence[Mapping[str, Any]]
 
-UNKNOWN = "{what}: pass optimizer=, the one that steps"
+UNKNOWN = "{what}. Pass optimizer=, the optimizer that steps."
 
 
 class Rates:
@@ -81,26 +81,27 @@ def rates(
     for number, group in enumerate(groups):
         if "betas" in group:
             raise ValueError(
-                f"{memory} applies momentum before selection, and {kind} has its own (betas, group {number}): pass "
-                "memory='residual'"
+                f"{memory} applies momentum before selection, but {kind} has its own (betas, group {number}). Pass "
+                "memory='residual'."
             )
     moving = [number for number, group in enumerate(groups) if group.get("momentum")]
     if not moving:
         return None
-    both = f"{memory} applies momentum before selection, and group {moving[0]} of {kind} has "
+    both = f"{memory} applies momentum before selection, but group {moving[0]} of {kind} has "
     both += f"momentum={groups[moving[0]]['momentum']} too"
     if not _is_sgd(optimizer):
         raise ValueError(
-            f"{both}: only that of torch.optim.SGD can be applied in its place. Set it to 0, or pass memory='residual'"
+            f"{both}. Only the momentum of torch.optim.SGD can be applied before selection. Set it to 0, or pass "
+            "memory='residual'."
         )
     if not memory.follows:
         raise ValueError(
-            f"{both}: say it in one place. Leave momentum out of the memory, memory=sparsifiers.memory('dgc'), which "
-            f"then applies the optimizer's, or make it SGD(momentum=0)"
+            f"{both}. Set momentum in one place: pass memory=sparsifiers.memory('dgc') without momentum, which "
+            "applies the optimizer's, or use SGD(momentum=0)."
         )
     check_dampening(groups)
     if memory.options().get("nesterov") and not all(groups[number].get("nesterov") for number in moving):
-        raise ValueError(f"{both}, without nesterov: say it in one place, SGD(nesterov=True)")
+        raise ValueError(f"{both}, without nesterov. Set it in one place, SGD(nesterov=True).")
     return Rates(optimizer)
 
 
@@ -117,6 +118,6 @@ def check_dampening(groups: Groups) -> None:
     for number, group in enumerate(groups):
         if group.get("momentum") and group.get("dampening"):
             raise ValueError(
-                f"group {number} has dampening={group['dampening']}: momentum is applied before selection, and there "
-                "without dampening. Set dampening=0, or pass memory='residual'"
+                f"group {number} has dampening={group['dampening']}, which is not supported when momentum is applied "
+                "before selection. Set dampening=0, or pass memory='residual'."
             )

@@ -21,8 +21,8 @@ MOST_IN_A_ROW = 100  # skipped steps: a scaler halves its scale at each, and has
 
 
 GIVEN_UP = (
-    "AGM119: step {step} is given up on all ranks: {why}. Parameters and residuals are as before it. Call zero_grad() "
-    "to go on with the next batch, or let the script end"
+    "AGM119: Step {step} is abandoned on all ranks: {why}. Parameters and residuals are unchanged. Call zero_grad() "
+    "to continue with the next batch, or end the script."
 )
 
 
@@ -53,21 +53,20 @@ def resolve_nonfinite(attempt: Round) -> AGMergeError | None:
     where = _described([names for _, names in said])
     if config.sync.updates is not None:
         return NonFiniteError(
-            f"AGM106: gradients, or what the optimizer has made of parameters, are infinite or NaN: {where}. The "
-            "shared parameters are as before this step. Call zero_grad() to go on without it; nonfinite='skip' leaves "
-            "out such steps on the rank that has them. Parameters that are not finite themselves need a checkpoint",
+            f"AGM106: Gradients or updated parameters are infinite or NaN: {where}. The shared parameters are "
+            "unchanged. Call zero_grad() to continue without this step. nonfinite='skip' skips such steps on the "
+            "affected rank. If the parameters are not finite, load a checkpoint.",
             where,
         )
     if policy == SKIP:
         return NonFiniteError(
-            f"AGM108: {totals.skipped_in_a_row} steps in a row were skipped, because gradients were not finite; in "
-            f"this one: {where}. Look at the loss, the data and the learning rate: training does not recover by itself",
+            f"AGM108: {totals.skipped_in_a_row} steps in a row were skipped because of infinite or NaN gradients; in "
+            f"this step: {where}. Training does not recover by itself. Check the loss, the data and the learning rate.",
             where,
         )
     return NonFiniteError(
-        f"AGM106: gradients are infinite or NaN: {where}. Parameters and residuals are as before this step. Call "
-        "zero_grad() to go on without it; nonfinite='skip' leaves out such steps, and scaler= is for float16 under "
-        "autocast",
+        f"AGM106: Gradients are infinite or NaN: {where}. Parameters and residuals are unchanged. Call zero_grad() to "
+        "continue without this step. nonfinite='skip' skips such steps, and scaler= supports float16 under autocast.",
         where,
     )
 

@@ -30,8 +30,8 @@ class Position(NamedTuple):
 
 NEW = Position(-1, 0)  # of a worker that has nothing yet
 UNEXPECTED = (
-    "AGM212: a worker was lost while rank {ranks} was let in, and others are in the middle of a step: it cannot have "
-    "their state now. Start it again"
+    "AGM212: A worker failed while rank {ranks} was joining, so its state could not be transferred. Restart rank "
+    "{ranks}."
 )
 
 

@@ -13,9 +13,8 @@ import torch
 from agmerge.backends.streams import Streams, streams_of
 
 ELSEWHERE = (
-    "AGM703: tensors are on {device}, which is not the device of this process: what names no device, this library's "
-    "pinned memory and other libraries too, then takes memory of {kind}:0 on every rank. Call "
-    "torch.{kind}.set_device() first"
+    "AGM703: Tensors are on {device}, which is not the current device of this process, so other libraries and pinned "
+    "memory use {kind}:0 on every rank. Call torch.{kind}.set_device() first."
 )
 
 

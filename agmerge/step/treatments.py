@@ -58,8 +58,8 @@ def check_parameter(config: Config, member: ParameterInfo) -> None:
     casts = config.compression.compressor.dtype is not None
     if member.dtype.is_complex and (casts or member.kind is not Kind.DENSE):
         raise ValueError(
-            f"parameter {member.name!r} is {member.dtype}: sparsifiers and casts are for real numbers; use "
-            f"compression='none', send it whole (dense=), or hold it as torch.view_as_real()"
+            f"parameter {member.name!r} is {member.dtype}: sparsifiers and casts support real numbers only. Use "
+            "compression='none', leave it uncompressed (dense=), or store it as torch.view_as_real()."
         )
 
 
@@ -67,20 +67,35 @@ def _why_not_sharded(config: Config, name: str) -> str:
     """Return why these options do not go with a parameter of which a rank holds a shard; "" if they do."""
     if config.sync.model is not None:
         return (
-            f"merging='dear' and parameter {name!r}, a DTensor: FSDP gathers the parameters of a forward before "
-            "DeAR would apply their updates; use another merging"
+            f"merging='dear' is not supported with parameter {name!r}, a DTensor, because FSDP gathers parameters "
+            "before DeAR would update them. Use another merging."
         )
     if config.merging.exchange == TWO_LEVEL:
         return (
-            f"exchange='two-level' and parameter {name!r}, a DTensor: the ranks of a node share tensors by shards "
-            "already, and process_set= is the level between nodes; pass exchange='sparse' or 'auto'"
+            f"exchange='two-level' is not supported with parameter {name!r}, a DTensor: ranks of a node already share "
+            "it by shards, and process_set= is the level between nodes. Pass exchange='sparse' or 'auto'."
         )
     if config.guards.nonfinite == SKIP and not config.guards.scaled:
         return (
-            f"nonfinite='skip' and parameter {name!r}, a DTensor: a shard that is not finite would skip the step, "
-            "and the other shards would make it. Pass scaler=, which looks at all shards, or nonfinite='raise'"
+            f"nonfinite='skip' is not supported with parameter {name!r}, a DTensor, because only the rank with the "
+            "affected shard would skip the step. Pass scaler=, which checks all shards, or nonfinite='raise'."
         )
     return ""
+
+BIASES = r".*\.bias"  # an example of a pattern
+
+
+def example(pattern: str, names: Sequence[str]) -> str:
+    """Return ", such as" with a pattern like ``pattern`` that matches one of ``names``, or with a general example."""
+    wider = (f".*{pattern}", f"{pattern}.*", f".*{pattern}.*")
+    return f", such as '{next((each for each in wider if _matches(each, names)), BIASES)}'"
+
+
+def _matches(pattern: str, names: Sequence[str]) -> bool:
+    try:
+        return any(map(re.compile(pattern).fullmatch, names))
+    except re.error:  # of a wider pattern alone
+        return False
 
 
 def check_patterns(config: Config, names: Iterable[str]) -> None:
@@ -94,7 +109,8 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
     for what, pattern in ((what, pattern) for what, patterns in given.items() for pattern in patterns):
         if not any(pattern.fullmatch(name) for name in known):
             if hint := glob_hint(pattern.pattern, known):
-                raise ValueError(f"AGM301: {what}: {hint}; {RULE}")
+                raise ValueError(f"AGM301: {what}: {hint}. {RULE}.")
             raise ValueError(
-                f"AGM301: {what}: {pattern.pattern!r} matches no full name; parameters: {', '.join(known)}; {RULE}"
+                f"AGM301: {what}: the pattern {pattern.pattern!r} matches no parameter. "
+                f"{RULE}{example(pattern.pattern, known)}. Parameters: {', '.join(known)}"
             )

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 
 FSDP1 = (
-    "parameter {name!r} is of FullyShardedDataParallel (FSDP1), which lays parameters out in flat ones of its own: "
-    "shard the model by torch.distributed.fsdp.fully_shard (FSDP2)"
+    "parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which is not supported, because it flattens "
+    "parameters. Shard the model with torch.distributed.fsdp.fully_shard (FSDP2)."
 )
 REPLICATED = (
-    "parameter {name!r} is replicated over mesh dimension {dimension!r}, and FSDP averages gradients over that "
-    "already: give fully_shard the mesh of the shards alone, as mesh['shard'], and process_set= that of the replicas, "
-    "as mesh['replicate']"
+    "parameter {name!r} is replicated over mesh dimension {dimension!r}, over which FSDP already averages gradients. "
+    "Pass the mesh of the shards to fully_shard, such as mesh['shard'], and the mesh of the replicas as process_set=, "
+    "such as mesh['replicate']."
 )
 PARTIAL = (
-    "parameter {name!r} is a sum over mesh dimension {dimension!r} that nobody has added up ({placement}): "
-    "redistribute it first, to shards of the sum"
+    "parameter {name!r} is a partial sum over mesh dimension {dimension!r} ({placement}), which is not supported. "
+    "Redistribute it first, to shards of the sum."
 )
 OTHER_PLACEMENTS = (
-    "parameter {name!r} has the placements {own}, and its gradient {gradients}: a rank does not have the gradient of "
-    "its own shard. Redistribute it before it is handed over"
+    "parameter {name!r} has the placements {own}, but its gradient has {gradients}, so a rank lacks the gradient of "
+    "its own shard. Redistribute the gradient first."
 )
 
 

@@ -115,6 +115,6 @@ def refuse(state: Mapping[tuple[str, str], Any]) -> None:
     for (kind, name), tensor in state.items():
         if not is_finite(tensor):
             raise ValueError(
-                f"the {kind} of parameter {name!r} in the checkpoint is infinite or NaN, and would break training: "
-                "load an older checkpoint, or leave out its 'agmerge' section"
+                f"the {kind} of parameter {name!r} in the checkpoint is infinite or NaN. Load an older checkpoint, or "
+                "remove its 'agmerge' section."
             )

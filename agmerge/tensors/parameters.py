@@ -65,20 +65,20 @@ def optimizers_of(owner: Any) -> list[Any]:
 def why_not_usable(parameter: torch.Tensor) -> str:
     """Return why a parameter cannot be trained as it is, as the end of a sentence; "" if it can."""
     if torch.nn.parameter.is_lazy(parameter):
-        return "has no shape yet (a lazy module's): make a forward pass before the optimizer is wrapped"
+        return "has no shape yet (a lazy module). Run a forward pass before you wrap the optimizer"
     if parameter.is_inference():
-        return "was made in torch.inference_mode(), and has no gradients: make the model outside of it"
+        return "was created in torch.inference_mode(), so it has no gradients. Create the model outside inference mode"
     if parameter.device.type == "meta":
-        return "is on the meta device, and has no numbers: give the model its weights before the optimizer is made"
+        return "is on the meta device, so it has no values. Load the weights before you create the optimizer"
     if not parameter.is_leaf:
         return (
-            "is the result of operations, as for an optimizer with differentiable=True: what workers combine could not "
-            "be differentiated. Give the optimizer leaf tensors, such as model.parameters()"
+            "is the result of operations (differentiable=True, for example), which is not supported. Pass leaf "
+            "tensors to the optimizer, such as model.parameters()"
         )
     if parameter.requires_grad and str(gradient_dtype(parameter)).startswith(("torch.float8", "torch.float4")):
         return (
-            f"is {gradient_dtype(parameter)}, in which gradients cannot be added up: hold it in 16 or 32 bits, or "
-            "freeze it by requires_grad_(False)"
+            f"is {gradient_dtype(parameter)}, in which gradients cannot be summed. Store it in 16 or 32 bits, or "
+            "freeze it with requires_grad_(False)"
         )
     return ""
 
@@ -89,9 +89,8 @@ def check_spread_alike(members: Sequence[ParameterInfo]) -> None:
     plain = [member.name for member in members if not is_dtensor(member.parameter)]
     if spread and plain:
         raise ValueError(
-            f"parameter {spread[0]!r} is a DTensor and {plain[0]!r} is not (ignored_params= of fully_shard?): FSDP "
-            "does not average its gradient over the ranks of a replica. Give plain parameters a DistributedOptimizer "
-            "of their own, over all ranks"
+            f"parameter {spread[0]!r} is a DTensor but {plain[0]!r} is not (ignored_params= of fully_shard?), so FSDP "
+            "does not average its gradient. Use a separate DistributedOptimizer over all ranks for plain parameters."
         )
 
 
@@ -132,8 +131,8 @@ class ParameterTable:
         for name, parameter in named:
             if not isinstance(name, str) or not isinstance(parameter, torch.Tensor):
                 raise ValueError(
-                    f"named_parameters: ({name!r}, a {type(parameter).__name__}) is no pair of a name, which is a "
-                    "string, and a parameter"
+                    f"named_parameters: ({name!r}, a {type(parameter).__name__}) is not a pair of a name (a string) "
+                    "and a parameter"
                 )
         names = Counter(name for name, _ in named)
         repeated = sorted(name for name, times in names.items() if times > 1)
@@ -155,8 +154,8 @@ class ParameterTable:
         ]
         if unnamed:
             raise ValueError(
-                "named_parameters was specified, but one or more model parameters were not named. "
-                f"Not named: {'; '.join(unnamed)}. Pass the named_parameters() of the whole model."
+                "named_parameters was specified, but one or more model parameters were not named. Not named: "
+                f"{'; '.join(unnamed)}. Pass named_parameters() of the full model."
             )
 
     def name_all(self) -> list[torch.Tensor]:
@@ -202,9 +201,9 @@ class ParameterTable:
         assert parameter.grad is not None
         if not allowed:
             raise ValueError(
-                f"parameter {self.name_of(parameter)!r} has a gradient of layout {parameter.grad.layout}; pass "
-                "sparse_as_dense=True, build the embedding with sparse=False, or step it by SparseAdam, whose "
-                "gradients are gathered"
+                f"parameter {self.name_of(parameter)!r} has a gradient of layout {parameter.grad.layout}. Pass "
+                "sparse_as_dense=True, create the embedding with sparse=False, or use SparseAdam, whose gradients are "
+                "gathered."
             )
         parameter.grad = parameter.grad.to_dense()
         return parameter.grad

@@ -56,7 +56,7 @@ class AGMerge(Planner):
     def __post_init__(self) -> None:
         object.__setattr__(self, "intra", flag("agmerge: intra", self.intra))
         if self.solver not in SOLVERS:
-            raise ValueError(f"agmerge: solver is {self.solver!r}: use one of {', '.join(SOLVERS)}")
+            raise ValueError(f"agmerge: solver must be one of {', '.join(SOLVERS)}, got {self.solver!r}")
         object.__setattr__(self, "phases", whole("agmerge: phases", self.phases, least=1))
         object.__setattr__(self, "check_every", whole("agmerge: check_every", self.check_every, least=0))
         object.__setattr__(self, "gain", _share("agmerge: gain", self.gain))
@@ -95,7 +95,7 @@ def equal_counts(n: int, phases: int) -> tuple[int, ...]:
 def _share(what: str, value: object) -> float:
     """Return `value` as a float. Raises TypeError where it is no number, ValueError unless 0 <= value < 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{what} is {value!r}: give a number")
+        raise TypeError(f"{what} is {value!r}: expected a number")
     if not 0 <= value < 1:
-        raise ValueError(f"{what} is {value}: it must be at least 0 and below 1")
+        raise ValueError(f"{what} must be at least 0 and below 1, got {value}")
     return float(value) + 0.0

@@ -12,9 +12,9 @@ from torch import Tensor
 
 FUSED = {"cuda"}  # types of devices on which each call is the announced launches; a test adds one that pretends
 FALLBACK = (
-    "AGM703: agmerge computes on {device} with torch's operations, in many more launches, as its kernels do not work "
-    "there: {problem}. They need Triton 3.4 or newer and, when they are first compiled, a C compiler and Python's "
-    "headers. AGMERGE_KERNEL=off goes without them and without this warning"
+    "AGM703: agmerge uses torch's operations on {device}, which are slower, because its kernels do not work: "
+    "{problem}. They require Triton 3.4 or newer and, for the first compilation, a C compiler and Python's headers. "
+    "Set AGMERGE_KERNEL=off to silence this warning."
 )
 
 

@@ -47,18 +47,18 @@ class TensorTable:
         ValueError unless they are one a tensor, of its length, contiguous, and all of one dtype of 16 or 32 bits.
         """
         if len(gradients) != len(self.lengths):
-            raise ValueError(f"the table has {len(self.lengths)} tensors, but {len(gradients)} gradients were given")
+            raise ValueError(f"the table has {len(self.lengths)} tensors, got {len(gradients)} gradients")
         dtypes = set()
         for i, (gradient, length) in enumerate(zip(gradients, self.lengths, strict=True)):
             if gradient is not None:
                 dtypes.add(gradient.dtype)
                 if gradient.numel() != length or not gradient.is_contiguous():
                     raise ValueError(
-                        f"gradient {i} has shape {tuple(gradient.shape)} and strides {gradient.stride()}; the table "
-                        f"wants {length} elements, contiguous"
+                        f"gradient {i} has shape {tuple(gradient.shape)} and strides {gradient.stride()}, but the "
+                        f"table requires {length} contiguous elements"
                     )
         if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
-            raise ValueError(f"gradients of a table must be of one dtype, fp32, fp16 or bf16, not of {dtypes}")
+            raise ValueError(f"gradients of a table must have one dtype, fp32, fp16 or bf16, got {dtypes}")
         return dtypes.pop() if dtypes else torch.float32
 
     def addresses(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, bool]:

@@ -65,7 +65,7 @@ class AdTopK(Keyed):
     def __init__(self, density: float = 0.01, reuse: bool = True) -> None:
         super().__init__(density)
         if not isinstance(reuse, bool):
-            raise TypeError(f"{self.name}: reuse must be True or False, not {reuse!r}")
+            raise TypeError(f"{self.name}: reuse must be True or False, got {reuse!r}")
         self.reuse = reuse
 
     def _select(self, vector: Tensor, request: Request) -> Selection:

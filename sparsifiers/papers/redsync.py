@@ -81,7 +81,7 @@ class RedSyncTrim(Estimated):
         super().__init__(density)
         self.decrement = number("redsync-trim", "decrement", decrement)
         if not 0.01 <= self.decrement < 1.0:
-            raise ValueError(f"redsync-trim: decrement is {decrement!r}, outside [0.01, 1); the paper's is 0.2")
+            raise ValueError(f"redsync-trim: decrement must be in [0.01, 1), got {decrement!r}. The paper uses 0.2.")
 
     def options(self) -> dict[str, object]:
         return {"decrement": self.decrement}

@@ -43,7 +43,7 @@ class Threshold(Keyed):
         super().__init__(density)
         self.tau = None if tau is None else number("threshold", "tau", tau)
         if self.tau is not None and not 0.0 < self.tau < math.inf:
-            raise ValueError(f"threshold: tau is {tau!r}; it must be finite and above 0, or None to follow k")
+            raise ValueError(f"threshold: tau must be finite and above 0, or None to follow k, got {tau!r}")
         self.has_kernels = self.tau is None
 
     def options(self) -> dict[str, object]:

@@ -26,7 +26,9 @@ class Choice(Compressor):
     def __init__(self, candidates: Sequence[str], until_chosen: str) -> None:
         self.candidates, self.until_chosen = tuple(candidates), until_chosen
         if until_chosen not in self.candidates or until_chosen == NONE:
-            raise ValueError(f"until_chosen={until_chosen!r}: give one of {', '.join(self.candidates)}, but {NONE!r}")
+            raise ValueError(
+                f"until_chosen={until_chosen!r}: expected one of {', '.join(self.candidates)} except {NONE!r}"
+            )
 
     def is_for(self, dtype: torch.dtype) -> bool:
         return dtype in NARROW

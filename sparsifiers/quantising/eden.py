@@ -40,7 +40,7 @@ class Eden(Quantiser):
 
     def __init__(self, bits: int = 2) -> None:
         if bits not in LEVELS:
-            raise ValueError(f"eden has 1, 2, 3 or 4 bits a coordinate, not {bits!r}")
+            raise ValueError(f"eden supports 1, 2, 3 or 4 bits per value, got {bits!r}")
         self.bits = bits
         self.name, self.noise = f"eden-{bits}", NOISE[bits]
         self._levels: dict[tuple[int, torch.device], Tensor] = {}  # on devices, where copies would wait each time

@@ -32,7 +32,9 @@ class Float8(Quantiser):
 
     def __init__(self) -> None:
         if not hasattr(torch, "float8_e4m3fn"):
-            raise ValueError(f"fp8: torch {torch.__version__} has no float8_e4m3fn; use 'int8', or a newer torch")
+            raise ValueError(
+                f"fp8 is not supported: torch {torch.__version__} has no float8_e4m3fn. Use 'int8', or a newer torch."
+            )
 
     def record_bytes(self, size: int) -> int:
         return SCALE + size

@@ -42,7 +42,7 @@ class QSGD(Integers):
         level, a block's largest magnitude, "max", or its l2 norm, "l2".
         """
         if (norm, bits) not in NOISE:
-            raise ValueError(f"{self.name}: bits={bits!r}, norm={norm!r}: give 2, 4 or 8 bits, and 'max' or 'l2'")
+            raise ValueError(f"{self.name}: bits={bits!r}, norm={norm!r}: expected 2, 4 or 8 bits, and 'max' or 'l2'")
         super().__init__(int(bits))
         self.norm = norm
         self.noise = NOISE[norm, bits]

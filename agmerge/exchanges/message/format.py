@@ -248,8 +248,8 @@ class Format:
         foreign = [rank for rank, row in enumerate(rows) if row[0] != MAGIC]
         if foreign:
             raise MessageError(
-                f"AGM503: {name}: what ranks {foreign} sent is no message of this library, or one of another version "
-                "of it: give every rank the same version, and find out who else sends to this group"
+                f"AGM503: {name}: the messages of ranks {foreign} are not from agmerge, or from another version. "
+                "Install the same version on every rank, and check whether another program sends to this group."
             )
         if messages.device.type == "cpu" if sealed is None else sealed:
             _refuse_damaged(name, [r for r, row in enumerate(rows) if self._damaged(row)])
@@ -257,7 +257,9 @@ class Format:
         for rank, row in enumerate(rows):
             for (*_, capacity), count in zip(self._facts, self._counts(row), strict=True):
                 if not 0 <= count <= capacity:
-                    raise MessageError(f"AGM501: {name}: rank {rank} announces {count} elements where {capacity} fit")
+                    raise MessageError(
+                        f"AGM501: {name}: rank {rank} sent {count} elements, expected at most {capacity}"
+                    )
         # Flags and used bits of all ranks together; other words of it mean nothing.
         words = [functools.reduce(operator.or_, column) for column in zip(*rows, strict=True)]
         return replace(own, flags=words[_FLAGS], used=_unbits(words[self._used_from :], self.tensors))
@@ -276,8 +278,8 @@ class Format:
         """Raise :class:`agmerge.MessageError` unless ``fits``."""
         if not fits:
             raise MessageError(
-                f"AGM502: {name}: messages of {messages.shape[1]} bytes arrived where {self.size} are sent, headers "
-                f"of {4 * self.words}"
+                f"AGM502: {name}: expected messages of {self.size} bytes, headers of {4 * self.words}, got "
+                f"{messages.shape[1]} bytes"
             )
 
     def counts(self, messages: torch.Tensor) -> list[list[int]]:
@@ -303,15 +305,15 @@ class Format:
             return
         named = [self._named(place) for place in theirs]
         if any(facts != named[0] for facts in named):
-            raise MessageError(f"AGM502: {name}: messages do not belong together: {first_difference(named)}")
+            raise MessageError(f"AGM502: {name}: messages of ranks do not match: {first_difference(named)}")
         if theirs[0][:3] != expected[:3]:
             raise MessageError(
-                f"AGM502: {name}: messages of step, plan, buffer {theirs[0][:3]} arrived in the place of {expected[:3]}"
+                f"AGM502: {name}: expected messages of step, plan, buffer {expected[:3]}, got {theirs[0][:3]}"
             )
         (what, value), (_, right) = next(
             pair for pair in zip(named[0], self._named(expected), strict=True) if pair[0] != pair[1]
         )
-        raise MessageError(f"AGM502: {name}: messages are laid out otherwise: {what} is {value}, not {right}")
+        raise MessageError(f"AGM502: {name}: messages have another layout: {what} is {value}, expected {right}")
 
     def _place(self, row: Sequence[int]) -> list[int]:
         """Return the words of a header, ``row``, that are the same for all messages that belong together."""
@@ -358,8 +360,8 @@ def _refuse_damaged(name: str, ranks: list[int]) -> None:
     """Raise :class:`agmerge.MessageError` that names ``ranks``, of wrong checksums; nothing if there are none."""
     if ranks:
         raise MessageError(
-            f"AGM501: {name}: what ranks {ranks} sent has changed on its way, its checksum is wrong: look at the "
-            "network, the memory and the drivers of their machines. Nothing of it was used"
+            f"AGM501: {name}: the messages of ranks {ranks} were damaged in transit (wrong checksum) and were not "
+            "used. Check the network, the memory and the drivers of their machines."
         )
 
 

@@ -33,7 +33,9 @@ class Scaled(ValueCodec):
     def __init__(self, name: str, identity: int, width: int, scales: int = 1) -> None:
         self.name, self.identity = name, identity
         if width not in WIDTHS:  # packing and compiled loops know no others
-            raise ValueError(f"{name}: a value takes {width} bits; it may be {', '.join(map(str, WIDTHS))}")
+            raise ValueError(
+                f"{name}: values of {width} bits are not supported. Use {', '.join(map(str, WIDTHS))} bits."
+            )
         self.width = width  # bits a value
         self.scales = scales  # of a block
         self.block_bytes = SCALE * scales + BLOCK * width // 8  # of a full block

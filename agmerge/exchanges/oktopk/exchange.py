@@ -78,7 +78,7 @@ class OkTopkExchange(MultiRoundExchange):
         segments = [load.segment for load in loads]
         if len(chosen) < len(loads) or len({segment.tensor_class for segment in segments}) > 1:
             classes = ", ".join(str(segment.tensor_class) for segment in segments)
-            raise ValueError(f"{name}: oktopk selects from tensors of one class, and was given {classes}")
+            raise ValueError(f"{name}: exchange='oktopk' requires tensors of one class, got {classes}")
         layout = self.format_of(name, loads, [offer.indices.numel() for offer in chosen])
         starts = (0, *accumulate(segment.length for segment in segments))
         tensor_class = segments[0].tensor_class
@@ -124,7 +124,7 @@ class OkTopkExchange(MultiRoundExchange):
         words = headers[:, 4 * state.layout.words :].contiguous().view(torch.int32).cpu().numpy()
         counts: list[int] = words[:, 0].tolist()
         if not all(0 <= count <= k for count in counts):
-            raise MessageError(f"AGM501: {name}: ranks announce {counts} elements where {k} fit")
+            raise MessageError(f"AGM501: {name}: ranks sent {counts} elements, expected at most {k}")
         state.offer = state.offer.first(counts[rank])
         state.kept = state.offer.first(0)
         if not any(counts):
@@ -134,7 +134,7 @@ class OkTopkExchange(MultiRoundExchange):
         cuts = regions.bounds(words[:, 1:], counts, length)
         table = yield from self.all_gather_ints(pending, "counts", regions.split(state.offer.indices, cuts))
         if [sum(row) for row in table] != counts or min(map(min, table)) < 0:
-            raise MessageError(f"AGM501: {name}: ranks announce {counts} elements, and by region {table}")
+            raise MessageError(f"AGM501: {name}: ranks sent {counts} elements, but {table} by region")
         parts = [range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
         everywhere = [parts] * len(parts)
         pieces, seen, fault = yield from self.all_to_all_pairs(pending, "pieces", state.offer, table, everywhere)

@@ -31,7 +31,10 @@ def offered(
     one get the index ``starts[-1]``, and come last. ValueError if the segments together have 2**31 elements or more.
     """
     if starts[-1] >= 2**31:
-        raise ValueError(f"oktopk: a merge buffer of {starts[-1]} elements has no int32 indices; plan smaller ones")
+        raise ValueError(
+            f"exchange='oktopk': a merge buffer of {starts[-1]} elements is too large for int32 indices. Use smaller "
+            "merge buffers."
+        )
     parts = []
     for load, offer, start in zip(loads, offers, starts, strict=False):
         known = not isinstance(offer.count, torch.Tensor)
@@ -81,9 +84,9 @@ def check_faults(name: str, faults: Sequence[int], cuts: Sequence[int]) -> None:
     for rank, fault in enumerate(faults):
         if fault:
             raise MessageError(
-                f"AGM501: {name}: what rank {fault - 1} sent to rank {rank} has changed on its way, or its indices do "
-                f"not ascend within {cuts[rank]} to {cuts[rank + 1] - 1}: look at the network and the memory of its "
-                "machine; what a sparsifier selects must be ascending and in range"
+                f"AGM501: {name}: the message of rank {fault - 1} to rank {rank} was damaged in transit, or its "
+                f"indices are not ascending within {cuts[rank]} to {cuts[rank + 1] - 1}. Check the network and the "
+                "memory of its machine. A sparsifier's indices must be ascending and in range."
             )
 
 
@@ -97,7 +100,7 @@ def check_kept(name: str, kept: Sequence[IndexValuePairs], fault: int) -> None:
         indices = parcel.indices
         if fault == rank + 1 or (indices.numel() and int(indices[0]) <= last):
             raise MessageError(
-                f"AGM501: {name}: the result that rank {rank} handed round is damaged: its checksum is wrong, or its "
-                f"indices do not ascend from {last + 1} on"
+                f"AGM501: {name}: the result of rank {rank} is damaged: its checksum is wrong, or its indices are not "
+                f"ascending from {last + 1}"
             )
         last = int(indices[-1]) if indices.numel() else last

@@ -294,6 +294,6 @@ def refuse_damaged(name: str, ranks: Sequence[int]) -> None:
     """Raise :class:`agmerge.MessageError` that names ``ranks``, of damaged messages; nothing if there are none."""
     if ranks:
         raise MessageError(
-            f"AGM501: {name}: what ranks {sorted(set(ranks))} sent has changed on its way, its checksum is wrong: "
-            "look at the network, the memory and the drivers of their machines. Nothing of it was used"
+            f"AGM501: {name}: the messages of ranks {sorted(set(ranks))} were damaged in transit (wrong checksum) and "
+            "were not used. Check the network, the memory and the drivers of their machines."
         )

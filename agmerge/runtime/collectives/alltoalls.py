@@ -23,7 +23,9 @@ class Alltoall(Operation):
     def __init__(self, call: str, tensor: torch.Tensor, splits: Any, *given: Any, **more: Any) -> None:
         super().__init__(call, tensor, *given, **more)
         if tensor.dim() == 0:
-            raise ValueError(f"{self.label}: a tensor of no dimensions has no rows to send")
+            raise ValueError(
+                f"{self.label}: a tensor of no dimensions is not supported, because it has no rows to send"
+            )
         self._like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
         self._splits = _checked(splits, len(tensor), self.comm.size, self.label)
 
@@ -94,15 +96,18 @@ def _checked(splits: Any, rows: int, size: int, label: str) -> list[int]:
     """Return how many rows go to each rank, or raise ``ValueError`` unless they are all ``rows`` of the tensor."""
     if splits is None:
         if rows % size:
-            raise ValueError(f"{label}: {rows} rows do not divide among {size} ranks; give splits")
+            raise ValueError(
+                f"{label}: the number of rows, {rows}, must be divisible by the number of ranks, {size}. Otherwise "
+                "pass splits."
+            )
         return [rows // size] * size
     if isinstance(splits, torch.Tensor):
         if splits.is_floating_point() or splits.is_complex() or splits.dtype == torch.bool or splits.dim() != 1:
-            raise ValueError(f"{label}: splits must be integers in one dimension, not {described(splits)}")
+            raise ValueError(f"{label}: splits must be integers in one dimension, got {described(splits)}")
         splits = splits.tolist()
     lengths = list(splits)
     if not all(isinstance(length, int) and length >= 0 for length in lengths):
-        raise ValueError(f"{label}: splits must be integers, none below 0, not {lengths}")
+        raise ValueError(f"{label}: splits must be integers >= 0, got {lengths}")
     if len(lengths) != size or sum(lengths) != rows:
         raise ValueError(
             f"{label}: splits {lengths} must be {size} numbers whose sum is {rows}, the first dimension of the tensor"

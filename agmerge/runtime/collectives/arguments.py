@@ -28,7 +28,7 @@ class Compressor(Protocol):
 def label(name: Any, call: str) -> str:
     """Return the name of a call in errors: the script's name for it, or its own."""
     if name is not None and not isinstance(name, str):
-        raise TypeError(f"{call}: name must be a string, not {name!r}")
+        raise TypeError(f"{call}: name must be a string, got {name!r}")
     return name or call
 
 
@@ -36,25 +36,26 @@ def check_tensor(given: Any, call: str) -> None:
     """Raise unless ``given`` is a dense tensor."""
     if given is None:
         raise TypeError(
-            f"{call}: the tensor is None (the gradient of a parameter that this rank has not used?); every rank gives "
-            "a tensor, zeros where it has nothing"
+            f"{call}: the tensor is None (is it the gradient of a parameter that this rank did not use?). Pass a "
+            "tensor on every rank, with zeros if the rank has no values."
         )
     if not isinstance(given, torch.Tensor):
-        hint = "the call for lists is grouped_allreduce, and " if isinstance(given, (list, tuple)) else ""
+        hint = "use grouped_allreduce for lists, " if isinstance(given, (list, tuple)) else ""
         raise TypeError(
-            f"{call}: give a tensor, not a {type(given).__name__}; {hint}torch.tensor() makes one of numbers, "
-            "allgather_object and broadcast_object take other things"
+            f"{call}: expected a tensor, got {type(given).__name__}. Use {hint}torch.tensor() for numbers, and "
+            "allgather_object or broadcast_object for other objects."
         )
     if given.layout is not torch.strided:
         raise ValueError(
-            f"{call}: the tensor has layout {given.layout}; give tensor.to_dense(), or use sparse_allreduce_async"
+            f"{call}: a tensor of layout {given.layout} is not supported. Pass tensor.to_dense(), or use "
+            "sparse_allreduce_async."
         )
 
 
 def check_list(given: Any, call: str) -> list[torch.Tensor]:
     """Return the tensors of a grouped call."""
     if isinstance(given, torch.Tensor) or not isinstance(given, Sequence) or isinstance(given, str):
-        raise TypeError(f"{call}: give a list of tensors, not a {type(given).__name__}")
+        raise TypeError(f"{call}: expected a list of tensors, got {type(given).__name__}")
     if not given:
         raise ValueError(f"{call}: the list of tensors is empty")
     for tensor in given:
@@ -66,8 +67,8 @@ def check_overwritten(tensor: torch.Tensor, call: str) -> None:
     """Raise where writing over ``tensor`` would make its gradient wrong without a word."""
     if torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf:
         raise ValueError(
-            f"{call}: the tensor belongs to a graph, and a call in place has no gradient: use "
-            f"{call.replace('_async_', '_async').removesuffix('_')}, or give tensor.detach()"
+            f"{call}: the tensor requires a gradient, which a call in place does not support. Use "
+            f"{call.replace('_async_', '_async').removesuffix('_')}, or pass tensor.detach()."
         )
 
 
@@ -77,7 +78,7 @@ def reduction(op: Any, average: Any, call: str) -> ReduceOp:
     Raises ``TypeError``, ``ValueError`` or, for Adasum, :class:`agmerge.AGMergeError`; ``call``: the name in errors.
     """
     if isinstance(average, ReduceOp) or isinstance(average, str):
-        raise TypeError(f"{call}: average must be True or False, not {average!r}; pass op= and name= by keyword")
+        raise TypeError(f"{call}: average must be True or False, got {average!r}. Pass op= and name= by keyword.")
     if op is not None and average is not None:
         raise ValueError(f"{call}: The op parameter supersedes average. Please provide only one of them.")
     if op is None:
@@ -86,9 +87,9 @@ def reduction(op: Any, average: Any, call: str) -> ReduceOp:
     if name is not None:
         op = ReduceOp(name)
     if not isinstance(op, ReduceOp):
-        raise ValueError(f"{call}: op must be {OPS}, not {op!r}")
+        raise ValueError(f"{call}: op must be {OPS}, got {op!r}")
     if op is ReduceOp.ADASUM:
-        raise AGMergeError(f"AGM303: {call}: op=Adasum is Horovod's alone; take {OPS}")
+        raise AGMergeError(f"AGM303: {call}: op=Adasum is supported by Horovod only. Use {OPS}.")
     return op
 
 
@@ -96,9 +97,7 @@ def compressor(given: Any, call: str) -> Compressor:
     """Return ``given``, the ``compression=`` of a collective, or raise ``TypeError`` if it is no cast."""
     if hasattr(given, "compress") and hasattr(given, "decompress"):
         return given  # type: ignore[no-any-return]
-    raise TypeError(
-        f"{call}: compression={given!r}; of a single collective it is agmerge.Compression.none, .fp16 or .bf16"
-    )
+    raise TypeError(f"{call}: compression must be agmerge.Compression.none, .fp16 or .bf16, got {given!r}")
 
 
 def factor(given: Any, name: str, call: str) -> float:
@@ -106,4 +105,4 @@ def factor(given: Any, name: str, call: str) -> float:
     try:
         return float(given)
     except (TypeError, ValueError):
-        raise TypeError(f"{call}: {name} must be a number, not {given!r}") from None
+        raise TypeError(f"{call}: {name} must be a number, got {given!r}") from None

@@ -26,7 +26,7 @@ class Allgather(Operation):
         super().__init__(*given, **more)
         for tensor in self.tensors:
             if tensor.dim() == 0:
-                raise ValueError(f"{self.label}: a tensor of no dimensions cannot be gathered; use tensor.reshape(1)")
+                raise ValueError(f"{self.label}: a tensor of no dimensions cannot be gathered. Use tensor.reshape(1).")
 
     def facts(self) -> list[Fact]:
         """Return every tensor's dtype and all dimensions but the first."""

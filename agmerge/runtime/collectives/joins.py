@@ -15,7 +15,7 @@ from agmerge.runtime.call_agreement import JOINED, exchange_digests, exchange_te
 from agmerge.runtime.collectives.operation import count
 from agmerge.runtime.collectives.reduction import TRAVELS, flat
 
-LABEL = "join() of the module's own collectives; an optimizer has a join() of its own"
+LABEL = "join() of agmerge's collectives; an optimizer has a separate join()"
 
 
 def join(device: int | str = -1) -> int:

@@ -38,7 +38,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, proc
     data, problem = _pickled(obj) if comm.rank == root else (b"", None)
     received = broadcast_bytes(comm, data, root, label.replace(" (", " ["), timeouts.default())
     if not received:
-        raise AGMergeError(f"AGM304: {label}: what rank {root_rank} gave does not pickle") from problem
+        raise AGMergeError(f"AGM304: {label}: the object of rank {root_rank} cannot be pickled") from problem
     return obj if comm.rank == root else pickle.loads(received)
 
 
@@ -60,7 +60,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None)
     parts = torch.split(run(gathering), gathering.rows[0])
     failed = [rank for rank, part in zip(gathering.group.ranks, parts, strict=True) if not len(part)]
     if failed:
-        raise AGMergeError(f"AGM304: {label}: what rank {failed[0]} gave does not pickle") from problem
+        raise AGMergeError(f"AGM304: {label}: the object of rank {failed[0]} cannot be pickled") from problem
     return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
 

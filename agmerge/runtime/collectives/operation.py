@@ -169,8 +169,8 @@ def start(operation: Operation, *, waits: bool = False) -> Pending:
     message = f"{operation.label}{number}".replace(" (", " [")
     if message in line.pending:
         raise ValueError(
-            f"{operation.label}: a collective of this name is under way with the same name as another tensor; "
-            "synchronize() that one first, or give each a name of its own"
+            f"{operation.label}: a collective of this name is already running, with the same name as another tensor. "
+            "Call synchronize() first, or use different names."
         )
     facts = [("call", operation.kind), ("name", message), *operation.facts()]
     agree(operation.comm, operation.label, facts)
@@ -231,5 +231,5 @@ def synchronize(handle: Pending) -> Any:
 def _checked(handle: Any, call: str) -> Pending:
     """Return ``handle``, or raise ``TypeError`` if it is none."""
     if not isinstance(handle, Pending):
-        raise TypeError(f"{call}: give what an ..._async call has returned, not {handle!r}")
+        raise TypeError(f"{call}: expected the result of an ..._async call, got {handle!r}")
     return handle

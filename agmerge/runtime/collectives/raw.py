@@ -32,7 +32,7 @@ def row_kind(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype}{_elsewhere(tensor)}"
 
 
-EXPANDED = " expanded, of which several elements are one number, so that it cannot be written to: give its clone()"
+EXPANDED = " expanded, so several elements share one memory location and cannot be written. Pass its clone()"
 
 
 def expanded(tensor: torch.Tensor) -> str:

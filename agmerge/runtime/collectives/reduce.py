@@ -58,7 +58,7 @@ class Allreduce(Reduction):
     def backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Collective. Return the same reduction of the gradients: of an average the average, of a sum the sum."""
         if self.op not in (Average, Sum):
-            raise AGMergeError(f"AGM303: {self.label}: op={self.op.value} has no gradient; give it tensor.detach()")
+            raise AGMergeError(f"AGM303: {self.label}: op={self.op.value} is not differentiable. Pass tensor.detach().")
         return reduced_gradients(self, gradients, self.op, self.prescale, self.postscale)
 
 

@@ -55,9 +55,11 @@ class Reduction(Operation):
         adds = self.op in (Average, Sum)
         if tensor.dtype == torch.bool:
             what = "sum" if adds else self.op.value
-            raise ValueError(f"{self.label}: a tensor of bool has no {what}; convert it to the integers that you mean")
+            raise ValueError(f"{self.label}: {what} of a bool tensor is not supported. Convert it to integers.")
         if tensor.dtype not in (*_INTEGERS, *TRAVELS) and not (adds and tensor.dtype in _COMPLEX):
-            raise ValueError(f"{self.label}: {self.op.value} of {tensor.dtype} is not built; convert the tensor first")
+            raise ValueError(
+                f"{self.label}: {self.op.value} of {tensor.dtype} is not supported. Convert the tensor first."
+            )
 
     def facts(self) -> list[Fact]:
         """Return the operation, the factors, every tensor's dtype and shape."""

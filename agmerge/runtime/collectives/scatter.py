@@ -26,10 +26,10 @@ class ReduceScatter(Reduction):
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         if self.op not in (Average, Sum):
-            raise ValueError(f"{self.label}: op must be agmerge.Average or agmerge.Sum, not {self.op.value}")
+            raise ValueError(f"{self.label}: op must be agmerge.Average or agmerge.Sum, got {self.op.value}")
         for tensor in self.tensors:
             if tensor.dim() == 0:
-                raise ValueError(f"{self.label}: a tensor of no dimensions has no rows to scatter; use allreduce")
+                raise ValueError(f"{self.label}: a tensor of no dimensions has no rows to scatter. Use allreduce.")
 
     def begin(self, message: str) -> list[Handle]:
         """Collective. Start one message a tensor, of equal pieces: where rows do not divide, some end with padding."""

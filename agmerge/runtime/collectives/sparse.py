@@ -33,10 +33,10 @@ def sparse_allreduce_async(
     """
     label = arguments.label(name, "sparse_allreduce_async")
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
-        raise TypeError(f"{label}: give a tensor of layout torch.sparse_coo; allreduce takes dense ones")
+        raise TypeError(f"{label}: expected a tensor of layout torch.sparse_coo. Use allreduce for dense tensors.")
     combine = arguments.reduction(op, None, label)
     if combine not in (Average, Sum):
-        raise ValueError(f"{label}: op must be agmerge.Average or agmerge.Sum, not {combine.value}")
+        raise ValueError(f"{label}: op must be agmerge.Average or agmerge.Sum, got {combine.value}")
     bare = tensor.detach()
     gathering = Allgather("grouped_allgather", [bare._indices().t(), bare._values()], label, process_set)
     pending, size = start(gathering), gathering.comm.size

@@ -47,10 +47,7 @@ TEXT = 1000  # characters of an error that is told
 TOLD = 8  # ranks that are told of a normal end: any of them can be asked
 HURRY = 0.3  # seconds for each of them
 REFUSED = "the connection was refused: by a firewall, or because the address is another machine's"
-OPEN = (
-    "let the machines of a job reach each other at all TCP ports, or choose their network by "
-    "GLOO_SOCKET_IFNAME=<interface>"
-)
+OPEN = "Open all TCP ports between the machines of the job, or set GLOO_SOCKET_IFNAME=<interface>"
 
 
 class PeerMonitor:
@@ -95,7 +92,7 @@ class PeerMonitor:
             address = address or addresses.reachable(hosts, env)
             self._server = StatusServer(address, own.token, self._answer, self._pauses)
         except OSError as error:
-            return replace(own, problem=f"it has no port to be asked at ({error})")
+            return replace(own, problem=f"it has no status port ({error})")
         return replace(own, address=address, port=self._server.port)
 
     def _check(self, gather: Gather) -> None:
@@ -108,14 +105,16 @@ class PeerMonitor:
             if isinstance(answer, PeerUnreachable):
                 peer, why = self.peers[following], str(answer)
                 why = REFUSED if answer.again and why != UNASKED else why  # it has just said where it listens
-                problem = f"it could not be asked at {peer.address}, port {peer.port}, from the start ({why})"
+                problem = (
+                    f"its status port {peer.address}, port {peer.port}, could not be reached from the start ({why})"
+                )
         for rank, text in enumerate(gather(problem.encode(), "roll call/check")):
             after = (rank + 1) % size
             self.peers[after] = self.peers[after].with_problem(text.decode(errors="replace"))
         if self._problems() and self.rank == 0:
             warnings.warn(
-                f"AGM207: should a rank fail, errors could not say what became of {self._listed(self._problems())}. "
-                f"Training goes on; to have it otherwise, {OPEN}",
+                f"AGM207: Cannot reach the status port of {self._listed(self._problems())}. Training continues, but "
+                f"errors may not be able to name a failed rank. {OPEN}.",
                 stacklevel=2,
             )
 

@@ -12,13 +12,13 @@ from agmerge.runtime.peers.status_server import ENDED, PeerUnreachable
 
 SHOWN = 8  # ranks that are described; more are only named
 DIFFERENT = (
-    "The ranks make different calls: {others}, this rank for {call}. Is there a call inside `if rank() == 0`, or one "
-    "that only some ranks come to?"
+    "The ranks make different calls: {others}, this rank for {call}. Check for calls inside `if rank() == 0`, or "
+    "calls that only some ranks make."
 )
-UNEVEN = "Do ranks have different numbers of batches? Then let each call optimizer.join() after its last one."
+UNEVEN = "If ranks have different numbers of batches, call optimizer.join() on each rank after its last batch."
 LATE = (
-    "Nobody is missing: the others had given up before this rank came to {call}. Look for what delayed it, or give "
-    "them more time (timeout=, AGMERGE_TIMEOUT)."
+    "No rank is missing: the others timed out before this rank reached {call}. Check what delayed it, or set a longer "
+    "timeout (timeout=, AGMERGE_TIMEOUT)."
 )
 
 
@@ -50,12 +50,12 @@ class Report:
         groups = {"Missing": self.missing, "Not known": unknown, "Waiting too": self.waiting}
         parts = [f"{title}: {listed(group)}." for title, group in groups.items() if group]
         if own_problem:
-            parts.append(f"Of this rank others say: {own_problem}.")
+            parts.append(f"Other ranks report about this rank: {own_problem}.")
         parts += own_trouble
         if self.elsewhere and not unknown and set(self.missing) <= set(self.elsewhere):
             parts.append(DIFFERENT.format(others=", ".join(list(self.elsewhere.values())[:SHOWN]), call=call))
         elif not (self.missing or unknown or own_problem or own_trouble or self.troubled):
-            stuck = "Nobody is missing: the network or the backend is stuck."
+            stuck = "No rank is missing: the network or the backend is stuck."
             parts.append(LATE.format(call=call) if self.late else stuck)
         return " ".join(parts + [UNEVEN] * self.uneven)
 

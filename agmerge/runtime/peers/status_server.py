@@ -28,11 +28,11 @@ LONGEST = 16384  # bytes of a line
 MOST = 64  # connections that have not asked yet
 
 ENDED = "its process has ended"
-STUCK = "its process does not answer: it is stopped, or busy in code that lets no other thread run"
+STUCK = "its process does not answer: it is stopped, or runs code that blocks all other threads"
 CUT = "no answer: its host is down, or the network to it is cut"
 REFUSES = (
-    "its process is there, but has refused for {:g} s to be asked: it has left the others (agmerge.shutdown()), or "
-    "something resets connections"
+    "its process is running, but has refused connections for {:g} s: it called agmerge.shutdown(), or something "
+    "resets connections"
 )
 UNREADABLE = "its answer cannot be read"
 UNASKED = "this process cannot ask it: too many open files"
