@@ -51,9 +51,9 @@ OTHER_MODEL = (
     "Put their model into DistributedDataParallel, then run advise again"
 )
 SPAWNS = (
-    "it starts its workers itself (torch.multiprocessing), so advise cannot time them. For this test, call the function "
-    "that each worker runs directly. Take its rank and the number of workers from RANK and WORLD_SIZE, which torchrun "
-    "sets"
+    "it starts its workers itself (torch.multiprocessing), so advise cannot time them. For this test, call the "
+    "function that each worker runs directly. Take its rank and the number of workers from RANK and WORLD_SIZE, which "
+    "torchrun sets"
 )
 
 
@@ -296,7 +296,8 @@ def advised(advisor: Advisor) -> type[agmerge.DistributedOptimizer]:
             dear = isinstance(options.merging, str) and spelling(options.merging) == "dear"
             if options.sync == UPDATES or dear or options.process_set is not None:
                 advisor.give_up(
-                    "sync='updates', merging='dear' and process_set= are not supported: advise only compares exchanges of gradients"
+                    "sync='updates', merging='dear' and process_set= are not supported: advise only compares exchanges "
+                    "of gradients"
                 )
             self._turns = Turns(optimizer, lambda _: self, as_it_is=False, tell=advisor._tell_turn)
             advisor.follows(self._turns, optimizer)

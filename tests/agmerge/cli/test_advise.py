@@ -47,12 +47,12 @@ def facts(now: float, framework: str = DDP, **seconds: float) -> Facts:
     ("measured", "use", "words"),
     [
         (facts(1.0, none=1.0, eden_2=0.25, topk=0.3), True, "a speedup of 4x."),
-        (facts(1.0, none=1.0, eden_2=0.25, topk=0.2), True, f"set compression='topk': a speedup of 5x (effect on the loss: {COST})"),
+        (facts(1.0, none=1.0, eden_2=0.25, topk=0.2), True, f"'topk': a speedup of 5x (effect on the loss: {COST})"),
         (facts(1.0, none=1.0, eden_2=0.95, topk=0.94), False, f"{NOT_HERE}: a step takes 1e+03 ms now"),
         (facts(1.0, none=1.0, eden_2=2.0, topk=3.0), False, NOT_HERE),
         (facts(1.0, none=0.8, eden_2=2.0, topk=3.0), False, NOT_HERE),
-        (facts(1.0, none=1.0, eden_2=0.95, topk=0.1), False, f"compression='topk': a speedup of 10x (effect on the loss: {COST})"),
-        (facts(1.0, none=0.8, eden_2=2.0, topk=3.0), False, "uncompressed gradients, as the script sends them now, are the fastest"),
+        (facts(1.0, none=1.0, eden_2=0.95, topk=0.1), False, f"'topk': a speedup of 10x (effect on the loss: {COST})"),
+        (facts(1.0, none=0.8, eden_2=2.0, topk=3.0), False, "uncompressed gradients, as the script sends them"),
         (facts(1.0, none=1.0, eden_2=0.5, updates=0.1), True, "To send little, set sync='updates': a speedup of 10x"),
         (facts(0.02, none=0.02, eden_2=0.01), True, "10 ms per step instead of 20 ms"),
         (facts(1.0, OURS, none=1.0, eden_2=0.5, topk=0.49), True, "a speedup of 2x."),
@@ -75,7 +75,7 @@ def test_over_a_pretended_link_and_with_our_own_optimizer_dense_is_what_it_is_co
     assert "unmodified script" not in told
     own = replace(facts(1.0, OURS, none=1.0, eden_2=0.25), has_default=True)
     chosen = advice.choose(own)
-    assert chosen.use and not chosen.lines and "Change nothing, the script already uses the default" in advice.text(own, chosen)
+    assert chosen.use and not chosen.lines and "Change nothing, the script already" in advice.text(own, chosen)
 
 
 @pytest.mark.parametrize(
