@@ -80,7 +80,7 @@ def arguments() -> str:
         "`agmerge.LocalOptimizer` accept the same arguments, except those that have no effect there. For the methods,",
         "see the [API](api.md#the-optimizer).",
         "",
-        "* Only the first ten arguments of Horovod's `DistributedOptimizer` may be positional. Pass all others by name.",
+        "* The first ten, which are Horovod's arguments, may be positional. Pass all others by name.",
         "* Patterns are regular expressions that must match the full parameter name, such as `.*\\.bias`. The first",
         "  match wins.",
         "* An argument that has no effect, by itself or together with others, raises a `ValueError`.",
