@@ -11,16 +11,24 @@ from collections.abc import Sequence
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with the usage of every command."""
     whole = argparse.ArgumentParser(
-        prog="python -m agmerge", description="Check this machine, build Horovod, compare planners, get advice, or explain an error."
+        prog="python -m agmerge", description="Check this machine, test a script, compare plans, and explain errors."
     )
     commands = whole.add_subparsers(dest="command", metavar="command")
-    doctor = commands.add_parser("doctor", help="show what works on this machine, and commands that fix the rest")
-    doctor.add_argument("--patience", type=float, default=12.0, metavar="SECONDS", help="timeout of each check (default: 12)")
+    doctor = commands.add_parser(
+        "doctor", help="show which backends and launchers work on this machine, and how to fix the others"
+    )
+    doctor.add_argument(
+        "--patience",
+        type=float,
+        default=12.0,
+        metavar="SECONDS",
+        help="timeout of each check, in seconds (default: 12)",
+    )
     doctor.add_argument(
         "--hosts",
         type=lambda text: list(dict.fromkeys(text.split(","))),
         metavar="A,B,...",
-        help="check over ssh whether these hosts can work together",
+        help="check over ssh whether these hosts can work together, instead of this machine",
     )
     doctor.add_argument("--json", action="store_true", help="print the table as JSON")
     build = commands.add_parser(
@@ -39,16 +47,30 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--planner", default="agmerge", help="planner for --save (default: agmerge)")
     advise = commands.add_parser(
         "advise",
-        help="time an unchanged script with several compressors, and recommend one of them, or none",
-        epilog="By default, two workers are started on this machine. For several machines, use your launcher: "
+        help="time the first steps of a script with and without compression, and print the lines to add",
+        epilog="It starts two workers on this machine. For several machines, put your launcher in front, for example "
         "torchrun --nnodes=2 ... -m agmerge advise train.py --lr 0.1. Ctrl-C prints the table so far. Exit codes: "
-        "0 if there are lines to paste, 3 if agmerge does not help, 4 if there is no reliable result.",
+        "0: there are lines to add, 3: do not use agmerge here, 4: no answer.",
     )
-    advise.add_argument("--json", action="store_true", help="print the measurements and the advice as JSON")
-    advise.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="timeout of the whole trial (default: 600)")
-    advise.add_argument("--workers", type=int, default=2, help="workers to start if there is no launcher (default: 2)")
+    advise.add_argument("--json", action="store_true", help="print what was measured, and the advice, as JSON")
+    advise.add_argument(
+        "--patience",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="time limit of the test, in seconds (default: 600)",
+    )
+    advise.add_argument(
+        "--workers",
+        type=int,
+        default=2,
+        help="number of workers to start on this machine, without a launcher (default: 2)",
+    )
     advise.add_argument("--result", default="", help=argparse.SUPPRESS)
-    advise.add_argument("script", help="training script that uses DistributedDataParallel or agmerge")
+    advise.add_argument(
+        "script",
+        help="a training script: plain PyTorch, DistributedDataParallel, Trainer, Accelerate, Lightning or agmerge",
+    )
     advise.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     lighthouse = commands.add_parser(
         "lighthouse",
