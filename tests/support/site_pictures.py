@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look at every page of the site in a browser: ``python tests/support/site_pictures.py SITE PICTURES``.
 
-Pages are shown at the widths of a phone and of half a screen, light and dark. A page that is wider than the window,
-something that sticks out of it, a picture that is not there and an error of a script are told, and the status is 1.
+Pages are shown at the widths of a phone, of half a screen and of a laptop, light and dark. A page that is wider than the
+window, something that sticks out of it or is cut off, a picture that is not there, a navigation that lacks sections or
+pages, and an error of a script are told, and the status is 1.
 Pictures of the pages that newcomers meet are written into the folder PICTURES. The browser is Chromium, from the
 system's packages; where there is none, one line says so, and nothing is looked at.
 """
@@ -15,8 +16,10 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
-WIDTHS, HEIGHT, SCHEMES = (390, 830), 1000, ("light", "dark")
-SHOWN = ("index", "tutorial", "with_ddp", "will_it_help", "troubleshooting")
+WIDTHS, HEIGHT, SCHEMES = (390, 830, 1300), 1000, ("light", "dark")
+SHOWN = ("index", "tutorial", "use_with", "with_ddp", "will_it_help", "benchmarks", "troubleshooting")
+SECTIONS = ["Get started", "Use it with", "Guides", "Concepts", "Reference", "Benchmarks"]
+ALONE = ("index", "benchmarks", "search", "genindex")  # pages without pages below or beside them
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # Elements that stick out to the right, but for what scrolls by itself.
 OUTSIDE = """
@@ -24,6 +27,14 @@ OUTSIDE = """
     const scrolls = one.closest("pre, .pst-scrollable-table-container, [aria-hidden=true], .headerlink");
     return !scrolls && one.getClientRects().length && one.getBoundingClientRect().right > innerWidth + 1;
 }).map(one => one.textContent.trim().slice(0, 40))
+"""
+# Sections in the header, and pages of the section in the sidebar, as far as they are visible in a wide window.
+HEADER = "() => [...document.querySelectorAll('.bd-header .navbar-nav .nav-link')].filter(one => one.offsetWidth)"
+SIDEBAR = "() => document.querySelectorAll('.bd-sidebar-primary .bd-links__title ~ .bd-toc-item a').length"
+# Tables that have to be scrolled, though the window is wide.
+CUT_OFF = """
+() => [...document.querySelectorAll(".bd-article .pst-scrollable-table-container")]
+    .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent.trim().slice(0, 40))
 """
 MISSING = "() => [...document.images].filter(one => !one.naturalWidth).map(one => one.src)"
 
@@ -41,6 +52,11 @@ def looked_at(page: Page, file: Path) -> list[str]:
     wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     wrong += [f"{wide} pixels wider than the window"] if wide > 0 else []
     wrong += [f"sticks out: {text!r}" for text in dict.fromkeys(page.evaluate(OUTSIDE))]
+    if page.viewport_size and page.viewport_size["width"] == max(WIDTHS):
+        header = page.evaluate(HEADER + ".map(one => one.textContent.trim())")
+        wrong += [f"the header has {header}"] if header != SECTIONS else []
+        wrong += [f"table cut off: {text!r}" for text in page.evaluate(CUT_OFF)]
+        wrong += ["the sidebar is empty"] if file.stem not in ALONE and not page.evaluate(SIDEBAR) else []
     return wrong + [f"no picture: {source}" for source in page.evaluate(MISSING)]
 
 
