@@ -57,6 +57,7 @@ NOT_OURS = {
     "docs/migrate.md": {"test/parallel/test_torch.py"},
 }
 
+
 @cache
 def files() -> tuple[str, ...]:
     """Return every file of the tree that pages may name, as paths from the root."""
