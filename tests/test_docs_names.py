@@ -59,6 +59,7 @@ NOT_OURS = {
     "docs/tutorial.md": {"quickstart.py"},
 }
 
+
 @cache
 def files() -> tuple[str, ...]:
     """Return every file of the tree that pages may name, as paths from the root."""

@@ -31,7 +31,7 @@ def options(line: str) -> dict[str, Any]:
 
 
 def test_a_dry_run_says_what_the_library_makes_of_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(UserWarning, match="memory='residual' goes with compression='dgc' here: AdamW has a momentum"):
+    with pytest.warns(UserWarning, match="AGM707: compression='dgc' uses memory='residual' with AdamW"):
         train.main("gpt2-wikitext2 --tiny --compression dgc --dry-run".split())
     assert capsys.readouterr().out.splitlines()[-1] == "  dgc, density 0.01, sparse exchange, memory residual"
     train.main("mnist --compression dgc --dry-run".split())
@@ -150,7 +150,7 @@ def test_jobs_are_listed_and_shown_without_data(capsys: pytest.CaptureFixture[st
 
 
 def test_options_that_contradict_end_with_the_librarys_sentence(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="merging='dear' halves an all-reduce.*pass compression='none'"):
+    with pytest.raises(SystemExit, match="merging='dear' requires an all-reduce.*Pass compression='none'"):
         train.main(["digits", "--merging", "dear", "--compression", "topk", "--log-dir", str(tmp_path)])
     with pytest.raises(SystemExit, match="every=4 is about sync='updates'"):
         train.main(["gpt-stdlib", "--sync", "gradients", "--every", "4", "--log-dir", str(tmp_path)])

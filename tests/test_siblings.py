@@ -30,9 +30,9 @@ def test_a_file_of_that_name_beside_the_script_is_named(name: str, tmp_path: Pat
     (tmp_path / f"{name}.py").write_text(RUN_BY_ACCIDENT)
     (tmp_path / "train.py").write_text("import agmerge\n")
     text = run(["train.py"], tmp_path)
-    own = f"ImportError: AGM002: agmerge needs its own package {name!r}, and Python finds"
+    own = f"ImportError: AGM002: agmerge needs its own package {name!r}, but Python finds"
     assert text.startswith(f"{own} {tmp_path / name}.py in its place")
-    assert "Rename that file or folder, or move it away from the script and from the folders of" in text
+    assert "Rename that file or folder, or move it out" in text
 
 
 def test_a_script_of_that_name_is_named_and_not_run_again(tmp_path: Path) -> None:
@@ -64,8 +64,8 @@ def test_another_distribution_that_overwrote_ours_is_named(text: str, tmp_path: 
     (info / "RECORD").write_text("merging/__init__.py,,\n")
     (info / "top_level.txt").write_text("merging\n")
     said = run(["-c", "import agmerge"], tmp_path, site)
-    assert said.startswith("ImportError: AGM002: agmerge needs its own package 'merging', and ")
-    assert "mergers has installed a package of that name into the same folder. Uninstall that, then" in said
+    assert said.startswith("ImportError: AGM002: agmerge needs its own package 'merging', but ")
+    assert "mergers has installed a package of that name into the same folder. Uninstall the other one, then" in said
 
 
 def test_a_missing_torch_is_not_taken_for_another_package(tmp_path: Path) -> None:

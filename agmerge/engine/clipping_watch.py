@@ -36,8 +36,9 @@ VELOCITY = (
 )
 SELECTED = (
     "AGM125: Step {step}: clipping to a norm of {bound:.4g} scaled down a gradient of norm {norm:.4g}. With "
-    "{compressor} ({share:.2g} % of the values), p.grad holds values of several steps, so clipping is up to "
-    "{times:.2g}x stronger than in uncompressed training. Raise the bound, or use compression='eden' or the default."
+    "{compressor} ({share:.2g} % of the values), p.grad holds values of up to {steps} steps. The norm of an "
+    "uncompressed gradient is between {low:.4g} and {norm:.4g}, so clipping is up to {times:.2g}x stronger. Raise the "
+    "bound, or use compression='eden' or the default."
 )
 
 

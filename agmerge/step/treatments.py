@@ -82,6 +82,7 @@ def _why_not_sharded(config: Config, name: str) -> str:
         )
     return ""
 
+
 BIASES = r".*\.bias"  # an example of a pattern
 
 

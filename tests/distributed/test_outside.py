@@ -100,7 +100,7 @@ def test_a_rank_that_was_stopped_itself_says_so(outcome: dict[str, Any]) -> None
     error = outcome["errors"][1]
     assert "This process did not run for " in error and "s: it was stopped (SIGSTOP, a debugger" in error
     assert "Waiting too: rank 0 " in error and "it has given up waiting for agreement (second)" in error
-    assert "Nobody is missing" not in error
+    assert "No rank is missing" not in error
 
 
 @pytest.mark.long

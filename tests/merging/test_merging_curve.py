@@ -117,7 +117,7 @@ def test_files_and_spelling(tmp_path: Path) -> None:
         (lambda: Curve((1,), (float("nan"),)), ValueError, r"seconds\[0\] is nan.*finite"),
         (lambda: Curve((1,), (-1.0,)), ValueError, r"seconds\[0\] is -1.0.*not negative"),
         (lambda: Curve((1,), ("1",)), TypeError, r"seconds\[0\] is '1'"),  # type: ignore[arg-type]
-        (lambda: Curve.fit({}), ValueError, "no samples: measure at least one size"),
+        (lambda: Curve.fit({}), ValueError, "curve: there are no samples"),
         (lambda: Curve.fit({3: []}), ValueError, "size 3 has no samples"),
         (lambda: Curve.fit({3: [1.0, float("inf")]}), ValueError, "a sample of 3 elements is inf"),
         (lambda: Curve.fit({3: [1.0, -1e-9]}), ValueError, "a sample of 3 elements is -1e-09"),

@@ -42,12 +42,12 @@ def test_damage_is_seen(tmp_path: Path) -> None:
         Measurements.loads(Plan((2,)).dumps())
     body = {k: v for k, v in json.loads(text).items() if k not in ("crc32", "format", "kind")}
     for change in ({"workers": 0}, {"extra": 1}, {"exchange": None}, {"exchange": {"elements": [1], "seconds": []}}):
-        with pytest.raises(ValueError, match="intact, but says something invalid"):
+        with pytest.raises(ValueError, match="record is undamaged, but its content is"):
             Measurements.loads(merging.storage.seal("merging.Measurements", {**body, **change}))
     earlier = {k: v for k, v in body.items() if k != "message"}  # a file from before there was one
     assert Measurements.loads(merging.storage.seal("merging.Measurements", earlier)) == measured(message=None)
     del body["modes"]
-    with pytest.raises(ValueError, match="intact, but says something invalid"):
+    with pytest.raises(ValueError, match="record is undamaged, but its content is"):
         Measurements.loads(merging.storage.seal("merging.Measurements", body))
 
 
@@ -62,7 +62,7 @@ def test_damage_is_seen(tmp_path: Path) -> None:
         ({"modes": ("ahead", "ahead")}, ValueError, "at least one, and each once"),
         ({"modes": "dense"}, TypeError, "single string 'dense'"),
         ({"modes": ("sideways",)}, ValueError, "no mode 'sideways'"),
-        ({"modes": ("dear",), "profile": Profile(["a"], [1], [0.0])}, ValueError, "'dear' needs profile.forward"),
+        ({"modes": ("dear",), "profile": Profile(["a"], [1], [0.0])}, ValueError, "Measure it, or remove the mode"),
         ({"workers": 0}, ValueError, "workers is 0"),
         ({"facts": {"a": 1}}, TypeError, r"fact \('a', 1\) is no pair of strings"),
         ({"facts": [("a", "b"), ("a", "c")]}, ValueError, "fact 'a' is given twice"),

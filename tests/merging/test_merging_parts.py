@@ -92,7 +92,7 @@ def test_where_nothing_is_selected_parts_are_not_read(data: st.DataObject, mode:
 
 def test_several_tensors_ahead_are_refused() -> None:
     profile = Profile(["a", "b", "c"], [1, 1, 60], [1.0, 1.0, 1.0])
-    with pytest.raises(ValueError, match="merge buffer 1 has 3 parts, and ahead each of its 2 tensors .* give it 1"):
+    with pytest.raises(ValueError, match="merge buffer 1 has 3 parts, but must have 1, .* 2 tensors"):
         predict(Plan((1, 2), parts=(2, 3)), profile, costs(), "ahead")
 
 
@@ -109,7 +109,7 @@ def test_parts_are_part_of_a_plan_and_left_out_where_all_are_1() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        ({"parts": (1,)}, ValueError, "parts has 1 entries.*give 2"),
+        ({"parts": (1,)}, ValueError, "parts has 1 entries.*Pass 2"),
         ({"parts": (1, 0)}, ValueError, r"parts\[1\] is 0.*at least 1"),
         ({"parts": (1, 2.0)}, TypeError, r"parts\[1\] is 2.0"),
         ({"dense": (False, True), "parts": (1, 2)}, ValueError, "merge buffer 1 goes dense and has 2 parts"),
@@ -174,7 +174,7 @@ def test_what_cannot_travel_in_parts_is_left() -> None:
     dear = replace(wire)
     object.__setattr__(dear, "dense", Costs(wire.sparsify, wire.exchange, lambda x: 1e-8 * x).dense)
     assert divide(Plan((4, 1), (False, True)), profile, dear, "behind").parts == (1, 1)
-    with pytest.raises(ValueError, match="only the planner 'dear' plans for mode 'dear'"):
+    with pytest.raises(ValueError, match="is supported by the planner"):
         divide(Plan((4, 1)), profile, wire, "dear")
     with pytest.raises(ValueError, match="divide: most is 0"):
         divide(Plan((4, 1)), profile, wire, "behind", most=0)

@@ -50,7 +50,7 @@ def test_defaults_and_plain_types() -> None:
         ({"counts": (-1, 2)}, ValueError, r"counts\[0\] is -1"),
         ({"counts": (1.0,)}, TypeError, r"counts\[0\] is 1.0"),
         ({"counts": (True,)}, TypeError, r"counts\[0\] is True"),
-        ({"counts": (2, 1), "dense": (True,)}, ValueError, "dense has 1 entries.*2 merge buffers.*give 2"),
+        ({"counts": (2, 1), "dense": (True,)}, ValueError, "dense has 1 entries.*2 merge buffers.*Pass 2"),
         ({"counts": (2, 1), "dense": (True, "no")}, TypeError, r"dense\[1\] is 'no'"),
         ({"counts": (2, 1), "labels": ("a",) * 3}, ValueError, "labels has 3 entries"),
         ({"counts": (2, 1), "labels": "ab"}, TypeError, "single string 'ab'"),

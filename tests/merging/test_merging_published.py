@@ -269,7 +269,7 @@ def test_dear_takes_the_threshold_with_the_best_step() -> None:
         assert best == min(predict(other, model, costs, "dear").finish for other in fixed)
         assert best == predict(fixed[fixed.index(plan)], model, costs, "dear").finish
         assert (len(plan.counts) == n) == (startup == 0.0)
-    with pytest.raises(ValueError, match="profile.forward is None"):
+    with pytest.raises(ValueError, match="forward, because it hides all-gathers behind"):
         merging.get("dear").plan(profile([1], [0.0]), costs, "dear")
 
 

@@ -75,7 +75,7 @@ def test_kind_format_and_contents_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="format 2, and this library reads only 1"):
         Plan.loads(storage.seal("merging.Plan", body, version=2))
     for change in ({"counts": [0]}, {"counts": "2"}, {"dense": [7]}, {"unknown": 1}):
-        with pytest.raises(ValueError, match="intact, but says something invalid"):
+        with pytest.raises(ValueError, match="record is undamaged, but its content is"):
             Plan.loads(storage.seal("merging.Plan", {**body, **change}))
     with pytest.raises(TypeError, match="from bytes: decode"):
         Plan.loads(PLAN.dumps().encode())  # type: ignore[arg-type]

@@ -120,7 +120,7 @@ def test_known_vectors() -> None:
 
 
 def test_refuses() -> None:
-    with pytest.raises(ValueError, match="hides all-gathers under forward, and profile.forward is None"):
+    with pytest.raises(ValueError, match="forward, because it hides all-gathers behind"):
         predict(Plan((3,)), HAND, costs(), "dear")
     with pytest.raises(ValueError, match="no mode 'sideways': use one of dense, ahead, behind, dear"):
         predict(Plan((3,)), HAND, costs(), "sideways")

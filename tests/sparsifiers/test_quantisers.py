@@ -272,11 +272,11 @@ def test_sums_of_opposite_senders_are_not_subnormal(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{"bits": 3}, {"bits": 1}, {"bits": "4"}, {"norm": "l1"}, {"norm": None}], ids=str)
 def test_options_of_qsgd(options: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="give 2, 4 or 8 bits, and 'max' or 'l2'"):
+    with pytest.raises(ValueError, match=": expected 2, 4 or 8 bits, and"):
         made("qsgd", **options)
 
 
 def test_fp8_needs_the_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "float8_e4m3fn")
-    with pytest.raises(ValueError, match=r"has no float8_e4m3fn; use 'int8', or a newer torch"):
+    with pytest.raises(ValueError, match="fp8 is not supported: torch"):
         made("fp8")

@@ -63,7 +63,7 @@ def test_budget_is_the_formula_and_in_range(density: float, numel: int) -> None:
 @pytest.mark.parametrize("density", [0.0, -0.1, 1.0000001, math.nan, math.inf])
 def test_densities_outside_the_range(density: float) -> None:
     for make in (lambda: sparsifiers.get("topk", density), lambda: budget(density, 10)):
-        with pytest.raises(ValueError, match=r"density must lie in \(0, 1\]"):
+        with pytest.raises(ValueError, match="density must be in"):
             make()
 
 
@@ -75,7 +75,7 @@ def test_densities_that_are_no_numbers(density: Any) -> None:
 
 @pytest.mark.parametrize("numel", [-1, 2**31])
 def test_numel_outside_the_range(numel: int) -> None:
-    with pytest.raises(ValueError, match=rf"numel is {numel}, outside \[0, 2\*\*31\)"):
+    with pytest.raises(ValueError, match=rf"numel must be in \[0, 2\*\*31\), got {numel}"):
         budget(0.5, numel)
     with pytest.raises(ValueError, match=rf"topk\(density=0.01\): numel is {numel}"):
         sparsifiers.get("topk").capacity(numel)
@@ -110,7 +110,7 @@ def test_vectors_of_another_rank(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
 def test_vectors_of_another_dtype(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=rf"vector is {dtype}; convert it to one of .*bfloat16"):
+    with pytest.raises(ValueError, match=rf"vector must be one of .*bfloat16.*, got {dtype}"):
         sparsifiers.get("topk").select(torch.zeros(4).to(dtype))
 
 
@@ -135,9 +135,9 @@ def test_step_counts_from_zero() -> None:
 
 @pytest.mark.parametrize("shapes", [[(2, 3)], [(2,), (2, 2)], [], [(5, 0)]])
 def test_shapes_that_do_not_cover_the_vector(shapes: list[tuple[int, ...]]) -> None:
-    with pytest.raises(ValueError, match=r"shapes hold \d elements in \d tensors, but the vector has 5"):
+    with pytest.raises(ValueError, match=r"shapes have \d elements in \d tensors, but the vector has 5"):
         sparsifiers.get("topk").select(torch.zeros(5), shapes=shapes)
-    with pytest.raises(ValueError, match="shapes hold"):
+    with pytest.raises(ValueError, match="Pass the shape of every tensor in the vector,"):
         sparsifiers.get("topk").capacity(5, shapes=shapes)
 
 

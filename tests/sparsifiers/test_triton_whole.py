@@ -16,9 +16,7 @@ from sparsifiers.gpu import add_whole
 @pytest.mark.parametrize(
     "kind, n, ranks", [("normal", 2500, 3), ("cauchy", 1, 8), ("specials", 1024, 2), ("normal", 77, 1)]
 )
-def test_sums_are_in_the_order_of_ranks(
-    kind: str, n: int, ranks: int, dtype: torch.dtype, factor: float
-) -> None:
+def test_sums_are_in_the_order_of_ranks(kind: str, n: int, ranks: int, dtype: torch.dtype, factor: float) -> None:
     rows = torch.stack([for_interpreter(vector(kind, n, seed), dtype) for seed in range(ranks)]).to(dtype)
     apart = torch.zeros(ranks, n + 5, dtype=dtype)
     apart[:, :n] = rows

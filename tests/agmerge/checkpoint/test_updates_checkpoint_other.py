@@ -45,7 +45,7 @@ def test_a_checkpoint_of_updates_becomes_one_of_gradients_with_the_shared_parame
     with told() as texts:
         found = agreed(on_ranks(2, MODEL, body))
     assert found[0] == digest(kept[0]["base"].values())
-    assert sum("is of another sync=: what was not sent of gradients is no update" in text for text in texts) == 2
+    assert sum("AGM402" in text for text in texts) == 2
 
 
 def test_a_checkpoint_of_gradients_becomes_one_of_updates() -> None:
@@ -66,7 +66,7 @@ def test_a_checkpoint_of_gradients_becomes_one_of_updates() -> None:
 
     with told() as texts:
         agreed(on_ranks(2, MODEL, second))
-    assert sum("is of another sync=" in text for text in texts) == 2
+    assert sum("AGM402" in text for text in texts) == 2
 
 
 def test_a_plain_optimizers_checkpoint_makes_the_parameters_the_shared_ones() -> None:
@@ -82,7 +82,7 @@ def test_a_plain_optimizers_checkpoint_makes_the_parameters_the_shared_ones() ->
 
     with told() as texts:
         agreed([shared for _, shared in on_ranks(2, MODEL, body)])
-    assert sum("the checkpoint has no residuals" in text for text in texts) == 2
+    assert sum("AGM401" in text for text in texts) == 2
 
 
 @pytest.mark.parametrize("ways", [("hold", "apply"), ("apply", "hold"), ("hold", "none"), ("apply", "fp16")], ids=str)

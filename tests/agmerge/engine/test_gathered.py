@@ -136,9 +136,9 @@ def test_what_is_not_finite_is_the_same_on_all_ranks(nonfinite: str) -> None:
 def test_what_means_nothing_is_refused() -> None:
     def body(rank: int, model: Bag) -> None:
         inner = torch.optim.SparseAdam([model.words.weight], lr=0.1)
-        with pytest.raises(ValueError, match="SparseAdam takes sparse gradients alone"):
+        with pytest.raises(ValueError, match="sparse_as_dense=True is not supported with"):
             agmerge.DistributedOptimizer(inner, sparse_as_dense=True)
-        with pytest.raises(ValueError, match="no place for SparseAdam"):
+        with pytest.raises(ValueError, match="is not supported with SparseAdam, whose"):
             agmerge.DistributedOptimizer(inner, model=model.words, merging="dear")
 
     on_ranks(2, MODEL, body)

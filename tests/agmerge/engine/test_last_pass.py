@@ -212,7 +212,7 @@ def test_an_object_without_a_step_that_can_be_followed_is_refused_by_name() -> N
     slotted = Slotted()
     slotted.param_groups = [{"params": [nn.Parameter(torch.zeros(2))]}]
     for given, why in ((object(), "no step"), (slotted, "cannot be replaced")):
-        with pytest.raises(TypeError, match=rf"{type(given).__name__}.*{why}.*Leave optimizer= out"):
+        with pytest.raises(TypeError, match=rf"{type(given).__name__}.*{why}.*Remove optimizer="):
             followed(given)
 
 

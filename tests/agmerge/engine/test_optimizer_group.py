@@ -92,5 +92,5 @@ def test_what_a_framework_does_with_an_optimizer() -> None:
     assert not getattr(group, "_step_supports_amp_scaling", False) and not hasattr(group, "train")
     table = ParameterTable(group, model.named_parameters())
     assert [len(parameters) for parameters in table.by_optimizer()] == [3, 3] and table.optimizer is group
-    with pytest.raises(ValueError, match="there are several optimizers here"):
+    with pytest.raises(ValueError, match="Choose one, on every rank at the same step:"):
         group.add_param_group({"params": []})

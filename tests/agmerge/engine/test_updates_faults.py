@@ -210,7 +210,7 @@ def test_what_an_optimizer_has_made_infinite_is_an_error_everywhere(options: dic
         watched(rank, model, optimizer, range(2))
         if rank == 1:
             optimizer.param_groups[0]["lr"] = torch.inf
-        with pytest.raises(agmerge.NonFiniteError, match="what the optimizer has made of parameters") as raised:
+        with pytest.raises(agmerge.NonFiniteError, match="AGM106") as raised:
             for step in range(2, 6):
                 optimizer.zero_grad()
                 backward(model, 0, step) if rank == 0 else model(batch(1, 0)[0]).sum().backward()

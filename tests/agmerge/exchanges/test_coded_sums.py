@@ -298,7 +298,7 @@ def test_ranks_that_draw_apart_are_told_so(odd: int) -> None:
         here.wait(here.start("b", [load], [draw_offer(4000, 40, 3 * (rank == odd), False)], control_of(0, [segment])))
 
     found = testing.run(3, body, return_errors=True)
-    assert len({str(error) for error in found}) == 1 and "drew different coordinates" in str(found[0])
+    assert len({str(error) for error in found}) == 1 and "AGM504" in str(found[0])
 
 
 @pytest.mark.parametrize("make", [oktopk(wire="int4"), masked(wire="int4"), masked(drawn=True, wire="int4")])

@@ -102,14 +102,14 @@ def test_a_vote_that_has_changed_on_its_way_names_the_rank(odd: int, place: floa
     def damage(votes: torch.Tensor) -> None:
         votes[round(place * (len(votes) - 1))] ^= flips
 
-    assert f"what rank {odd} votes has changed on its way" in told(odd, damage)
+    assert f"selection of rank {odd} was damaged" in told(odd, damage)
 
 
 @pytest.mark.parametrize("indices", [[7, 8, 9] * 30, [*range(87), 1999, 2000, 2001]], ids=["twice", "outside"])
 @pytest.mark.parametrize("odd", [0, 2])
 def test_a_selection_that_may_not_be_names_the_rank(odd: int, indices: list[int]) -> None:
     offer = Selection(torch.tensor(indices, dtype=torch.int32), 90)
-    assert f"what rank {odd} votes" in told(odd, offer=offer)
+    assert f"selection of rank {odd} was damaged" in told(odd, offer=offer)
 
 
 @LIGHT

@@ -260,7 +260,7 @@ def test_ranks_at_different_places_are_told_so(drawn: bool, what: str) -> None:
 
     errors = testing.run(3, body, return_errors=True)
     assert [type(error) for error in errors] == [MessageError] * 3 and len({str(error) for error in errors}) == 1
-    assert ("drew different coordinates" if what == "draw" else "do not belong together") in str(errors[0])
+    assert ("AGM504" if what == "draw" else "AGM502") in str(errors[0])
 
 
 def test_a_checksum_tells_draws_apart() -> None:

@@ -254,7 +254,7 @@ def test_a_class_of_another_kind_is_refused() -> None:
                     "buffer 3", loads, [draw_offer(64, 3, 1, False), offer], control_of(rank, [first, other])
                 )
 
-        with pytest.raises(ValueError, match="oktopk selects from tensors"):
+        with pytest.raises(ValueError, match="requires tensors of one class, got"):
             load = SegmentBuffers(first, torch.ones(64), torch.ones(64))
             oktopk()(Quiet()).start("buffer 3", [load], [None], control_of(rank, [first]))
 

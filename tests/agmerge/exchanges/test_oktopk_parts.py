@@ -275,7 +275,7 @@ def test_a_result_must_ascend(damaged: list[list[int]], fault: int, named: int) 
         return [IndexValuePairs(torch.tensor(row, dtype=torch.int32), torch.zeros(len(row))) for row in rows]
 
     reduction.check_kept("buffer 3", parcels_of([[0, 3], [], [4, 8]]), 0)
-    with pytest.raises(MessageError, match=f"buffer 3: the result that rank {named} handed round is damaged"):
+    with pytest.raises(MessageError, match=f"buffer 3: the result of rank {named} is damaged"):
         reduction.check_kept("buffer 3", parcels_of(damaged), fault)
 
 

@@ -153,7 +153,7 @@ def test_a_full_disk_is_an_error_of_the_rank_that_has_it_and_no_half_file_stays(
         return str(said.value)
 
     for rank, text in enumerate(on_ranks(3, seeded(mlp), body)):
-        assert (f"rank {rank} could not write what it keeps into {tmp_path}: " in text) is (rank in full)
+        assert (f"rank {rank} could not write its residuals to {tmp_path}: " in text) is (rank in full)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"agmerge-{rank}-of-3.pt" for rank in range(3)]
     (text,) = error(tmp_path, 3)  # its older file is whole, and of another step than those of the others
     assert f"different steps ({STEPS}, {STEPS + 1})" in text
@@ -276,7 +276,7 @@ def test_some_of_the_ranks_have_no_files(tmp_path: Path) -> None:
             files.save(Kept(optimizer), tmp_path)
         return str(said.value)
 
-    assert all("process_group has some of them only" in text for text in on_ranks(3, seeded(mlp), body))
+    assert all("files next to a checkpoint require all ranks," in text for text in on_ranks(3, seeded(mlp), body))
 
 
 def test_removing_leaves_what_others_have_written(tmp_path: Path) -> None:

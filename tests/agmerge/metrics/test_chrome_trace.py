@@ -102,7 +102,7 @@ def test_two_traces_at_once_are_refused_and_an_error_inside_still_writes(tmp_pat
         optimizer = trained(rank, net, 1)
         with pytest.raises(ZeroDivisionError), optimizer.trace(tmp_path / "a.json"):
             with (
-                pytest.raises(agmerge.AGMergeError, match="being recorded already"),
+                pytest.raises(agmerge.AGMergeError, match="AGM701"),
                 optimizer.trace(tmp_path / "b.json"),
             ):
                 pass

@@ -60,7 +60,7 @@ def test_a_wrapper_that_is_left_alone_again_goes_on() -> None:
 def test_among_several_a_second_wrapper_is_refused_as_ever() -> None:
     def body(rank: int, model: nn.Module) -> None:
         first = wrap(model)
-        with pytest.raises(ValueError, match="already exchanged by another DistributedOptimizer"):
+        with pytest.raises(ValueError, match="of the other one first, or pass different"):
             wrap(model, sgd(model))
         assert first.stats()["steps"] == 0
 

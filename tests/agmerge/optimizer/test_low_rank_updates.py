@@ -100,7 +100,7 @@ def test_local_steps_with_low_rank_learn(compression: str) -> None:
 
 @pytest.mark.parametrize("compression", COMPRESSORS)
 def test_what_is_held_beside_parameters_is_refused_with_what_it_costs(compression: str) -> None:
-    with pytest.raises(ValueError, match="carry='hold' and compression=.*7 and 18 %.*pass carry='apply'"):
+    with pytest.raises(ValueError, match="carry='hold' is not supported with compression=.*Pass carry='apply'"):
         updating(MODEL, compression=COMPRESSORS[compression], carry="hold")
 
 

@@ -115,7 +115,11 @@ def test_an_optimizer_with_momentum_of_its_own_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"momentum": 1.0}, "momentum must lie"), ({"momentum": -0.1}, "momentum must"), ({"clipping": 0.0}, "clipping")],
+    [
+        ({"momentum": 1.0}, "Nesterov: momentum must be in"),
+        ({"momentum": -0.1}, "momentum must"),
+        ({"clipping": 0.0}, "clipping"),
+    ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):

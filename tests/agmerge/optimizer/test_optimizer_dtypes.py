@@ -278,7 +278,7 @@ def test_gradients_are_views_of_the_update_and_take_no_memory_of_their_own() -> 
 def test_all_frozen_is_an_error_that_says_so() -> None:
     def body(rank: int, model: nn.Module) -> None:
         optimizer = wrap(model)
-        with pytest.raises(ValueError, match="no parameter needs a gradient"):
+        with pytest.raises(ValueError, match="no parameter requires a gradient, so there is"):
             optimizer.step()
 
     model = seeded(mlp).requires_grad_(False)

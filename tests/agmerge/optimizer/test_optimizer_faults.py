@@ -93,18 +93,18 @@ def words(message: Tensor) -> Tensor:
     return message[:64].view(torch.int32)
 
 
-CHANGED = "what ranks [1] sent has changed on its way"
+CHANGED = "the messages of ranks [1] were damaged"
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Tensor], None], str]] = {
-    "magic": ("topk", lambda m: words(m).__setitem__(0, MAGIC ^ 1), "is no message of this library"),
+    "magic": ("topk", lambda m: words(m).__setitem__(0, MAGIC ^ 1), "AGM503"),
     "step": ("topk", lambda m: words(m)[1].add_(7), CHANGED),
     "plan": ("topk", lambda m: words(m)[2].add_(-7), CHANGED),
     "buffer": ("topk", lambda m: words(m)[3].add_(7), CHANGED),
     "count": ("topk", lambda m: words(m)[len(FIXED) + OF_SECTION.index("count")].add_(1_000_000), CHANGED),
     "one bit of a value": ("topk", lambda m: m[-1:].bitwise_xor_(1), CHANGED),
-    "whole": ("topk", lambda m: m.fill_(255), "what ranks [1] sent is no message"),
-    "a dense one, shifted": ("none", lambda m: m.copy_(m.roll(1)), "messages that do not belong together"),
+    "whole": ("topk", lambda m: m.fill_(255), "the messages of ranks [1] are not"),
+    "a dense one, shifted": ("none", lambda m: m.copy_(m.roll(1)), "AGM502"),
 }
 
 

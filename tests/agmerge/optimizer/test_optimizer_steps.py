@@ -145,10 +145,10 @@ def test_skipping_what_never_happened_is_an_error() -> None:
         for step in range(2):
             optimizer.zero_grad()
             loss_of(model, rank, step).backward()
-            with optimizer.skip_synchronize(), pytest.raises(agmerge.AGMergeError, match=r"call synchronize\(\) after"):
+            with optimizer.skip_synchronize(), pytest.raises(agmerge.AGMergeError, match="AGM110"):
                 optimizer.step()
             optimizer.step()  # nothing was lost
-            with optimizer.skip_synchronize(), pytest.raises(agmerge.AGMergeError, match=r"call synchronize\(\) after"):
+            with optimizer.skip_synchronize(), pytest.raises(agmerge.AGMergeError, match="AGM110"):
                 optimizer.step()  # not twice with the same gradients either
         return digest(model)
 
@@ -162,7 +162,7 @@ def test_a_backward_after_synchronize_makes_its_result_out_of_date() -> None:
         optimizer.synchronize()
         optimizer.zero_grad()
         loss_of(model, rank, 1).backward()
-        with optimizer.skip_synchronize(), pytest.raises(agmerge.AGMergeError, match="have not been combined"):
+        with optimizer.skip_synchronize(), pytest.raises(agmerge.AGMergeError, match="AGM110"):
             optimizer.step()
         optimizer.step()
 
@@ -316,7 +316,7 @@ def test_a_closure_runs_once_and_its_gradients_are_combined(inner: type[torch.op
 def test_a_closure_inside_skip_synchronize_is_refused_before_it_runs() -> None:
     def body(rank: int, model: nn.Module) -> None:
         optimizer = wrap(model)
-        with optimizer.skip_synchronize(), pytest.raises(ValueError, match="would not be combined"):
+        with optimizer.skip_synchronize(), pytest.raises(ValueError, match="is not supported inside skip_synchronize"):
             optimizer.step(lambda: pytest.fail("the closure ran"))
 
     on_ranks(2, MODEL, body)
@@ -328,5 +328,5 @@ def test_a_step_without_any_backward_says_so() -> None:
         optimizer.step()
         return digest(model)
 
-    with pytest.warns(UserWarning, match="no rank had a gradient for any parameter"):
+    with pytest.warns(UserWarning, match="AGM112"):
         assert agreed(on_ranks(2, MODEL, body)) == digest(MODEL)

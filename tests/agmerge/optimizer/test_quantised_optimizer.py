@@ -169,7 +169,7 @@ ROADS: dict[str, tuple[Callable[[int, Net, Any], Iterable[Step]], dict[str, Any]
     "groups": (plainly, {"groups": 2}),
     "groups by number": (plainly, {"num_groups": 3}),
     "ordered": (plainly, {"dense_sum": "ordered", "merging": merging.get("threshold", bytes=9000)}),
-    "a choice": (plainly, {"compression": ["eden-4", "eden-2"]}),
+    ": a list must consist of": (plainly, {"compression": ["eden-4", "eden-2"]}),
 }
 
 
@@ -180,5 +180,5 @@ def test_on_every_road_updates_are_those_made_by_hand(road: str, size: int) -> N
     ranks = run(size, body, **options)
     dense = options.get("dense", is_small)
     whole = dense if callable(dense) else lambda name, tensor: any(name.startswith(p[:-2]) for p in dense)
-    compression = "eden-4" if road == "a choice" else "eden"
+    compression = "eden-4" if road == ": a list must consist of" else "eden"
     assert assert_by_hand(ranks, compression, whole, summed=road == "sum") >= 3 * STEPS

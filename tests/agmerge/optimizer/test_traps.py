@@ -71,8 +71,8 @@ def test_a_change_before_step_is_an_error_in_the_first_step_as_in_later_ones(
         return seen, said
 
     found, said = agreed(on_ranks(2, MODEL, lambda rank, model: body(rank, model, late)))
-    assert "'0.weight'" in said and "was changed between backward() and step()" in said
-    assert "optimizer.synchronize(); <the change>; with optimizer.skip_synchronize(): optimizer.step()" in said
+    assert "'0.weight'" in said and "AGM103" in said
+    assert "To clip, mask or scale gradients, call" in said
     assert found == agreed(on_ranks(2, MODEL, lambda rank, model: body(rank, model, None)))[0]
 
 
@@ -267,4 +267,4 @@ def test_a_gan_trains_with_the_generators_loss_inside_no_sync() -> None:
 def test_a_gan_without_it_is_told_the_cure_and_can_go_on() -> None:
     _, said = agreed(on_ranks(2, seeded(generator), lambda rank, model: adversaries(rank, model, 2, False)))
     assert "more than backward_passes_per_step times" in said and "with optimizer.no_sync()" in said
-    assert "zero_grad() goes on without the gradients of this step" in said
+    assert "AGM104" in said

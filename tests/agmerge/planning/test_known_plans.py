@@ -171,7 +171,7 @@ def test_a_damaged_file_is_ignored_with_one_line(damage: str, cache: Path, link:
     other = KnownPlan(merging.Plan((1,), names=("x",)), known.measured, known.ratio)
     texts = {"cut": whole[:-9], "edited": whole.replace('"ratio":', '"ratio": '), "foreign": known.plan.dumps()}
     file.write_text({**texts, "plan": other.dumps()}.get(damage, damage))
-    with pytest.warns(UserWarning, match="agmerge ignores the plan kept at") as seen:
+    with pytest.warns(UserWarning, match="AGM702") as seen:
         states, _ = run(SETTLED)
     assert len([one for one in seen if "ignores" in str(one.message)]) == 1 and states[0] == "timing"
     assert KnownPlan.loads(file.read_text()).plan == known.plan  # an intact one in its place
@@ -196,9 +196,9 @@ def test_a_known_plan_survives_its_text(cache: Path, link: Link) -> None:
 def test_where_nothing_can_be_kept_one_line_says_so(cache: Path, link: Link) -> None:
     cache.parent.rmdir()
     cache.parent.write_text("a file where the folder would be")
-    with pytest.warns(UserWarning, match="agmerge cannot keep its plan") as seen:
+    with pytest.warns(UserWarning, match="AGM702") as seen:
         run(SETTLED + EVERY)
-    assert len([one for one in seen if "cannot keep" in str(one.message)]) == 1
+    assert len([one for one in seen if "AGM702" in str(one.message)]) == 1
     cache.parent.unlink()
     cache.parent.mkdir()
 

@@ -170,7 +170,7 @@ def test_a_plan_says_all_that_decides_about_bits_and_is_refused_where_that_diffe
     assert SendMode.parse("quantizer=eden-2 workers=3") == SendMode.parse(label)
     for word, other in {"codec=2": "codec=1", "seed=0": "seed=1"}.items():
         problem = why_labels_are_wrong(merging.Plan((1,), labels=(label.replace(word, other),)))
-        assert f"has {other!r}, and this version sends other bits" in problem
+        assert f"has {other!r}, but this version sends other bits" in problem
 
 
 def test_reports_have_every_candidate_that_was_tried() -> None:

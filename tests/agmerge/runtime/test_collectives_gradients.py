@@ -166,7 +166,7 @@ def test_writing_over_a_part_of_a_graph_is_refused() -> None:
     def body(rank: int) -> None:
         leaf = given(rank)
         for call, instead in ((agmerge.allreduce_, "allreduce"), (agmerge.allreduce_async_, "allreduce_async")):
-            with pytest.raises(ValueError, match=f"in place has no gradient: use {instead}, or give tensor.detach"):
+            with pytest.raises(ValueError, match=f"in place does not support. Use {instead}, or pass tensor.detach"):
                 call(leaf * 2)  # type: ignore[operator]
         with pytest.raises(ValueError, match="use broadcast, or give"):
             agmerge.broadcast_(leaf * 2, 0)

@@ -173,7 +173,7 @@ def test_collectives_of_some_ranks() -> None:
         assert agmerge.allreduce(torch.ones(1), op=agmerge.Sum, process_set=range(4)).item() == 4.0
         assert agmerge.remove_process_set(even) and agmerge.remove_process_set(odd)
         assert not agmerge.remove_process_set(odd) and not agmerge.remove_process_set(agmerge.global_process_set)
-        with pytest.raises(ValueError, match=r"process_set=\[.*\] is not known; all ranks add_process_set"):
+        with pytest.raises(ValueError, match=r"process_set=\[.*\] is unknown. Call add_process_set"):
             agmerge.allreduce(tensor, process_set=mine)
         agmerge.add_process_set(even)  # and again
         return found
@@ -194,11 +194,11 @@ def test_mistakes_with_process_sets() -> None:
         else:
             with pytest.raises(ValueError, match=r"root_rank=0: the process set has ranks \[1\]"):
                 agmerge.broadcast(torch.ones(1), 0, process_set=mine)
-        with pytest.raises(ValueError, match="there is a process set of these ranks already"):
+        with pytest.raises(ValueError, match=": a process set of these ranks already exists"):
             agmerge.add_process_set([1])
         with pytest.raises(ValueError, match=r"ProcessSet\(\[0, 2\]\): there are ranks 0 to 1"):
             agmerge.add_process_set([0, 2])
-        with pytest.raises(TypeError, match="give a process set, or a list of ranks"):
+        with pytest.raises(TypeError, match=": expected a process set, a list of ranks, or"):
             agmerge.allreduce(torch.ones(1), process_set=1)
         with pytest.raises(RankMismatchError, match=r"ranks: \[0\] on rank 0; \[0, 1\] on rank 1"):
             agmerge.add_process_set([0, 1][: rank + 1])
@@ -230,7 +230,7 @@ def test_join_stands_in_with_zeros_and_says_who_was_last() -> None:
 def test_what_cannot_go_on_without_a_rank_that_has_joined(call: Callable[[], object]) -> None:
     def body(rank: int) -> int:
         if rank:
-            with pytest.raises(AGMergeError, match=r"rank 0 .*join\(\); only sums and averages go on"):
+            with pytest.raises(AGMergeError, match=r"AGM121.*rank 0 "):
                 call()
         return agmerge.join()
 
@@ -240,7 +240,7 @@ def test_what_cannot_go_on_without_a_rank_that_has_joined(call: Callable[[], obj
 # -- wrong uses ---------------------------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "no gradient": (lambda: agmerge.allreduce(None), TypeError, "allreduce: the tensor is None .* zeros where"),
+    "no gradient": (lambda: agmerge.allreduce(None), TypeError, "allreduce: the tensor is None .* with zeros if"),
     "a number": (lambda: agmerge.allreduce(1.0), TypeError, "give a tensor, not a float; torch.tensor"),
     "a string": (lambda: agmerge.broadcast("x", 0), TypeError, "give a tensor, not a str; .* broadcast_object"),
     "a list": (lambda: agmerge.allreduce([torch.ones(1)]), TypeError, "not a list; the call for lists is grouped_"),
@@ -252,7 +252,11 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"layout torch.sparse_coo; give tensor.to_dense\(\), or use sparse_allreduce_async",
     ),
-    "dense": (lambda: agmerge.sparse_allreduce_async(torch.eye(2), "x"), TypeError, "give a tensor of layout"),
+    "dense": (
+        lambda: agmerge.sparse_allreduce_async(torch.eye(2), "x"),
+        TypeError,
+        ": expected a tensor of layout torch",
+    ),
     "op and average": (
         lambda: agmerge.allreduce(torch.ones(1), average=False, op=agmerge.Sum),
         ValueError,
@@ -260,7 +264,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "a name by position": (lambda: agmerge.allreduce(torch.ones(1), "loss"), TypeError, "name= by keyword"),
     "no op": (lambda: agmerge.allreduce(torch.ones(1), op=7), ValueError, "op must be agmerge.Average, Sum, Min"),
-    "adasum": (lambda: agmerge.allreduce(torch.ones(1), op=agmerge.Adasum), AGMergeError, "Adasum is Horovod's alone"),
+    "adasum": (lambda: agmerge.allreduce(torch.ones(1), op=agmerge.Adasum), AGMergeError, "AGM303"),
     "scattered maximum": (
         lambda: agmerge.reducescatter(torch.ones(2), op=agmerge.Max),
         ValueError,

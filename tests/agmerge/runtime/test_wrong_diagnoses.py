@@ -35,7 +35,7 @@ from agmerge.runtime.peers.status_server import (
 WAIT = 20.0
 CALL, STEP = "buffer 3", 12
 STOPPED = "did not run for 14.0 s: it was stopped (SIGSTOP, a debugger, a frozen container or machine)"
-NOBODY = "Nobody is missing: the network or the backend is stuck."
+NOBODY = "No rank is missing: the network or the backend is stuck."
 
 
 def waits(**more: Any) -> RankStatus:
@@ -68,12 +68,12 @@ def stop(stopped: PeerMonitor) -> None:
 def test_a_rank_that_was_stopped_itself_says_so() -> None:
     text, missing = called(lambda calls: stop(calls[0]))
     assert missing == () and f"This process {STOPPED}. The others may have given up meanwhile." in text
-    assert "Nobody is missing" not in text
+    assert "No rank is missing" not in text
 
 
 def test_of_a_rank_that_was_stopped_the_others_hear_it() -> None:
     text, missing = called(lambda calls: stop(calls[1]))
-    assert missing == () and f"; it {STOPPED}." in text and "Nobody is missing" not in text
+    assert missing == () and f"; it {STOPPED}." in text and "No rank is missing" not in text
 
 
 def test_a_stop_before_this_step_is_no_reason() -> None:
@@ -104,10 +104,10 @@ def test_a_rank_without_a_port_was_not_stopped(monkeypatch: pytest.MonkeyPatch) 
     """No thread of it looks at the clock."""
 
     def none(*given: object) -> StatusServer:
-        raise OSError("no port")
+        raise OSError("it has no status port")
 
     monkeypatch.setattr(monitor, "StatusServer", none)
-    with pytest.warns(UserWarning, match="no port"):
+    with pytest.warns(UserWarning, match="it has no status port"):
         calls = opened([waits(), waits()])
     monkeypatch.setattr("time.monotonic", lambda now=time.monotonic: now() + 300.0)
     assert "did not run" not in calls[0].describe_missing(CALL, ())[0]

@@ -134,7 +134,9 @@ def test_an_argument_that_differs_is_the_same_error_everywhere(field: str, size:
 
     text = text_of(on_ranks(size, MODEL, body, return_errors=True))
     assert says(text, *words, size, rank), text
-    assert text.startswith("AGM101: DistributedOptimizer: ") and text.endswith("the same model and the same arguments.")
+    assert text.startswith("AGM101: DistributedOptimizer: ") and text.endswith(
+        "Use the same model and the same arguments on every rank."
+    )
 
 
 @pytest.mark.parametrize(("size", "rank"), [(2, 0), (3, 1), (4, 3)])

@@ -70,7 +70,7 @@ def _conserved(compression: str) -> dict[str, float]:
         rest = kept.get(name, torch.zeros_like(mine)).double()
         worst = max(worst, float((agmerge.allreduce(mine - rest) - done).abs().max()))
     largest = max([float(residual.abs().max()) for residual in kept.values()], default=0.0)
-    return {"worst": worst, "left alone": left_alone, "kept": largest}
+    return {"worst": worst, "parameters that no rank used are not changed,": left_alone, "kept": largest}
 
 
 def leaves_alone() -> dict[str, Any]:

@@ -20,9 +20,7 @@ LONG = pytest.mark.long
         ("ddp_digits.py", "--epochs 1", ("train/loss", "val/accuracy")),
         pytest.param("fsdp2_digits.py", "--epochs 1 --shard 1", ("train/loss", "val/accuracy"), marks=LONG),
         pytest.param("mnist.py", "--epochs 1 --no-cuda", ("train/loss", "val/accuracy", "val/loss"), marks=LONG),
-        pytest.param(
-            "transformers_digits.py", "--epochs 1 --out {}/out", ("train/loss", "eval/accuracy"), marks=LONG
-        ),
+        pytest.param("transformers_digits.py", "--epochs 1 --out {}/out", ("train/loss", "eval/accuracy"), marks=LONG),
     ],
 )
 def test_the_first_worker_alone_draws(script: str, flags: str, tags: tuple[str, ...], tmp_path: Path) -> None:

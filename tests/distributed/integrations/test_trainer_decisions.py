@@ -58,7 +58,7 @@ def test_the_next_oldest_decides_where_the_oldest_dies(tmp_path: Path, halts: st
         saved = tmp_path / "out" / "checkpoint-6" / "trainer_state.json"
         assert not saved.exists()
         newcomer = here.start(steps=400)
-        here.wait_for(lambda: "waits to be let in" in here.log(newcomer), 60)
+        here.wait_for(lambda: "waits to join the job of the lighthouse at" in here.log(newcomer), 60)
         oldest.kill()
         left = [one for one in workers if one is not oldest]
         here.wait_for(saved.exists)

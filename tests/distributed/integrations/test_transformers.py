@@ -114,16 +114,16 @@ def test_a_list_of_two_optimizers_is_one_with_the_groups_of_both(found: Found, w
     [
         ("gradients, False", "integrations.ddp.compress"),
         ("updates, False", "integrations.ddp.compress"),
-        ("gradients, True", "leave the optimizer plain"),
-        ("updates, True", "leave the optimizer plain"),
-        ("in a list", "leave the optimizer plain"),
+        ("gradients, True", "AGM104"),
+        ("updates, True", "AGM104"),
+        ("in a list", "AGM104"),
         ("is_deepspeed_enabled", "DeepSpeed averages gradients in its own engine"),
-        ("is_fsdp_enabled", "FSDP averages gradients of shards by itself"),
+        ("is_fsdp_enabled", "FSDP averages gradients of shards itself"),
         ("several GPUs", "torchrun --nproc_per_node"),
         ("scaler", "scaler= is the Trainer's own"),
-        ("options", "density must lie in (0, 1]"),
-        ("twice", "a hook is registered already"),
-        ("velocity", "what was clipped is a velocity"),
+        ("options", "density must be in (0, 1]"),
+        ("twice", "DistributedDataParallel already has a"),
+        ("velocity", "AGM125"),
     ],
 )
 def test_what_would_exchange_twice_is_refused_on_every_rank(found: Found, case: str, words: str) -> None:

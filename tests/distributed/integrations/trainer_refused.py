@@ -39,9 +39,9 @@ compress = agmerge.integrations.transformers.compress
 early = trainer()
 compress(early)
 agmerge.init(elastic=True)
-with pytest.raises(ValueError, match=r"call agmerge\.init\(elastic=True\) before compress\(\)"):
+with pytest.raises(ValueError, match="AGM309"):
     early.train()
-with pytest.raises(ValueError, match="set TrainingArguments"):
+with pytest.raises(ValueError, match="AGM309"):
     compress(trainer(max_steps=-1))
 with pytest.raises(ValueError, match="exchange='oktopk'"):
     unfit = trainer()
