@@ -54,7 +54,7 @@ NOT_OURS = {
         "wiki2_*.sh",
     },
     "docs/launching.md": {"job.sh"},
-    "docs/low_rank.md": {"batch.sh", "envs.conf", "mnist.sh", "perf.sh"},
+    "docs/dev/low_rank.md": {"batch.sh", "envs.conf", "mnist.sh", "perf.sh"},
     "docs/dev/horovod_tests.md": {"test/parallel/test_torch.py"},
     "docs/tutorial.md": {"quickstart.py"},
 }

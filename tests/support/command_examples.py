@@ -75,7 +75,8 @@ def shown(command: str, folder: Path) -> str:
     text = stdout.read_text(encoding="utf-8")
     text = re.sub(r"(LIGHTHOUSE=)\S+", r"\g<1>10.0.0.1:29510", text)
     text = text.replace(sys.executable, "python").replace(str(Path(sys.executable).parent), "/usr/bin")
-    return text.replace(str(ROOT), "/home/you/agmerge").replace(os.uname().nodename, "node1").rstrip() + "\n"
+    text = text.replace(f"{ROOT}/", "").replace(str(ROOT), "/home/you/agmerge")
+    return text.replace(os.uname().nodename, "node1").rstrip() + "\n"
 
 
 def main(names: list[str]) -> None:

@@ -21,11 +21,12 @@ SHOWN = ("index", "tutorial", "use_with", "with_ddp", "will_it_help", "benchmark
 SECTIONS = ["Get started", "Use it with", "Guides", "Concepts", "Reference", "Benchmarks"]
 ALONE = ("index", "benchmarks", "search", "genindex")  # pages without pages below or beside them
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-# Elements that stick out to the right, but for what scrolls by itself.
+# Elements that stick out to the right, but for what scrolls by itself, and headings with a word that is too long.
 OUTSIDE = """
 () => [...document.querySelectorAll(".bd-article *, .bd-header *, .prev-next-area *")].filter(one => {
     const scrolls = one.closest("pre, .pst-scrollable-table-container, [aria-hidden=true], .headerlink");
-    return !scrolls && one.getClientRects().length && one.getBoundingClientRect().right > innerWidth + 1;
+    const right = one.getBoundingClientRect().right, long = /^H\\d$/.test(one.tagName) && one.scrollWidth > one.clientWidth;
+    return !scrolls && one.getClientRects().length && (right > innerWidth + 1 || long);
 }).map(one => one.textContent.trim().slice(0, 40))
 """
 # Sections in the header, and pages of the section in the sidebar, as far as they are visible in a wide window.
