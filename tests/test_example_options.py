@@ -152,7 +152,7 @@ def test_jobs_are_listed_and_shown_without_data(capsys: pytest.CaptureFixture[st
 def test_options_that_contradict_end_with_the_librarys_sentence(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="merging='dear' requires an all-reduce.*Pass compression='none'"):
         train.main(["digits", "--merging", "dear", "--compression", "topk", "--log-dir", str(tmp_path)])
-    with pytest.raises(SystemExit, match="every=4 is about sync='updates'"):
+    with pytest.raises(SystemExit, match="every=4 requires sync='updates'"):
         train.main(["gpt-stdlib", "--sync", "gradients", "--every", "4", "--log-dir", str(tmp_path)])
     agmerge.shutdown()
 

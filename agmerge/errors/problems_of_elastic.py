@@ -24,7 +24,7 @@ OF_ELASTIC: tuple[Row, ...] = (
         "AGM209",
         "too few workers",
         "Fewer than `min_workers` workers are left, and no other one joined within `patience` seconds.",
-        "Call `state.commit()` after each step, which waits for workers. Or start more workers, or lower `min_workers`.",
+        "Call `state.commit()` after each step, which waits for workers. Or lower `min_workers`.",
         "elastic.md",
     ),
     (

@@ -92,7 +92,7 @@ def _check_together(options: Options, carry: str) -> None:
     gap = options.every // options.fragments
     if options.overlap > gap:
         raise ValueError(
-            f"overlap={options.overlap} must be less than {gap} steps (every={options.every} / "
+            f"overlap={options.overlap} must be at most {gap} steps (every={options.every} / "
             f"fragments={options.fragments}), because messages must arrive before the next ones are sent"
         )
     if carry == HOLD and options.overlap:

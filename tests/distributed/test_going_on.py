@@ -91,7 +91,7 @@ def test_one_that_is_told_to_end_leaves_after_a_whole_step(tmp_path: Path) -> No
         assert first.wait(60) == 0 and second.wait(60) == 0, here.logs()
         assert here.differing() == {}
         assert [line[0] for line in here.lines(second)] == list(range(here.lines(second)[0][0], STEPS + 1))
-        assert here.size(second) == 1 and "a worker has left: 1 train from now on" in here.logs()
+        assert here.size(second) == 1 and "A worker left; training continues with 1 workers" in here.logs()
         assert "AGM213" not in here.logs()
         assert "This worker left its elastic job" in here.log(first)
         late = here.start()
@@ -162,7 +162,9 @@ def test_too_few_workers_wait_in_memory_and_one_of_other_options_is_sent_away(tm
         second.kill()
         second.wait()
         here.wait_for(lambda: "waits for the next group of workers, of at least 2" in here.log(first))
-        assert "1 of 2 workers go on, fewer than min_workers: the next commit() waits" in here.log(first)
+        assert "continues with 1 workers (before: 2), fewer than min_workers. The next commit() waits" in here.log(
+            first
+        )
         stranger = here.start(steps=WITHOUT_END, compression="eden-8")
         assert stranger.wait(60) != 0 and "compression" in here.log(stranger), here.logs()
         steps = here.lines(first)[-1][0]

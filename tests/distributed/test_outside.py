@@ -119,5 +119,5 @@ def test_too_few_open_files_are_said_to_be_the_reason() -> None:
         for worker in started:
             worker.kill()
     for one in said:
-        assert "may open 20 (ulimit -n), too few to connect 2 ranks. Raise the limit" in one["text"], said
+        assert "limit is 20 (ulimit -n), which is not enough to connect 2 ranks. Raise the limit" in one["text"], said
         assert "the network or the backend is stuck" not in one["text"]

@@ -161,14 +161,14 @@ def test_an_interface_that_is_not_there(hosts: Hosts) -> None:
 def test_an_interface_that_leads_nowhere(awkward: Hosts) -> None:
     for one in by_hand(awkward, "node0", 29511, GLOO_SOCKET_IFNAME="docker0"):
         assert "Gloo listens at 172.17.0.1 (GLOO_SOCKET_IFNAME=docker0)" in one["text"]
-        assert "choose another network by GLOO_SOCKET_IFNAME=<interface>" in one["text"]
+        assert "set GLOO_SOCKET_IFNAME=<interface>" in one["text"]
 
 
 @pytest.mark.parametrize(
     "master, first, second",
     [
         ("node1", "10.213.7.2 refuses connections", "10.213.7.2, this machine itself, refuses connections"),
-        ("nosuch", "leads to no address on this machine. MASTER_ADDR must be an address", "nosuch leads to no address"),
+        ("nosuch", "has no address on this machine. MASTER_ADDR must be an address", "nosuch has no address"),
         ("127.0.0.1", "no sign of rank 1 of 2", "127.0.0.1, this machine itself, refuses connections"),
     ],
 )

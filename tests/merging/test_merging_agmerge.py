@@ -152,7 +152,7 @@ def test_inter_has_equal_phases(n: int, phases: int) -> None:
     ("options", "error", "says"),
     [
         ({"intra": 1}, TypeError, "agmerge: intra is 1"),
-        ({"solver": "best"}, ValueError, "agmerge: solver is 'best': use one of exact, greedy"),
+        ({"solver": "best"}, ValueError, "agmerge: solver must be one of exact, greedy, got 'best'"),
         ({"phases": 0}, ValueError, "agmerge: phases is 0"),
         ({"check_every": -1}, ValueError, "agmerge: check_every is -1"),
         ({"check_every": 2.5}, TypeError, "agmerge: check_every is 2.5"),

@@ -81,7 +81,7 @@ def test_many_merge_buffers_are_no_matter() -> None:
 
 def test_wrong_input_is_refused() -> None:
     plan, profile, costs = instance(1, 4)
-    with pytest.raises(ValueError, match="no mode 'sideways'"):
+    with pytest.raises(ValueError, match="mode 'sideways' is unknown"):
         choose_dense(plan, profile, costs, "sideways")
     with pytest.raises(ValueError, match="covers 9 tensors"):
         choose_dense(merging.Plan((9,)), profile, costs, "behind")

@@ -43,7 +43,7 @@ def test_a_constant_cost_fills_the_shape() -> None:
 @pytest.mark.parametrize(
     ("function", "error", "says"),
     [
-        (1e-3, TypeError, "is 0.001: give a function"),
+        (1e-3, TypeError, "is 0.001: expected a function"),
         (lambda x: -1.0 * x, ValueError, "not negative"),
         (lambda x: x * np.nan, ValueError, "nan seconds.*finite"),
         (lambda x: np.where(x > 1000, np.inf, 0.0), ValueError, "inf seconds.*finite"),
@@ -68,9 +68,9 @@ def test_sparsify_of_nothing_is_free() -> None:
 def test_a_bad_answer_in_use_is_an_error() -> None:
     costs = Costs(linear, lambda x: np.where(x == 3, -1.0, 1.0))
     assert costs.exchange(np.array([1, 2])).tolist() == [1.0, 1.0]
-    with pytest.raises(ValueError, match=r"costs\.exchange gave -1.0 seconds"):
+    with pytest.raises(ValueError, match=r"costs\.exchange returned -1.0 seconds"):
         costs.exchange(np.array([1, 3]))
-    with pytest.raises(ValueError, match=r"costs\.exchange gave -1.0 seconds"):
+    with pytest.raises(ValueError, match=r"costs\.exchange returned -1.0 seconds"):
         costs.exchange(3)
 
 

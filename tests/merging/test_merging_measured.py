@@ -54,18 +54,18 @@ def test_damage_is_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"profile": 3}, TypeError, "profile is 3: give a merging.Profile"),
-        ({"exchange": None}, TypeError, "exchange is None: give a merging.Curve"),
-        ({"dense": lambda x: x}, TypeError, "dense is .*: give a merging.Curve"),
+        ({"profile": 3}, TypeError, "profile is 3: expected a merging.Profile"),
+        ({"exchange": None}, TypeError, "exchange is None: expected a merging.Curve"),
+        ({"dense": lambda x: x}, TypeError, "dense is .*: expected a merging.Curve"),
         ({"sparsify": Curve((5,), (1.0,))}, ValueError, r"costs\.sparsify\(0\) is 1.0"),
         ({"modes": ()}, ValueError, "at least one, and each once"),
         ({"modes": ("ahead", "ahead")}, ValueError, "at least one, and each once"),
         ({"modes": "dense"}, TypeError, "single string 'dense'"),
-        ({"modes": ("sideways",)}, ValueError, "no mode 'sideways'"),
+        ({"modes": ("sideways",)}, ValueError, "mode 'sideways' is unknown"),
         ({"modes": ("dear",), "profile": Profile(["a"], [1], [0.0])}, ValueError, "Measure it, or remove the mode"),
         ({"workers": 0}, ValueError, "workers is 0"),
-        ({"facts": {"a": 1}}, TypeError, r"fact \('a', 1\) is no pair of strings"),
-        ({"facts": [("a", "b"), ("a", "c")]}, ValueError, "fact 'a' is given twice"),
+        ({"facts": {"a": 1}}, TypeError, r"fact \('a', 1\) is not a pair of strings"),
+        ({"facts": [("a", "b"), ("a", "c")]}, ValueError, "fact 'a' appears twice"),
     ],
 )
 def test_refuses(changes: dict[str, Any], error: type[Exception], says: str) -> None:
@@ -114,7 +114,7 @@ def test_best_with_dear_compares_whole_steps() -> None:
     assert step_end(Plan((1, 1)), given, "dense") == 7.0 and predict(plan, profile, given.costs, "dense").finish == 5.0
     assert step_end(Plan((1, 1)), dataclasses.replace(given, modes=("dense",)), "dense") == 5.0
     assert best(merging.get("exact"), given)[1] == "dense"
-    with pytest.raises(ValueError, match="'exact' plans for dense, ahead, behind.*allow dear"):
+    with pytest.raises(ValueError, match="'exact' supports the modes dense, ahead, behind.*have dear"):
         best(merging.get("exact"), dataclasses.replace(given, modes=("dear",)))
 
 

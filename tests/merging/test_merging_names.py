@@ -58,5 +58,5 @@ def test_what_is_like_nothing_gets_none(name: str) -> None:
 
 
 def test_a_name_of_papers_is_taken() -> None:
-    with pytest.raises(ValueError, match="'agm-inter' is taken"):
+    with pytest.raises(ValueError, match="'agm-inter' is already used"):
         merging.register("agm-inter", type(merging.get("single")))

@@ -43,7 +43,7 @@ def test_what_is_exempt_counts_in_the_budget() -> None:
     assert dense_cutoff.feasible([50, 2, 948], [True, False, False], 0.1) == (0,)
     assert dense_cutoff.feasible([51, 2, 947], [True, False, False], 0.1) == ()
     assert dense_cutoff.remaining([40, 2, 958], [True, False, False], 2, 0.1) == (100 - 42) / 958
-    with pytest.raises(ValueError, match="sends 100 of 1000 elements whole"):
+    with pytest.raises(ValueError, match="sends 100 of 1000 elements uncompressed"):
         dense_cutoff.remaining([100, 900], [True, False], 0, 0.1)
     with pytest.raises(ValueError, match="no cut is feasible"):
         crowded = [51, 949], [True, False], 0.1

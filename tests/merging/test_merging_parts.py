@@ -112,7 +112,7 @@ def test_parts_are_part_of_a_plan_and_left_out_where_all_are_1() -> None:
         ({"parts": (1,)}, ValueError, "parts has 1 entries.*Pass 2"),
         ({"parts": (1, 0)}, ValueError, r"parts\[1\] is 0.*at least 1"),
         ({"parts": (1, 2.0)}, TypeError, r"parts\[1\] is 2.0"),
-        ({"dense": (False, True), "parts": (1, 2)}, ValueError, "merge buffer 1 goes dense and has 2 parts"),
+        ({"dense": (False, True), "parts": (1, 2)}, ValueError, "merge buffer 1 is dense and has 2 parts"),
     ],
 )
 def test_refuses(arguments: dict[str, Any], error: type[Exception], says: str) -> None:

@@ -55,7 +55,7 @@ def test_defaults_and_plain_types() -> None:
         ({"counts": (2, 1), "labels": ("a",) * 3}, ValueError, "labels has 3 entries"),
         ({"counts": (2, 1), "labels": "ab"}, TypeError, "single string 'ab'"),
         ({"counts": (2, 1), "labels": ("a", None)}, TypeError, r"labels\[1\] is None"),
-        ({"counts": (2, 1), "names": ("a", "b")}, ValueError, "names has 2 entries.*of 3 tensors: give 3"),
+        ({"counts": (2, 1), "names": ("a", "b")}, ValueError, "names has 2 entries.*of 3 tensors. Pass 3"),
         ({"counts": (2,), "names": ("a", "a")}, ValueError, r"names\[1\] repeats"),
     ],
 )
@@ -78,9 +78,9 @@ def test_check_names_the_first_difference() -> None:
     plan.check(3, ["a", "b", "c"])
     Plan((2, 1)).check(3, ["x", "y", "z"])
     for wrong in (2, 4):
-        with pytest.raises(ValueError, match=f"covers 3 tensors, the model has {wrong}"):
+        with pytest.raises(ValueError, match=f"covers 3 tensors, but the model has {wrong}"):
             plan.check(wrong)
-    with pytest.raises(ValueError, match="covers 3 tensors, the model has 2"):
+    with pytest.raises(ValueError, match="covers 3 tensors, but the model has 2"):
         Plan((2, 1)).check(3, ["x", "y"])
     with pytest.raises(ValueError, match="tensor 1 in readiness order is 'b' in the plan and 'c' in the model"):
         plan.check(3, ["a", "c", "b"])

@@ -64,7 +64,7 @@ def test_common_rules(planner: Planner) -> None:
     if "dear" not in planner.modes:
         with pytest.raises(ValueError, match="is supported by the planner"):
             planner.plan(model, COSTS, mode="dear")
-    with pytest.raises(ValueError, match="no mode 'sideways'"):
+    with pytest.raises(ValueError, match="mode 'sideways' is unknown"):
         planner.plan(model, COSTS, mode="sideways")
     same = merging.get(planner.name, **planner.options())
     assert same == planner and hash(same) == hash(planner) and pickle.loads(pickle.dumps(planner)) == planner
@@ -105,9 +105,11 @@ def test_names_and_unknown_names() -> None:
     canonical = "layerwise single count threshold horovod mgwfbp omgs dear fgbuff agmerge agtf exact".split()
     assert merging.names() == tuple(canonical)
     assert [merging.get(name).name for name in merging.names()] == list(merging.names())
-    with pytest.raises(ValueError, match="no planner 'treshold'; did you mean 'threshold'.*layerwise, single, count"):
+    with pytest.raises(
+        ValueError, match="planner 'treshold' is unknown; did you mean 'threshold'.*layerwise, single, count"
+    ):
         merging.get("treshold")
-    with pytest.raises(ValueError, match=r"no planner 'zzz' \(there are layerwise"):
+    with pytest.raises(ValueError, match=r"planner 'zzz' is unknown \(there are layerwise"):
         merging.get("zzz")
 
 
@@ -179,7 +181,7 @@ def test_the_planner_of_the_documentation_works() -> None:
 @pytest.mark.usefixtures("registry_restored")
 @pytest.mark.parametrize("taken", ["single", "SyncEA", "MG-WFBP"])
 def test_a_taken_name_is_refused(taken: str) -> None:
-    with pytest.raises(ValueError, match=f"'{taken}' is taken; choose one besides layerwise, single"):
+    with pytest.raises(ValueError, match=f"'{taken}' is already used. Choose a name other than layerwise, single"):
         merging.register(taken, Pairs)
 
 
@@ -198,7 +200,7 @@ def test_register_refuses_what_is_no_name_or_planner() -> None:
             merging.register("pairs", other)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Pairs.name is 'two-by-two'.*Register it under this name"):
         merging.register("pairs", Pairs)
-    with pytest.raises(TypeError, match="no default for its option 'most'"):
+    with pytest.raises(TypeError, match="must have a default for its option 'most'"):
         merging.register("needy", Needy)
     assert not {"pairs", "needy", "two-by-two"} & set(merging.names())
 

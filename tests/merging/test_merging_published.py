@@ -229,7 +229,7 @@ def test_one_tensor_no_time_no_work(name: str, mode: str) -> None:
         ("horovod", {"cycle": "1"}, TypeError, "horovod: cycle is '1'.*seconds"),
         ("horovod", {"cycle": True}, TypeError, "horovod: cycle is True"),
         ("horovod", {"bytes": 1.5}, TypeError, "horovod: bytes is 1.5"),
-        ("mgwfbp", {"asc": 1}, TypeError, "mgwfbp: asc is 1: give True or False"),
+        ("mgwfbp", {"asc": 1}, TypeError, "mgwfbp: asc is 1: expected True or False"),
         ("mgwfbp", {"least": -1}, ValueError, "mgwfbp: least is -1"),
         ("dear", {"bytes": -1}, ValueError, "dear: bytes is -1"),
         ("agtf", {"published": 1}, TypeError, "agtf: published is 1"),

@@ -72,7 +72,7 @@ def test_the_same_values_written_otherwise_are_refused() -> None:
 def test_kind_format_and_contents_are_checked(tmp_path: Path) -> None:
     body: dict[str, Any] = {"counts": [2], "dense": [False], "labels": [""], "names": None}
     assert Plan.loads(storage.seal("merging.Plan", body)) == Plan((2,))
-    with pytest.raises(ValueError, match="format 2, and this library reads only 1"):
+    with pytest.raises(ValueError, match="format 2, but only format 1 is supported"):
         Plan.loads(storage.seal("merging.Plan", body, version=2))
     for change in ({"counts": [0]}, {"counts": "2"}, {"dense": [7]}, {"unknown": 1}):
         with pytest.raises(ValueError, match="record is undamaged, but its content is"):

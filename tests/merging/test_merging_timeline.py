@@ -122,12 +122,12 @@ def test_known_vectors() -> None:
 def test_refuses() -> None:
     with pytest.raises(ValueError, match="forward, because it hides all-gathers behind"):
         predict(Plan((3,)), HAND, costs(), "dear")
-    with pytest.raises(ValueError, match="no mode 'sideways': use one of dense, ahead, behind, dear"):
+    with pytest.raises(ValueError, match="mode 'sideways' is unknown. Use one of dense, ahead, behind, dear"):
         predict(Plan((3,)), HAND, costs(), "sideways")
     with pytest.raises(ValueError, match="covers 2 tensors, the model has 3"):
         predict(Plan((2,)), HAND, costs(), "dense")
     with pytest.raises(ValueError, match="tensor 2 in readiness order is 'x'"):
         predict(Plan((3,), names=("a", "b", "x")), HAND, costs(), "dense")
-    with pytest.raises(ValueError, match="merge buffer 1 goes dense.*costs.dense is None"):
+    with pytest.raises(ValueError, match="merge buffer 1 is dense.*costs.dense is None"):
         predict(Plan((2, 1), (False, True)), HAND, costs(dense=False), "dense")
     predict(Plan((3,)), HAND, costs(dense=False), "dense")

@@ -43,7 +43,7 @@ def test_names_and_options() -> None:
     assert repr(sparsifiers.get("adtopk", reuse=False)) == "adtopk(density=0.01, reuse=False)"
     assert repr(sparsifiers.get("adtopk-row")) == "adtopk-row(density=0.01)"
     assert repr(sparsifiers.get("adtopk-fill")) == "adtopk-fill(density=0.01)"
-    with pytest.raises(TypeError, match="adtopk: reuse must be True or False, not 1"):
+    with pytest.raises(TypeError, match="adtopk: reuse must be True or False, got 1"):
         sparsifiers.get("adtopk", reuse=1)
 
 

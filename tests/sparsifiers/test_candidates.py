@@ -275,5 +275,5 @@ def test_sparsifiers_select_the_same_with_candidates(name: str, training: Traini
 def test_a_sparsifier_that_selects_otherwise_takes_none() -> None:
     assert not sparsifiers.get("adtopk").takes_candidates
     assert not sparsifiers.get("dgc", mode="paper").takes_candidates
-    with pytest.raises(ValueError, match="the scratch is of 8 elements, but the vector has 9"):
+    with pytest.raises(ValueError, match="the scratch has 8 elements, but the vector has 9"):
         sparsifiers.get("topk").select(torch.zeros(9), scratch=Candidates(8))

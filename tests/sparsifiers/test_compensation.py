@@ -68,5 +68,5 @@ def test_what_kernels_compute(
 
 
 def test_a_scratch_of_another_vector_is_refused() -> None:
-    with pytest.raises(ValueError, match="topk.*: the scratch is of 8 elements, but the vector has 9"):
+    with pytest.raises(ValueError, match="topk.*: the scratch has 8 elements, but the vector has 9"):
         sparsifiers.get("topk").select(torch.zeros(9), scratch=Scratch(8, torch.device("cpu")))

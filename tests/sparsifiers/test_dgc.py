@@ -87,7 +87,7 @@ def test_options() -> None:
     for wrong in (0.0, 1.5, float("nan")):
         with pytest.raises(ValueError, match=r"dgc: sample_ratio must be in \(0, 1\]"):
             sparsifiers.get("dgc", sample_ratio=wrong)
-    with pytest.raises(TypeError, match="dgc: sample_ratio must be a number, not None"):
+    with pytest.raises(TypeError, match="dgc: sample_ratio must be a number, got None"):
         sparsifiers.get("dgc", sample_ratio=None)
     with pytest.raises(ValueError, match="mode is 'fast'; choose 'exact' or 'paper'"):
         sparsifiers.get("dgc", mode="fast")

@@ -288,5 +288,5 @@ def test_the_decrement_of_redsync_trim() -> None:
     for wrong in (0.0, 1.0, float("nan"), -0.2):
         with pytest.raises(ValueError, match=r"redsync-trim: decrement must be .*The paper uses 0.2"):
             sparsifiers.get("redsync-trim", decrement=wrong)
-    with pytest.raises(TypeError, match="redsync-trim: decrement must be a number, not '0.2'"):
+    with pytest.raises(TypeError, match="redsync-trim: decrement must be a number, got '0.2'"):
         sparsifiers.get("redsync-trim", decrement="0.2")

@@ -318,7 +318,9 @@ def test_the_environment_names_the_best_level_or_turns_it_off(all_levels: list[i
 
 @pytest.mark.parametrize("unknown", ["1", "AVX2", "none"])
 def test_an_unknown_level_is_refused(unknown: str) -> None:
-    with pytest.raises(ValueError, match=f"AGMERGE_KERNEL='{unknown}': choose one of off, baseline, avx2, avx512, or"):
+    with pytest.raises(
+        ValueError, match=f"AGMERGE_KERNEL='{unknown}': expected one of off, baseline, avx2, avx512, or"
+    ):
         kernel.chosen(unknown, Path(kernel.__file__).parent)
 
 

@@ -35,7 +35,7 @@ def test_why_a_port_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for error, words in (
         (TimeoutError(), "nothing comes back from 192.0.2.1: a firewall"),
-        (OSError(113, "No route to host"), "no way leads to 192.0.2.1 (No route to host)"),
+        (OSError(113, "No route to host"), "no route to 192.0.2.1 (No route to host)"),
     ):
 
         def fail(*given: object, error: OSError = error, **more: object) -> socket.socket:
@@ -44,7 +44,7 @@ def test_why_a_port_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(socket, "create_connection", fail)
         assert words in addresses.why_unreachable("192.0.2.1", port)
     monkeypatch.setattr(socket, "getaddrinfo", fail)
-    assert addresses.why_unreachable("node", port) == "the name node leads to no address on this machine"
+    assert addresses.why_unreachable("node", port) == "the name node has no address on this machine"
 
 
 def test_a_lighthouse_prints_an_address_and_no_name_that_need_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:

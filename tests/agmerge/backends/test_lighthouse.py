@@ -49,7 +49,9 @@ def until(what: Callable[[], bool]) -> None:
 
 def test_a_port_that_accepts_and_says_nothing_is_no_lighthouse(silent: int) -> None:
     begun = time.monotonic()
-    with pytest.raises(agmerge.AGMergeError, match=f"port {silent}, within 0.5 s .a process accepts connections there"):
+    with pytest.raises(
+        agmerge.AGMergeError, match=f"port {silent}, within 0.5 s .a process accepts connections at this address"
+    ):
         agmerge.init(elastic=Elastic(lighthouse=f"127.0.0.1:{silent}", patience=0.5))
     assert time.monotonic() - begun < WAIT
 

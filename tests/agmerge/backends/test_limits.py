@@ -30,7 +30,7 @@ def test_what_a_group_takes_has_to_be_left(left: int, short: bool, monkeypatch: 
     invented(monkeypatch, 100 - left, 100)
     assert bool(limits.shortage(2)) is bool(limits.advice(2)) is short
     if short:
-        assert limits.shortage(2) == f"has {100 - left} files open, and may open 100 (ulimit -n)"
+        assert limits.shortage(2) == f"has {100 - left} open files, and the limit is 100 (ulimit -n)"
         assert limits.advice(2).startswith("This process has ") and "ulimit -n 65536" in limits.advice(2)
 
 

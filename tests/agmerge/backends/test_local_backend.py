@@ -263,7 +263,7 @@ def test_pieces_that_do_not_fit_are_the_same_error_on_every_rank() -> None:
     errors = testing.run(3, body, return_errors=True)
     assert [type(error) for error in errors] == [RankMismatchError] * 3
     (text,) = {str(error) for error in errors}
-    assert "rank 1 expects pieces of [1, 1, 2]" in text and "is sent [1, 1, 1]" in text
+    assert "rank 1 expected pieces of [1, 1, 2]" in text and "is sent [1, 1, 1]" in text
 
 
 @pytest.mark.parametrize("root", [-1, 2])
@@ -325,7 +325,7 @@ def test_what_other_backends_would_refuse_is_refused() -> None:
             world.all_gather(torch.empty(7), flat, "x")
         with pytest.raises(ValueError, match="contiguous elements of torch.float32"):
             world.all_gather(torch.empty(8, dtype=torch.float64), flat, "x")
-        with pytest.raises(ValueError, match="3 elements do not divide among 2"):
+        with pytest.raises(ValueError, match="3, must be divisible by the number of ranks, 2"):
             world.reduce_scatter(torch.empty(1), torch.ones(3), "x")
         with pytest.raises(ValueError, match="into 2 pieces"):
             world.all_to_all(torch.empty(4), flat, [4], [4], "x")

@@ -225,7 +225,7 @@ def test_too_few_workers_end_their_step_and_then_wait_for_others() -> None:
     found = job.together([lambda: job.workers[0].next(before[0], 10.0, lets_in=False)], job.workers[:1])
     assert numbers(found[0]) == [1]
     waited = job.together([lambda: job.workers[0].next(found[0], 10.0, lets_in=True)], job.workers[:1])
-    assert isinstance(waited[0], TooFewWorkers) and "at least 2 workers has had 1" in str(waited[0])
+    assert isinstance(waited[0], TooFewWorkers) and "at least 2 workers, but had 1" in str(waited[0])
 
 
 def test_a_store_that_was_started_again_learns_of_the_job() -> None:

@@ -198,10 +198,10 @@ def test_a_newcomer_with_a_record_that_cannot_be_read_is_refused_by_name(what: s
     assert job.workers[0].newcomers_wait()
     found = job.together(asking(job.workers[:2], before, [new]), job.workers)
     assert [numbers(one) for one in found] == [[1, 2, 4]] * 3
-    assert len(told) == 1 and told[0].startswith("worker 3 is not let in: it") and __version__ in told[0]
+    assert len(told) == 1 and told[0].startswith("worker 3 cannot join: it") and __version__ in told[0]
     assert ("9.9" in told[0]) is ("version" in what)
     [error] = job.together([lambda: stranger.next(None, 60.0, lets_in=False)], job.workers)
-    assert isinstance(error, AGMergeError) and "do not let this one in, number 3: it" in str(error)
+    assert isinstance(error, AGMergeError) and "number 3, cannot join the elastic job: it" in str(error)
 
 
 @pytest.mark.parametrize("why", [GOES, None], ids=["told to go", "killed"])
@@ -239,7 +239,7 @@ def test_a_script_may_have_an_error_in_place_of_a_training_that_begins_again() -
     [new] = job.arrive()
     new._restart = False
     [error] = job.together([lambda: new.next(None, 60.0, lets_in=False)], [new])
-    assert isinstance(error, AGMergeError) and "gone, after about 1234 steps, and restart=False" in str(error)
+    assert isinstance(error, AGMergeError) and "failed, after about 1234 steps, and restart=False" in str(error)
     assert JobStore(job.store).decided(2) is None
 
 
@@ -251,7 +251,7 @@ def test_who_waits_for_a_job_that_only_a_held_socket_keeps_alive_names_it() -> N
     new._tell = told.append
     [error] = job.together([lambda: new.next(None, 3 * SILENT, lets_in=False)], [new])
     assert isinstance(error, TooFewWorkers)
-    words = "worker 2 on host has given no sign of life for 10 s, but address, port 1, at which it served its group, "
+    words = "worker 2 on host has given no sign of life for 10 s, but address, port 1, which served its group, "
     assert words in str(error) and len(told) == 1 and told[0].startswith(words)
 
 

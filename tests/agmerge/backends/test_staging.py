@@ -180,7 +180,7 @@ def test_calls_start_in_their_order_whichever_copy_arrives_and_none_waits(device
 def test_a_copy_that_never_arrives_is_a_time_out(device: Device) -> None:
     copies = LateCopies()
     handle = over(copies, Alone()).all_reduce(put(torch.ones(2), device), "buffer 3")
-    with pytest.raises(CollectiveTimeout, match="buffer 3: its tensors have not come from the device within 0.05 s"):
+    with pytest.raises(CollectiveTimeout, match="buffer 3: its tensors were not copied from the device within 0.05 s"):
         handle.wait(0.05)
     copies.run_one()
 
@@ -228,7 +228,7 @@ def test_the_first_tensor_of_a_device_warns_and_no_other(device: Device) -> None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             comm.all_reduce(torch.ones(1), "of the host").wait(WAIT)
-        with pytest.warns(UserWarning, match="'alone' has no NCCL here: tensors on pretend:0 go through the host"):
+        with pytest.warns(UserWarning, match="'alone' has no NCCL, so tensors on pretend:0 are copied through host"):
             comm.all_reduce(put(torch.ones(1), device), "a").wait(WAIT)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -249,7 +249,7 @@ def test_only_a_backend_without_nccl_is_staged_and_only_where_there_are_devices(
 
 
 def test_a_kind_of_device_that_has_no_streams_is_refused() -> None:
-    with pytest.raises(AGMergeError, match="tensors on meta cannot be exchanged: move them to the CPU"):
+    with pytest.raises(AGMergeError, match="Tensors on meta are not supported. Move them to the CPU"):
         over(Copies(), Alone()).all_reduce(torch.empty(3, device="meta"), "buffer 3")
 
 

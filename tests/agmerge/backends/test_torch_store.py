@@ -96,7 +96,10 @@ def test_a_store_that_cannot_be_served_for_want_of_files_says_so(store: Any, mon
         raise RuntimeError("The server socket has failed to bind")
 
     monkeypatch.setattr(dist, "TCPStore", full)
-    for known, said in (((20, 24), "may open 24 .ulimit -n., too few to connect 2 ranks"), (None, "Set MASTER_PORT")):
+    for known, said in (
+        ((20, 24), "limit is 24 .ulimit -n., which is not enough to connect 2 ranks"),
+        (None, "Set MASTER_PORT"),
+    ):
         monkeypatch.setattr(limits, "open_files", lambda known=known: known)
         with pytest.raises(AGMergeError, match=said) as caught:
             meetings(store, 2, monkeypatch)

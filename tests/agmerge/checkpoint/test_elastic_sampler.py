@@ -166,5 +166,5 @@ def test_it_refuses_what_would_give_all_workers_the_same(monkeypatch: pytest.Mon
         next(iter(Sampler(range(4), 2)))
     with pytest.raises(ValueError, match="0 samples in batches of 2"):
         Sampler([], 2)
-    with pytest.raises(agmerge.AGMergeError, match="3 samples here, and 4 where"):
+    with pytest.raises(agmerge.AGMergeError, match="3 samples, but 4 when"):
         Sampler(range(3), 2).load_state_dict(Sampler(range(4), 2).state_dict())

@@ -359,7 +359,7 @@ def refused(make: Callable[[int], dict[str, Any]]) -> str:
 def test_who_comes_with_other_arguments_is_told_what_differs() -> None:
     data = list(range(60))
     sampler = agmerge.elastic.Sampler
-    assert "Sampler has batch_size=16 here, and the others have 8" in refused(
+    assert "Sampler has batch_size=16 on this worker and 8 on the others" in refused(
         lambda worker: {"sampler": sampler(data, 8 * (worker + 1))}
     )
     assert "Sampler has seed=1 here" in refused(lambda worker: {"sampler": sampler(data, 8, seed=worker)})
@@ -379,7 +379,7 @@ def test_the_optimizer_that_is_wrapped_is_refused_before_anything_is_sent() -> N
 
 
 def test_a_name_without_an_address_is_told_at_once() -> None:
-    with pytest.raises(agmerge.AGMergeError, match=r"no lighthouse answers at no\.such\.host\.invalid.*no address"):
+    with pytest.raises(agmerge.AGMergeError, match=r"No lighthouse answers at no\.such\.host\.invalid.*no address"):
         agmerge.init(elastic=agmerge.Elastic(lighthouse="no.such.host.invalid:29510"))
 
 
@@ -387,6 +387,6 @@ def test_who_finds_no_lighthouse_says_so_while_it_looks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(generations, "TELLS", 0.1)
-    with pytest.raises(agmerge.AGMergeError, match="no lighthouse answers at 127.0.0.1, port 9, within 0.5 s"):
+    with pytest.raises(agmerge.AGMergeError, match="No lighthouse answers at 127.0.0.1, port 9, within 0.5 s"):
         agmerge.init(elastic=agmerge.Elastic(lighthouse="127.0.0.1:9", patience=0.5))
-    assert "init() looks for a lighthouse at 127.0.0.1:9, where none answers, for 0.5 s" in capsys.readouterr().err
+    assert "init() waits for a lighthouse at 127.0.0.1:9, which does not answer, for 0.5 s" in capsys.readouterr().err

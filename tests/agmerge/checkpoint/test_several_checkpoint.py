@@ -109,9 +109,9 @@ def test_states_of_another_number_of_optimizers_are_refused() -> None:
         for given in (single.state_dict(), sgd(model).state_dict(), [sgd(model).state_dict()]):
             with pytest.raises(ValueError, match=f"one optimizer, and here is 2 optimizers .{MUON.__name__} and AdamW"):
                 optimizer.load_state_dict(given)
-        with pytest.raises(ValueError, match="the state is one of 2 optimizers, and here is one, SGD"):
+        with pytest.raises(ValueError, match="expected the state of one, SGD, got one of 2 optimizers"):
             single.load_state_dict(state)
-        with pytest.raises(ValueError, match="the state is one of 3 optimizers, and here is 2"):
+        with pytest.raises(ValueError, match="expected the state of 2 optimizers, got one of 3"):
             optimizer.load_state_dict({**state, "optimizers": [*state["optimizers"], state["optimizers"][0]]})
         assert moments(optimizer.optimizers) == kept and residuals(optimizer)
         state["optimizers"][1]["param_groups"][0]["params"].pop()

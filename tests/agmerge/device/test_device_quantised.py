@@ -118,4 +118,4 @@ def test_a_header_of_another_step_is_the_same_error_on_all_ranks(bad: int) -> No
         return str(caught.value)
 
     told = on_devices(3, body, own_thread=True, inject=inject)
-    assert all(one == told[0] for one in told) and f"what ranks [{bad}] sent has changed" in told[0]
+    assert all(one == told[0] for one in told) and f"messages of ranks [{bad}] were damaged" in told[0]

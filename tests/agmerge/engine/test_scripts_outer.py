@@ -138,7 +138,7 @@ def test_bfloat16_parameters_step_in_float32() -> None:
 
 def test_an_outer_optimizer_of_other_parameters_is_refused() -> None:
     def body(rank: int, model: nn.Module) -> None:
-        with pytest.raises(ValueError, match=r"outer_optimizer has not got the parameters '0\.weight'"):
+        with pytest.raises(ValueError, match=r"outer_optimizer does not have the model's parameters '0\.weight'"):
             agmerge.LocalSync(model, sgd(model), outer_optimizer=nesterov(copy.deepcopy(model)))
         with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, not Nesterov"):
             agmerge.LocalSync(model, sgd(model), outer_optimizer=agmerge.Nesterov())  # type: ignore[arg-type]

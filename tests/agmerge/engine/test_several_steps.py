@@ -295,7 +295,7 @@ def test_one_that_steps_twice_before_another_is_an_error_before_anything_moves()
             backward(model, rank, 0)
             adamw.step()
             before = digest(model)
-            with pytest.raises(agmerge.AGMergeError, match=r"\[1\] .AdamW. steps a second time before optimizers\[0\]"):
+            with pytest.raises(agmerge.AGMergeError, match=r"\[1\] .AdamW. stepped twice before optimizers\[0\]"):
                 adamw.step()
             assert digest(model) == before
             muon.step()

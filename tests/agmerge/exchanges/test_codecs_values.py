@@ -190,5 +190,5 @@ def test_bytes_are_what_they_have_always_been(name: str) -> None:
 
 
 def test_a_codec_of_a_width_that_nothing_packs_is_refused() -> None:
-    with pytest.raises(ValueError, match="int6: a value takes 6 bits; it may be 8, 4, 2, 1"):
+    with pytest.raises(ValueError, match="int6: values of 6 bits are not supported. Use 8, 4, 2, 1"):
         Steps("int6", 99, 6)

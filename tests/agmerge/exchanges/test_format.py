@@ -188,7 +188,7 @@ def test_a_foreign_message_names_its_rank(odd: int) -> None:
     layout, controls = simple(), [control(rank) for rank in range(3)]
     rows = messages(layout, controls)
     words(rows[odd], layout)[0] = MAGIC + 1
-    assert f"what ranks [{odd}] sent is no message of this library" in refused(layout, rows, controls)
+    assert f"messages of ranks [{odd}] are not from agmerge" in refused(layout, rows, controls)
     rows[:] = 0
     assert "ranks [0, 1, 2]" in refused(layout, rows, controls)
 
@@ -210,7 +210,7 @@ def test_a_damaged_header_names_its_rank_and_no_other_cause(odd: int) -> None:
     layout, controls = simple(), [control(rank) for rank in range(3)]
     rows = messages(layout, controls)
     words(rows[odd], layout)[FIXED.index("step")] += 1
-    assert f"what ranks [{odd}] sent has changed on its way" in refused(layout, rows, controls)
+    assert f"messages of ranks [{odd}] were damaged in transit" in refused(layout, rows, controls)
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
@@ -229,7 +229,7 @@ def test_another_layout_is_named(other: str, odd: int) -> None:
         here = strange if rank == odd else layout
         here.write_header(row, replace(controls[rank], used=(True,) * here.tensors), [2, 0])
     text = refused(layout, rows, controls)
-    assert "messages do not belong together: ranks disagree on " in text and f"on rank {odd}" in text
+    assert "messages of ranks do not match: ranks disagree on " in text and f"on rank {odd}" in text
     with pytest.raises(MessageError, match="AGM502"):
         layout.read_headers(rows[odd : odd + 1], controls[0], "b")
 

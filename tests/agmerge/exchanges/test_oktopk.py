@@ -249,7 +249,7 @@ def test_a_class_of_another_kind_is_refused() -> None:
                 SegmentBuffers(part, torch.ones(64), torch.ones(64, dtype=part.tensor_class.dtype))
                 for part in (first, other)
             ]
-            with pytest.raises(ValueError, match="buffer 3: oktopk selects from tensors of one class, and was"):
+            with pytest.raises(ValueError, match="buffer 3: exchange='oktopk' requires tensors of one class, got"):
                 oktopk()(Quiet()).start(
                     "buffer 3", loads, [draw_offer(64, 3, 1, False), offer], control_of(rank, [first, other])
                 )

@@ -150,7 +150,7 @@ def errors_of(inject: Callable[[Call], None] | None = None, odd: int = -1, field
 @pytest.mark.parametrize("field", ["step", "plan", "buffer"])
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_ranks_at_different_places_are_the_same_error_on_every_rank(field: str, odd: int) -> None:
-    assert "buffer 3: messages do not belong together" in str(errors_of(odd=odd, field=field)[0])
+    assert "buffer 3: messages of ranks do not match" in str(errors_of(odd=odd, field=field)[0])
 
 
 def damage(odd: int, name: str, word: int, value: int) -> Callable[[Call], None]:
@@ -173,10 +173,10 @@ HEADER = len(FIXED) + len(OF_SECTION) + 1  # fixed words, those of one section, 
         ("buffer 3", HEADER, 401, r"ranks sent \[.*401.*\] elements, expected at most 400"),
         ("buffer 3", HEADER, -1, r"ranks sent \[.*-1.*\] elements, expected at most 400"),
         ("buffer 3/counts", 1, 7, r"ranks sent \[400, 400, 400\] elements, but \[\["),
-        ("buffer 3/pieces", 0, -1, "what rank {odd} sent to rank 0 has changed on its way"),
-        ("buffer 3/pieces", 1, 4000, "what rank {odd} sent to rank 0 has changed on its way"),
-        ("buffer 3/kept", 3, 4032, "the result that rank {odd} handed round is damaged"),
-        ("buffer 3/kept", 3, -1, "the result that rank {odd} handed round is damaged"),
+        ("buffer 3/pieces", 0, -1, "the message of rank {odd} to rank 0 was damaged in transit"),
+        ("buffer 3/pieces", 1, 4000, "the message of rank {odd} to rank 0 was damaged in transit"),
+        ("buffer 3/kept", 3, 4032, "the result of rank {odd} is damaged"),
+        ("buffer 3/kept", 3, -1, "the result of rank {odd} is damaged"),
     ],
 )
 def test_a_damaged_message_is_the_same_error_on_every_rank(
@@ -192,7 +192,7 @@ def test_counts_that_only_add_up_are_the_same_error_on_every_rank() -> None:
         if call.rank == 1 and call.name == "buffer 3/counts":
             call.tensor.add_(torch.tensor([-500, 500, 0], dtype=torch.int32))
 
-    assert "elements, and by region [[" in str(errors_of(inject)[0])
+    assert "elements, but [[" in str(errors_of(inject)[0])
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

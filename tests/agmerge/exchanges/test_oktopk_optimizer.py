@@ -215,7 +215,9 @@ def test_a_damaged_message_is_the_same_error_on_every_rank() -> None:
 
     errors = on_ranks(3, MODEL, body, inject=inject, return_errors=True)
     assert [type(error) for error in errors] == [MessageError] * 3
-    assert len({str(error) for error in errors}) == 1 and "what rank 0 sent to rank 1 has changed" in str(errors[0])
+    assert len({str(error) for error in errors}) == 1 and "the message of rank 0 to rank 1 was damaged" in str(
+        errors[0]
+    )
 
 
 @pytest.mark.parametrize("size", [1, 3])

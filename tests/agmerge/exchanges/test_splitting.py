@@ -127,6 +127,6 @@ def test_what_is_sent_whole_goes_with_the_first_message(layout: Layout, parts: i
 def test_several_tensors_ahead_are_refused() -> None:
     labels = ("ahead", "ahead", "")
     assert why_parts_impossible(merging.Plan((2, 1, 2), labels=labels, parts=(1, 3, 3))) == ""
-    assert "merge buffer 0 has 2 parts, and each of its 2 tensors" in why_parts_impossible(
+    assert "merge buffer 0 has 2 parts, but each of its 2 tensors" in why_parts_impossible(
         merging.Plan((2, 1, 2), labels=labels, parts=(2, 1, 1))
     )

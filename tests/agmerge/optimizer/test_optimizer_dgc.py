@@ -106,7 +106,7 @@ def test_an_optimizer_with_momentum_of_its_own_is_refused() -> None:
             wrap(model, torch.optim.AdamW(model.parameters()), compression="dgc", memory="dgc")
         wrap(model, torch.optim.AdamW(model.parameters()), compression="dgc", memory="residual").close()
         optimizer = wrap(model, plain(model, momentum=0.9), compression="topk")
-        with pytest.raises(ValueError, match="momentum=0.9 too: say it in one place"):
+        with pytest.raises(ValueError, match="momentum=0.9 too. Set momentum in one place"):
             optimizer.set_compressor("dgc", memory=dgc(momentum=0.9))
         train(model, optimizer, rank, range(2))  # as it was
 

@@ -87,8 +87,8 @@ def test_clipping_works_on_every_rank() -> None:
 
 
 WRONG = {
-    "a rank that does not exist": ([[0, 5]] * 3, ValueError, "there are ranks 0 to 2"),
-    "members that differ": ([[0, 1], [1, 2], [1, 2]], agmerge.RankMismatchError, "names rank 1, whose own is"),
+    "a rank that does not exist": ([[0, 5]] * 3, ValueError, "ranks must be in 0 to 2"),
+    "members that differ": ([[0, 1], [1, 2], [1, 2]], agmerge.RankMismatchError, "contains rank 1, which passed"),
     "a rank without a set": ([[0, 1], [0, 1], None], agmerge.RankMismatchError, r"ranks \[2\] pass none"),
 }
 

@@ -30,8 +30,8 @@ SAID: list[tuple[dict[str, Any], list[str]]] = [
     ({"gradient_predivide_factor": float("inf")}, ["gradient_predivide_factor", "inf"]),
     ({"sparse_as_dense": "no"}, ["sparse_as_dense='no'"]),
     ({"check_every": True}, ["check_every", "True"]),
-    ({"merging": merging.Plan((3,))}, ["the plan covers 3 tensors, the model has 6"]),
-    ({"merging": merging.Plan((3,)), "sync": "updates"}, ["the plan covers 3 tensors, the model has 6"]),
+    ({"merging": merging.Plan((3,))}, ["the plan covers 3 tensors, but the model has 6"]),
+    ({"merging": merging.Plan((3,)), "sync": "updates"}, ["the plan covers 3 tensors, but the model has 6"]),
 ]
 
 
@@ -51,7 +51,7 @@ def test_what_is_said_is_judged_where_it_is_said(options: dict[str, Any], words:
 def test_the_longest_time_out_is_waited_with(monkeypatch: pytest.MonkeyPatch) -> None:
     on_ranks(2, MODEL, lambda rank, model: train(model, wrap(model, timeout=timeouts.LONGEST), rank, range(2)))
     monkeypatch.setenv(timeouts.VARIABLE, "1e300")
-    with pytest.raises(ValueError, match="AGMERGE_TIMEOUT='1e300': give a number of seconds > 0, and at most 1e"):
+    with pytest.raises(ValueError, match="AGMERGE_TIMEOUT='1e300': expected a number of seconds > 0, and at most 1e"):
         on_ranks(1, MODEL, lambda rank, model: wrap(model))
 
 
@@ -96,7 +96,7 @@ def step_of(parameters: Any) -> torch.optim.Optimizer:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "float8": (float8, "is torch.float8_e4m3fn, in which gradients cannot be added up"),
+    "float8": (float8, "is torch.float8_e4m3fn, in which gradients cannot be summed"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(4)), "Run a forward pass before you wrap the"),
     "inference": (inference, "Create the model outside inference mode"),
     "meta": (lambda: nn.Sequential(nn.Linear(4, 4, device="meta")), "is on the meta device"),
@@ -113,7 +113,7 @@ def test_parameters_that_nobody_can_train_are_named(workers: int, kind: str, opt
 
     def body(rank: int, _: nn.Module) -> None:
         model = make()
-        with pytest.raises(ValueError, match=f"parameter '0.weight' {words}"):
+        with pytest.raises(ValueError, match=f"parameter '0.weight' .*{words}"):
             agmerge.DistributedOptimizer(step_of(model.parameters()), model.named_parameters(), **options)
         assert testing.calls() == []
 
@@ -161,7 +161,7 @@ def test_a_parameter_that_has_another_shape_now_is_named_on_all_ranks(options: d
         weight.data, weight.grad = torch.zeros(60, 60), None
         optimizer.zero_grad()
         weight.sum().backward()
-        with pytest.raises(ValueError, match=r"'0.weight' had shape \[48, 32\] and has \[60, 60\] now") as raised:
+        with pytest.raises(ValueError, match=r"'0.weight' changed its shape from \[48, 32\] to \[60, 60\]") as raised:
             optimizer.step()
         return str(raised.value)
 

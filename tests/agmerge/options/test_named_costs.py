@@ -57,7 +57,11 @@ def made(kind: Any, **options: Any) -> Make:
 
 
 ADAMW, NADAM, MUON, LION = (made(kind) for kind in (torch.optim.AdamW, torch.optim.NAdam, NorMuon, Lion))
-TOPK_ADAMW = ["compression='topk', density 0.01, cost 22 to 40 %", "with AdamW", "compression='eden-2' costs less"]
+TOPK_ADAMW = [
+    "compression='topk', density 0.01, cost 22 to 40 %",
+    "with AdamW",
+    "compression='eden-2' increased it less",
+]
 
 # The optimizer, the options, and words of the one line; none: nothing is said.
 CASES: dict[str, tuple[Make, dict[str, Any], list[str]]] = {
@@ -70,12 +74,17 @@ CASES: dict[str, tuple[Make, dict[str, Any], list[str]]] = {
     "dgc without its memory": (
         ADAMW,
         {"compression": "dgc", "memory": "residual"},
-        ["compression='dgc' with memory='residual' selects what 'topk' does, which at density 0.01 cost 22 to 40 %"],
+        [
+            "compression='dgc' with memory='residual' selects the same values as 'topk', which at density 0.01 increased the loss of a small language model by 22 to 40 %"
+        ],
     ),
     "dgc without it, momentum": (
         sgd,
         {"compression": "dgc", "memory": "residual"},
-        ["compression='dgc' with memory='residual' selects what 'topk' does", "and compression='eden-4' costs less"],
+        [
+            "compression='dgc' with memory='residual' selects the same values as 'topk'",
+            "and compression='eden-4' increased it less",
+        ],
     ),
     "topk with another's memory": (
         decayed,
@@ -92,23 +101,35 @@ CASES: dict[str, tuple[Make, dict[str, Any], list[str]]] = {
     "what drops the rest": (ADAMW, {"compression": "topk", "memory": "none"}, []),
     "updates": (ADAMW, {"compression": "topk", "sync": "updates"}, []),
     "adtopk": (ADAMW, {"compression": "adtopk"}, ["'adtopk'", "29 %"]),
-    "NAdam": (NADAM, {"compression": "topk"}, ["7.5 %", "NAdam", "compression='eden-4' costs less"]),
-    "Muon": (MUON, {"compression": "topk"}, ["25 %", "Muon", "compression='int8' costs less"]),
-    "Lion": (LION, {"compression": "topk"}, ["25 %", "Lion", "compression='eden-4' costs less"]),
-    "SGD": (sgd, {"compression": "topk"}, ["7.9 %", "momentum and without weight decay", "'dgc' costs less"]),
+    "NAdam": (NADAM, {"compression": "topk"}, ["7.5 %", "NAdam", "compression='eden-4' increased it less"]),
+    "Muon": (MUON, {"compression": "topk"}, ["25 %", "Muon", "compression='int8' increased it less"]),
+    "Lion": (LION, {"compression": "topk"}, ["25 %", "Lion", "compression='eden-4' increased it less"]),
+    "SGD": (sgd, {"compression": "topk"}, ["7.9 %", "momentum and without weight decay", "'dgc' increased it less"]),
     "SGD, momentum": (sgd, {"compression": "dgc"}, []),
     "SGD, a density": (sgd, {"compression": "auto", "density": 0.01}, []),
     "SGD, decay": (decayed, {"compression": "topk"}, ["18 %", "with momentum and with weight decay", "'dgc' costs"]),
     "SGD, decay, a density": (decayed, {"compression": "auto", "density": 0.01}, ["'dgc'", "1.3 %", "'eden-4' costs"]),
-    "SGD, no momentum": (plain, {"compression": "topk"}, ["12 %", "SGD without momentum", "'eden-4' costs less"]),
-    "powersgd": (ADAMW, {"compression": "powersgd"}, ["'powersgd', rank 4, cost 3.9 %", "'eden-2' costs less"]),
+    "SGD, no momentum": (
+        plain,
+        {"compression": "topk"},
+        ["12 %", "SGD without momentum", "'eden-4' increased it less"],
+    ),
+    "powersgd": (ADAMW, {"compression": "powersgd"}, ["'powersgd', rank 4, cost 3.9 %", "'eden-2' increased it less"]),
     "acpsgd": (ADAMW, {"compression": "acpsgd", "rank": {"0.*": 2, ".*": 32}}, ["'acpsgd', rank 4, cost 12 %"]),
     "acpsgd, rank 16": (ADAMW, {"compression": "acpsgd", "rank": 16}, ["'acpsgd', rank 16, cost 2.9 %"]),
     "powersgd, rank 16": (ADAMW, {"compression": "powersgd", "rank": 16}, []),
     "several": (ADAMW, {"compression": {"0.*": "topk", ".*": "powersgd"}}, TOPK_ADAMW),
     "bits that cost nothing": (ADAMW, {"compression": "eden"}, []),
-    "one bit": (ADAMW, {"compression": "eden-1"}, ["compression='eden-1' cost 0.3 to 2.2 %", "'eden-2' costs less"]),
-    "bits with Muon": (MUON, {"compression": "eden"}, ["'eden-2' cost 1.7 to 6.2 %", "compression='int8' costs less"]),
+    "one bit": (
+        ADAMW,
+        {"compression": "eden-1"},
+        ["compression='eden-1' cost 0.3 to 2.2 %", "'eden-2' increased it less"],
+    ),
+    "bits with Muon": (
+        MUON,
+        {"compression": "eden"},
+        ["'eden-2' cost 1.7 to 6.2 %", "compression='int8' increased it less"],
+    ),
     "int8 with Muon": (MUON, {"compression": "int8"}, []),
     "dense": (ADAMW, {"compression": "none"}, []),
     "a cast": (ADAMW, {"compression": "bf16"}, []),

@@ -46,10 +46,8 @@ class Shampoo(torch.optim.SGD):
     """By its name, one that mixes elements."""
 
 
-TWO_GROUPS: Make = (
-    lambda model: torch.optim.SGD(  # noqa: E731  as the others in the table
-        [{"params": [*model[0].parameters()]}, {"params": [*model[2:].parameters()], "momentum": 0.5}], lr=0.1
-    )
+TWO_GROUPS: Make = lambda model: torch.optim.SGD(  # noqa: E731  as the others in the table
+    [{"params": [*model[0].parameters()]}, {"params": [*model[2:].parameters()], "momentum": 0.5}], lr=0.1
 )
 DAMPENED: Make = lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)  # noqa: E731
 PLAIN: Make = lambda model: sgd(model, momentum=0.0)  # noqa: E731
@@ -137,9 +135,9 @@ def test_a_choice_of_one_is_that_one() -> None:
     ("names", "words"),
     [
         ([], ": expected at least one name"),
-        (["none", "topk"], "'topk' is none of them"),
+        (["none", "topk"], "got 'topk'"),
         (["none", "onebit"], "'onebit' needs error feedback"),
-        (["none", 3], "3 is none of them"),
+        (["none", 3], "got 3"),
     ],
 )
 def test_a_choice_is_among_what_needs_no_memory(names: list[Any], words: str) -> None:
@@ -157,7 +155,7 @@ def test_what_asks_for_selection_without_a_name_is_said_in_one_line() -> None:
     with told() as texts:
         on_ranks(2, MODEL, body)
     (text,) = [text for text in texts if "in our runs" not in text]
-    assert "wire='int8' asks for selection" in text and "compression='topk'" in text
+    assert "wire='int8' requires a sparsifier" in text and "compression='topk'" in text
 
 
 def test_auto_is_the_default_and_is_resolved_once() -> None:
@@ -211,7 +209,7 @@ def test_whoever_swaps_during_training_keeps_what_was_said_of_selection() -> Non
         train(model, optimizer, rank, range(2, 4))
         copied_model, copied = copy.deepcopy((model, optimizer))
         assert train(copied_model, copied, rank, range(4, 5)) == train(model, optimizer, rank, range(4, 5))
-        with pytest.raises(ValueError, match="warmup=5 is about how much a sparsifier selects"):
+        with pytest.raises(ValueError, match="warmup=5 has no effect"):
             optimizer.set_compressor("none", warmup=5)
         optimizer.set_compressor("topk")
         train(model, optimizer, rank, range(5, 7))

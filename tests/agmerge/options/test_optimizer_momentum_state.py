@@ -125,7 +125,7 @@ def test_a_checkpoint_whose_groups_have_a_momentum_is_refused_where_the_memory_s
         saved.close()
         memory = sparsifiers.memory("dgc", momentum=0.9)
         optimizer = wrap(model, sgd(model, momentum=0.0), compression="dgc", memory=memory)
-        with pytest.raises(ValueError, match="momentum=0.9 too: say it in one place"):
+        with pytest.raises(ValueError, match="momentum=0.9 too. Set momentum in one place"):
             optimizer.load_state_dict(state)
         train(model, optimizer, rank, range(2))  # as it was
         assert optimizer.stats()["steps"] == 2

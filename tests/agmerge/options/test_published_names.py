@@ -63,7 +63,7 @@ NEAREST = {"natural": "int8", "inceptionn": "int8", "sketch": "int4", "qsgd_cuda
 @pytest.mark.parametrize("name", MEANT)
 def test_a_published_name_says_what_to_write_wherever_a_compressor_is_named(name: str) -> None:
     text = refused(compression=name)
-    assert f"compression={name!r} is unknown; known: topk, " in text and MEANT[name] in text
+    assert f"compression={name!r} is unknown. Choose from: topk, " in text and MEANT[name] in text
     assert text.endswith(published.hint("compression", name))
     with pytest.raises(ValueError) as of_a_dictionary:
         agmerge.from_params({"compressor": name})
@@ -80,7 +80,7 @@ def test_a_published_name_says_what_to_write_wherever_a_compressor_is_named(name
 @pytest.mark.parametrize("name", NEAREST)
 def test_what_comes_nearest_to_a_quantiser_is_named(name: str) -> None:
     assert refused(compression=name).endswith(f"; did you mean {NEAREST[name]!r}?")
-    with pytest.raises(ValueError, match=f"say compression='{NEAREST[name]}', without a memory"):
+    with pytest.raises(ValueError, match=f"pass compression='{NEAREST[name]}', without a memory"):
         agmerge.from_params({"compressor": name})
 
 
@@ -97,7 +97,7 @@ def test_what_comes_nearest_to_a_quantiser_is_named(name: str) -> None:
 )
 def test_what_is_no_planner_says_what_it_is(name: str, advice: str) -> None:
     text = refused(merging=name)
-    assert text.startswith(f"merging={name!r} is unknown; there are: layerwise, ") and text.endswith(f"; {advice}")
+    assert text.startswith(f"merging={name!r} is unknown. Choose from: layerwise, ") and text.endswith(f"; {advice}")
     assert published.hint("merging", name) == f"; {advice}"
     with pytest.raises(ValueError) as raised:
         published.planner(name)
@@ -117,7 +117,7 @@ def test_what_is_no_planner_says_what_it_is(name: str, advice: str) -> None:
 )
 def test_what_is_no_exchange_says_what_it_is(name: str, advice: str) -> None:
     text = refused(exchange=name, compression="topk")
-    assert f"exchange={name!r} is unknown; choose from: 'auto', " in text and advice in text
+    assert f"exchange={name!r} is unknown. Choose from: 'auto', " in text and advice in text
 
 
 def test_planners_by_published_names_are_taken() -> None:

@@ -97,9 +97,9 @@ def test_outer_is_a_function_of_parameters(outer: Any) -> None:
 
 def test_an_outer_that_makes_no_optimizer_is_refused_before_anything_is_exchanged() -> None:
     def body(rank: int, model: nn.Module) -> None:
-        with pytest.raises(TypeError, match="outer=.*has returned None.*torch.optim.Optimizer"):
+        with pytest.raises(TypeError, match="outer=.*returned None.*torch.optim.Optimizer"):
             wrap(model, sync="updates", outer=lambda parameters: None)
-        with pytest.raises(TypeError, match="outer=.*has returned None.*torch.optim.Optimizer"):
+        with pytest.raises(TypeError, match="outer=.*returned None.*torch.optim.Optimizer"):
             agmerge.LocalSync(model, sgd(model), outer=lambda parameters: None)
         wrap(model).close()  # and the parameters are free
 
@@ -123,7 +123,7 @@ def test_with_gradients_its_arguments_are_refused(name: str, value: Any) -> None
 
 @pytest.mark.parametrize("sync", ["update", "Updates", None, True])
 def test_an_unknown_sync_is_refused(sync: Any) -> None:
-    refused(ValueError, [f"sync={sync!r} is unknown; choose from: 'gradients', 'updates'"], sync=sync)
+    refused(ValueError, [f"sync={sync!r} is unknown. Choose from: 'gradients', 'updates'"], sync=sync)
 
 
 @pytest.mark.parametrize("values", [{"lr": 0.0}, {"lr": -1.0}, {"momentum": 1.0}, {"momentum": -0.1}], ids=str)
@@ -165,7 +165,7 @@ def test_local_optimizers_have_no_sync_argument() -> None:
             agmerge.LocalOptimizer(sgd(model), model.named_parameters(), sync="gradients")
         with pytest.raises(TypeError, match="sync= is not supported: local steps always"):
             agmerge.LocalSync(model, sgd(model), sync="updates")
-        with pytest.raises(ValueError, match="every=0: give a whole number"):
+        with pytest.raises(ValueError, match="every=0: expected a whole number"):
             agmerge.LocalSync(model, sgd(model), sync_every=0)
         with pytest.raises(ValueError, match="outer_optimizer is another name of outer: give one"):
             agmerge.LocalSync(model, sgd(model), outer=agmerge.Nesterov(), outer_optimizer=sgd(model))

@@ -119,7 +119,7 @@ def test_where_nothing_is_feasible_it_is_the_default_rule_and_one_rank_says_so(m
     # The biases and the last layer are more than half of 1 %.
     assert agreed(on_ranks(2, seeded(mlp), body)) == (0, False)
     ((rank, text),) = [(rank, text) for rank, text in said if "AGM706" in text]  # others are of other things
-    assert rank == 0 and "more than half of what density=0.01 allows" in text
+    assert rank == 0 and "more than half of density=0.01" in text
 
 
 # -- the cut --------------------------------------------------------------------------------------------------------

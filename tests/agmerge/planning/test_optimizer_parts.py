@@ -276,7 +276,7 @@ def test_a_part_leaves_before_the_next_is_selected(plan: Plan, monkeypatch: pyte
     [(Plan((6,), labels=("ahead",), parts=(2,)), {}), (Plan((6,), parts=(2,)), {"sparsify": "ahead"})],
 )
 def test_several_tensors_ahead_are_refused_at_construction(plan: Plan, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="merging: merge buffer 0 has 2 parts, and each of its 6 tensors"):
+    with pytest.raises(ValueError, match="merging: merge buffer 0 has 2 parts, but each of its 6 tensors"):
         on_ranks(1, MODEL, lambda rank, model: wrap(model, merging=plan, **options))
 
 

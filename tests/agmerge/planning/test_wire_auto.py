@@ -280,7 +280,7 @@ def test_merge_buffers_of_several_wires_are_refused() -> None:
 
 @pytest.mark.parametrize("options", [{"wire": "fp32"}, {"memory": "none"}, {"exchange": "oktopk"}])
 def test_a_plan_with_a_wire_that_the_options_exclude_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="this plan sends values in int8"):
+    with pytest.raises(ValueError, match="this plan sends values as int8"):
         wrap(mlp(), compression="topk", merging=merging.Plan((6,), labels=("wire=int8",)), **options)
 
 

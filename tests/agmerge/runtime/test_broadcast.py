@@ -132,7 +132,7 @@ def test_pieces_of_any_size_are_the_roots_to_the_bit(chunk: int, monkeypatch: py
 
 def test_a_tensor_of_sparse_layout_is_refused_by_name() -> None:
     def body(rank: int) -> None:
-        with pytest.raises(ValueError, match="'rows' has layout torch.sparse_coo; make it dense first"):
+        with pytest.raises(ValueError, match="'rows' has layout torch.sparse_coo, .* Make it dense first"):
             agmerge.broadcast_parameters({"rows": torch.eye(2).to_sparse()})
 
     testing.run(1, body)
@@ -189,7 +189,7 @@ def test_other_names_shapes_or_dtypes_are_the_same_error_on_every_rank(mismatch:
 
 def test_what_is_no_tensor_is_refused() -> None:
     def body(rank: int) -> None:
-        with pytest.raises(ValueError, match="'epoch' is a int, not a tensor; send it with broadcast_object"):
+        with pytest.raises(ValueError, match="'epoch' is a int, not a tensor. Use broadcast_object"):
             agmerge.broadcast_parameters({"weight": torch.ones(1), "epoch": 3})
         with pytest.raises(ValueError, match=r"invalid params of type: str \(entry 0\)"):
             agmerge.broadcast_parameters(["weight"])

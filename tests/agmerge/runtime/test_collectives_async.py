@@ -65,7 +65,7 @@ def test_a_name_that_is_under_way_is_refused() -> None:
             pass
         if rank == 1:
             handle._handles[0].done = lambda: False  # type: ignore[method-assign]
-            with pytest.raises(ValueError, match="loss: a collective of this name is under way"):
+            with pytest.raises(ValueError, match="loss: a collective of this name is already running"):
                 agmerge.allreduce(torch.ones(2), name="loss")
         assert agmerge.synchronize(handle).tolist() == [1.0, 1.0]
         assert agmerge.allreduce(torch.ones(2), name="loss").tolist() == [1.0, 1.0]

@@ -156,7 +156,7 @@ def test_nothing_is_recorded_where_no_gradient_is_wanted() -> None:
 def test_the_gradient_of_a_maximum_is_refused_and_its_value_is_not() -> None:
     def body(rank: int) -> None:
         largest = agmerge.allreduce(given(rank), name="loss", op=agmerge.Max)
-        with pytest.raises(agmerge.AGMergeError, match="loss: op=max has no gradient; give it tensor.detach()"):
+        with pytest.raises(agmerge.AGMergeError, match="loss: op=max is not differentiable. Pass tensor.detach()"):
             largest.sum().backward()
 
     testing.run(2, body)

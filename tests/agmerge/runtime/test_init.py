@@ -128,7 +128,7 @@ def test_a_pod_for_torchrun_in_which_the_script_is_started_without_it_is_an_erro
 
 @pytest.mark.parametrize("variable", SIZES)
 def test_how_many_workers_there_are_is_not_enough_to_be_one_and_not_local(variable: str) -> None:
-    with pytest.raises(AGMergeError, match=f"{variable}=2, but no variable says which"):
+    with pytest.raises(AGMergeError, match=f"{variable}=2, but no variable sets the rank"):
         workers.detect({variable: "2"})
     assert workers.detect({variable: "1"}) == workers.detect({variable: "2", "AGMERGE_BACKEND": "local"}) == "local"
     assert workers.detect({variable: "2", "MV2_COMM_WORLD_RANK": "1"}) == "mpi"
@@ -186,7 +186,7 @@ def test_what_srun_does_not_say_is_refused_with_what_to_do(variable: str, value:
     if variable == "SLURM_STEP_NUM_TASKS":
         assert not slurm.launched(env)
         return
-    with pytest.raises(AGMergeError, match="srun has started 6 tasks .*srun --ntasks-per-node=1 torchrun"):
+    with pytest.raises(AGMergeError, match="srun started 6 tasks .*srun --ntasks-per-node=1 torchrun"):
         slurm.variables(env)
 
 
@@ -238,7 +238,7 @@ def test_a_second_init_does_nothing_unless_it_names_another_backend() -> None:
     agmerge.init()
     agmerge.init("local")
     assert workers.world() is first
-    with pytest.raises(ValueError, match="'torch'.*already initialised with 'local'; call shutdown"):
+    with pytest.raises(ValueError, match="'torch'.*already initialized with 'local'. Call shutdown"):
         agmerge.init("torch")
     assert workers.world() is first
 
@@ -274,10 +274,10 @@ def test_a_backend_whose_library_is_missing_says_what_to_do(name: str, monkeypat
 
 
 def test_an_unknown_backend_is_refused_with_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="unknown backend 'gloo'; backends: horovod, torch, mpi, local"):
+    with pytest.raises(ValueError, match="backend='gloo' is unknown. Choose from: horovod, torch, mpi, local"):
         agmerge.init("gloo")
     monkeypatch.setenv("AGMERGE_BACKEND", "Torch")
-    with pytest.raises(ValueError, match="unknown backend 'Torch'"):
+    with pytest.raises(ValueError, match="backend='Torch' is unknown"):
         agmerge.init()
     assert not agmerge.is_initialized()
 
@@ -300,7 +300,7 @@ def test_init_takes_the_environment_of_the_process(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_torch_backend_without_a_launcher_names_what_is_missing() -> None:
-    with pytest.raises(AGMergeError, match="RANK, WORLD_SIZE, MASTER_ADDR: launch the script with torchrun"):
+    with pytest.raises(AGMergeError, match="RANK, WORLD_SIZE, MASTER_ADDR. Launch the script with torchrun"):
         agmerge.init("torch")
     assert "MASTER_PORT" not in os.environ
     assert not agmerge.is_initialized()
@@ -361,7 +361,7 @@ def test_a_thread_of_a_group_has_its_own_and_leaves_the_process_alone() -> None:
     def body(rank: int) -> int:
         assert workers.world() is not outer
         agmerge.init()  # a script calls it; here it is done
-        with pytest.raises(ValueError, match="already initialised with 'local'"):
+        with pytest.raises(ValueError, match="already initialized with 'local'"):
             agmerge.init("torch")
         size = agmerge.size()
         agmerge.shutdown()

@@ -174,7 +174,7 @@ def test_ranks_in_different_calls_are_told_so_whoever_gives_up_first(given_up: b
     text, missing = called([RankStatus("in allreduce", step=STEP, call="allreduce/digest", given_up=given_up)], nothing)
     assert missing == (() if given_up else (1,))
     word = "waited" if given_up else "waits"
-    assert f"make different calls: rank 1 {word} for allreduce/digest, this rank for buffer 3. Is there a call" in text
+    assert f"make different calls: rank 1 {word} for allreduce/digest, this rank for buffer 3. Check for calls" in text
     assert "if rank() == 0" in text and "No rank is missing" not in text
 
 
@@ -236,10 +236,10 @@ def test_a_machine_without_an_address_is_not_known_about(monkeypatch: pytest.Mon
     names = iter("abc")
     monkeypatch.setattr(addresses, "network", lambda: next(names))  # three machines
     monkeypatch.setattr(addresses, "reachable", none)
-    with pytest.warns(UserWarning, match="what became of rank 0 .*no address"):
+    with pytest.warns(UserWarning, match="status port of rank 0 .*no address"):
         text, missing = called([waits(), waits()], nothing)
     assert missing == ()
-    assert text.startswith("Not known: rank 1 (host ") and "it has no port to be asked at (no address)" in text
+    assert text.startswith("Not known: rank 1 (host ") and "it has no status port (no address)" in text
     assert "No rank is missing" not in text
 
 
@@ -253,12 +253,12 @@ def test_what_cannot_be_reached_from_the_start_is_not_said_to_have_ended(monkeyp
             return monitor.replace(original(self, address, hosts, env), port=closed.getsockname()[1])
 
         monkeypatch.setattr(monitor.PeerMonitor, "_listen", elsewhere)
-        with pytest.warns(UserWarning, match="rank 1 .*could not be asked at 127.0.0.1, port .*all TCP ports"):
+        with pytest.warns(UserWarning, match="rank 1 .*status port 127.0.0.1, port .*all TCP ports"):
             text, missing = called([waits(), waits()], nothing)
     assert missing == ()
-    assert text.startswith("Not known: rank 1") and "could not be asked at 127.0.0.1" in text
+    assert text.startswith("Not known: rank 1") and "could not be reached" in text
     assert monitor.REFUSED in text and ENDED not in text
-    assert "Of this rank others say: it could not be asked" in text and "No rank is missing" not in text
+    assert "Other ranks report about this rank: " in text and "No rank is missing" not in text
 
 
 def test_only_the_ranks_of_the_collective_are_asked() -> None:

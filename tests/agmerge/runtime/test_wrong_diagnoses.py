@@ -117,7 +117,7 @@ def test_a_rank_that_came_after_the_others_had_given_up_is_told_so() -> None:
     place = waits(given_up=True)
     place.since -= 30.0
     text, missing = called(lambda calls: None, place)
-    assert missing == () and "the others had given up before this rank came to buffer 3" in text
+    assert missing == () and "the others timed out before this rank reached buffer 3" in text
     assert NOBODY not in text
 
 
@@ -164,7 +164,7 @@ def test_who_has_said_that_it_ends_is_asked_once(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("runs", "said", "times"),
-    [(False, ENDED, 1), (None, ENDED, 4), (True, "its process is there, but has refused for 4 s to be asked", 4)],
+    [(False, ENDED, 1), (None, ENDED, 4), (True, "its process is running, but has refused connections for 4 s", 4)],
 )
 def test_a_process_of_this_machine_is_looked_at(
     runs: bool | None, said: str, times: int, monkeypatch: pytest.MonkeyPatch
@@ -226,14 +226,14 @@ def test_who_left_because_another_was_lost_had_no_fewer_batches(lost: bool) -> N
 
 # -- B4: too few open files ---------------------------------------------------------------------------------
 
-LIMIT = "This process has 20 files open, and may open 24 (ulimit -n), too few to connect 2 ranks. Raise the limit"
+LIMIT = "This process has 20 open files, and the limit is 24 (ulimit -n), which is not enough to connect 2 ranks. Raise the limit"
 
 
 def test_too_few_open_files_are_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "open_files", lambda: (20, 24))
     text, missing = called(lambda calls: None)
     assert missing == () and LIMIT in text and NOBODY not in text
-    assert "; it has 20 files open, and may open 24 (ulimit -n)" in text  # the other is in this process
+    assert "; it has 20 open files, and the limit is 24 (ulimit -n)" in text  # the other is in this process
 
 
 def test_too_few_open_files_are_said_before_ranks_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:

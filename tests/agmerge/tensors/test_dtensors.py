@@ -97,7 +97,7 @@ def test_a_gradient_that_lies_where_the_last_one_lay_is_the_same_object(mesh: De
 def test_a_gradient_that_is_spread_otherwise_is_refused(mesh: DeviceMesh) -> None:
     parameter = spread(mesh["shard"], Shard(0))
     parameter.grad = DTensor.from_local(torch.ones(5, 4), mesh["shard"], [Partial()], run_check=False)
-    with pytest.raises(ValueError, match=r"'w' has the placements \(S\(0\)\), and its gradient \(P\(sum\)\)"):
+    with pytest.raises(ValueError, match=r"'w' has the placements \(S\(0\)\), but its gradient has \(P\(sum\)\)"):
         gradient_of(parameter, "w")
 
 
@@ -114,14 +114,14 @@ def test_what_is_no_shard_is_refused_by_name(mesh: DeviceMesh) -> None:
         spread(mesh, Replicate(), Shard(0)), "w"
     )
     text = why_not_exchangeable(spread(mesh["shard"], Partial()), "w")
-    assert "'w' is a sum over mesh dimension 'shard' that nobody has added up (P(sum))" in text
+    assert "'w' is a partial sum over mesh dimension 'shard' (P(sum))" in text
 
 
 def test_parameters_of_fsdp1_are_refused_by_name() -> None:
     flat, view = FlatParameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     view._fsdp_flattened = True  # type: ignore[attr-defined]  # with use_orig_params=True
     for parameter in (flat, view):
-        assert "'w' is of FullyShardedDataParallel (FSDP1)" in why_not_exchangeable(parameter, "w")
+        assert "'w' belongs to FullyShardedDataParallel (FSDP1)" in why_not_exchangeable(parameter, "w")
 
 
 def test_a_table_of_parameters_has_the_shapes_of_shards_and_notices_another_memory(mesh: DeviceMesh) -> None:
@@ -168,5 +168,5 @@ def test_a_process_set_is_a_group_of_torchs_or_one_dimension_of_its_mesh(mesh: D
     assert parse_process_set(mesh["shard"].get_group()).members == [0, 1]
     assert by_ranks(mesh["shard"]) == [0, 1] and by_ranks([1]) == [1] and by_ranks(None) is None
     assert torch_objects.ranks_of([0, 1]) is None
-    with pytest.raises(ValueError, match=r"it has 2 dimensions; give one of them, such as mesh\['replicate'\]"):
+    with pytest.raises(ValueError, match=r"has 2 dimensions. Pass one of them, such as mesh\['replicate'\]"):
         parse_process_set(mesh)

@@ -96,7 +96,7 @@ def test_two_optimizers_are_one_with_the_groups_of_both(found: Found, way: str) 
         ("updates, never called", "integrations.ddp.compress"),
         ("wrapped", "DistributedOptimizer, so gradients would be"),
         ("hook", "DistributedDataParallel already has a"),
-        ("scaler", "scaler= is the accelerator's own"),
+        ("scaler", "scaler= is not supported"),
         ("not prepared", "accelerator.prepare()"),
         ("velocity", "AGM125"),
         ("no optimizer", "Prepare the model together with its optimizer"),

@@ -74,7 +74,7 @@ def test_selections_of_shards_have_the_bits_of_plain_tensors(found: Results) -> 
         ("updates", "RankMismatchError", "disagree on the shard of '0.weight'"),
         ("replicated", "ValueError", "replicated over mesh dimension 'replicate'"),
         ("two dimensions", "ValueError", "Pass one of them, such as mesh['replicate']"),
-        ("mixed", "ValueError", "'0.weight' is a DTensor and 'own' is not"),
+        ("mixed", "ValueError", "'0.weight' is a DTensor but 'own' is not"),
         ("dear", "ValueError", "merging='dear' and parameter '0.weight'"),
         ("two levels", "ValueError", "exchange='two-level' and parameter '0.weight'"),
         ("two levels of plain tensors", "AGMergeError", "AGM305"),

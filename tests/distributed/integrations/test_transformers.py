@@ -120,7 +120,7 @@ def test_a_list_of_two_optimizers_is_one_with_the_groups_of_both(found: Found, w
         ("is_deepspeed_enabled", "DeepSpeed averages gradients in its own engine"),
         ("is_fsdp_enabled", "FSDP averages gradients of shards itself"),
         ("several GPUs", "torchrun --nproc_per_node"),
-        ("scaler", "scaler= is the Trainer's own"),
+        ("scaler", "scaler= is not supported"),
         ("options", "density must be in (0, 1]"),
         ("twice", "DistributedDataParallel already has a"),
         ("velocity", "AGM125"),
