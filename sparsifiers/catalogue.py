@@ -115,7 +115,8 @@ def low_rank(name: str, rank: Ranks = RANK, **options: object) -> LowRank:
     """Make a low-rank compressor by canonical name or alias, in any case, with or without hyphens and underscores.
 
     rank: columns of each factor, or {pattern: rank}, where patterns are regular expressions that must match the full
-    name. options: `seed`. ValueError for an unknown name or a rank that is no whole number above 0; TypeError for an option that it does not have.
+    name. options: `seed`. ValueError for an unknown name or a rank that is no whole number above 0; TypeError for an
+    option that it does not have.
     """
     return _low_rank.create(name, rank, **options)
 
