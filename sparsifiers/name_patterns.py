@@ -29,7 +29,7 @@ def compiled(pattern: Any) -> re.Pattern[str]:
 
 
 def glob_hint(pattern: str, names: Iterable[str]) -> str:
-    """Return the advice for a pattern that matches no name as a regular expression, but does as a glob; else nothing."""
+    """Return advice for a pattern that matches no name as it is, but matches one as a glob; else an empty text."""
     is_glob = any(mark in pattern for mark in "*?") and any(fnmatchcase(name, pattern) for name in names)
     return _is_a_glob(pattern) if is_glob else ""
 
