@@ -68,6 +68,7 @@ def arguments() -> str:
     """Return arguments.md."""
     said, given = described(), defaults()
     assert sorted(said) == sorted(given) == sorted(" ".join(GROUPS.values()).split())
+    positional = ", ".join(f"`{name}`" for name in list(given)[:10])
     lines = [
         "<!-- Made by tests/support/reference_pages.py: change the docstring, and run it. -->",
         "# DistributedOptimizer",
@@ -80,7 +81,7 @@ def arguments() -> str:
         "`agmerge.LocalOptimizer` accept the same arguments, except those that have no effect there. For the methods,",
         "see the [API](api.md#the-optimizer).",
         "",
-        f"* The first ten may be positional, in Horovod's order: {', '.join(f'`{name}`' for name in list(given)[:10])}.",
+        f"* The first ten may be positional, in Horovod's order: {positional}.",
         "  Pass all others by name.",
         "* Patterns are regular expressions that must match the full parameter name, such as `.*\\.bias`. The first",
         "  match wins.",
