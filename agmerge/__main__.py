@@ -75,7 +75,8 @@ def parser() -> argparse.ArgumentParser:
     lighthouse = commands.add_parser(
         "lighthouse",
         help="run the rendezvous server (lighthouse) of an elastic job",
-        epilog="Start it on a machine that stays up, and stop it with Ctrl-C. Set the variable that it prints for every worker.",
+        epilog="Start it on a machine that stays up, and stop it with Ctrl-C. Set the variable that it prints for every "
+        "worker.",
     )
     lighthouse.add_argument("--port", type=int, default=29510, help="TCP port (default: 29510)")
     explain = commands.add_parser(
