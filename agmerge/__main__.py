@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         "$XDG_CACHE_HOME/agmerge/wheels, or else in ~/.cache/agmerge/wheels.",
     )
     build.add_argument("--force", action="store_true", help="build again, even if there is a cached wheel")
-    build.add_argument("--nccl", action="store_true", help="fail if NCCL is not possible, and name what is missing")
+    build.add_argument("--nccl", action="store_true", help="fail if NCCL is not possible, and list the missing parts")
     plan = commands.add_parser("plan", help="compare all planners on the measurements of a training run")
     plan.add_argument("measurements", help="file that optimizer.measurements.save() wrote")
     plan.add_argument("--picture", metavar="FILE.svg", help="draw the timelines of all planners")
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         "torchrun --nnodes=2 ... -m agmerge advise train.py --lr 0.1. Ctrl-C prints the table so far. Exit codes: "
         "0: there are lines to add, 3: do not use agmerge here, 4: no answer.",
     )
-    advise.add_argument("--json", action="store_true", help="print what was measured, and the advice, as JSON")
+    advise.add_argument("--json", action="store_true", help="print the measurements and the advice as JSON")
     advise.add_argument(
         "--patience",
         type=float,
@@ -75,12 +75,13 @@ def parser() -> argparse.ArgumentParser:
     lighthouse = commands.add_parser(
         "lighthouse",
         help="run the rendezvous server (lighthouse) of an elastic job",
-        epilog="Start it on a machine that stays up, and stop it with Ctrl-C. Set the variable that it prints for every worker.",
+        epilog="Start it on a machine that stays up, and stop it with Ctrl-C. Set the variable that it prints for "
+        "every worker.",
     )
     lighthouse.add_argument("--port", type=int, default=29510, help="TCP port (default: 29510)")
     explain = commands.add_parser(
         "explain",
-        help="show what an error means and what to do",
+        help="explain an error: its cause and the remedy",
         epilog="It needs no network. Without a code, it lists all codes.",
     )
     explain.add_argument("code", nargs="*", help="error code, for example AGM102, or words of an error message")

@@ -87,7 +87,10 @@ def main(names: list[str]) -> None:
         (folder / "train.py").write_text(MODEL + DDP, encoding="utf-8")
         (folder / "measure.py").write_text(MODEL + MEASURED, encoding="utf-8")
         if "plan" in names:
-            shown("AGMERGE_LINK=200mbit python -m torch.distributed.run --standalone --nproc_per_node=2 measure.py", folder)
+            shown(
+                "AGMERGE_LINK=200mbit python -m torch.distributed.run --standalone --nproc_per_node=2 measure.py",
+                folder,
+            )
         for one in names:
             text = f"$ {EXAMPLES[one]}\n{shown(EXAMPLES[one], folder)}"
             (KEPT / f"{one}.txt").write_text(text, encoding="utf-8")

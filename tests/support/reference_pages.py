@@ -109,12 +109,12 @@ def commands() -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
 def command_line() -> str:
     """Return command_line.md."""
     lines = [
-        "<!-- Made by tests/support/reference_pages.py: change agmerge/__main__.py, and run it. Output of the examples:",
-        "run tests/support/command_examples.py before. -->",
+        "<!-- Made by tests/support/reference_pages.py: change agmerge/__main__.py, and run it. Before that, run",
+        "tests/support/command_examples.py for the output of the examples. -->",
         "# Command line",
         "",
-        "Run `python -m agmerge COMMAND`, or `agmerge COMMAND`. To see the options of a command, add `--help`. Your output",
-        "differs from the examples, because it depends on your machine and network.",
+        "Run `python -m agmerge COMMAND`, or `agmerge COMMAND`. To see the options of a command, add `--help`. Your",
+        "output differs from the examples, because it depends on your machine and network.",
     ]
     for name, command, help_ in commands():
         shown = (DOCS / "_data" / "command_line" / f"{name}.txt").read_text(encoding="utf-8")

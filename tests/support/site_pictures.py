@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look at every page of the site in a browser: ``python tests/support/site_pictures.py SITE PICTURES``.
 
-Pages are shown at the widths of a phone, of half a screen and of a laptop, light and dark. A page that is wider than the
-window, something that sticks out of it or is cut off, a picture that is not there, a navigation that lacks sections or
-pages, and an error of a script are told, and the status is 1.
+Pages are shown at the widths of a phone, of half a screen and of a laptop, light and dark. Reported are a page that is
+wider than the window, something that sticks out of it or is cut off, a picture that is missing, a navigation without
+sections or pages, and an error of a script. The status is 1 then.
 Pictures of the pages that newcomers meet are written into the folder PICTURES. The browser is Chromium, from the
 system's packages; where there is none, one line says so, and nothing is looked at.
 """
@@ -25,7 +25,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 OUTSIDE = """
 () => [...document.querySelectorAll(".bd-article *, .bd-header *, .prev-next-area *")].filter(one => {
     const scrolls = one.closest("pre, .pst-scrollable-table-container, [aria-hidden=true], .headerlink");
-    const right = one.getBoundingClientRect().right, long = /^H\\d$/.test(one.tagName) && one.scrollWidth > one.clientWidth;
+    const right = one.getBoundingClientRect().right;
+    const long = /^H\\d$/.test(one.tagName) && one.scrollWidth > one.clientWidth;
     return !scrolls && one.getClientRects().length && (right > innerWidth + 1 || long);
 }).map(one => one.textContent.trim().slice(0, 40))
 """
