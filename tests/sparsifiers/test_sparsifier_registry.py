@@ -99,7 +99,7 @@ def test_unknown_names(wrong: str, near: str | None) -> None:
         sparsifiers.get(wrong)
     text = str(caught.value)
     assert f"unknown sparsifier {wrong!r}" in text
-    assert "known: " + ", ".join(sparsifiers.names()) in text
+    assert "Choose from: " + ", ".join(sparsifiers.names()) in text
     assert ("did you mean" in text) is (near is not None)
     if near is not None:
         assert text.endswith(f"did you mean {near!r}?")
