@@ -136,7 +136,7 @@ def test_ranks_by_pattern_are_those_of_the_factors(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"rank": {"0.wieght": 2}}, r"rank: the pattern '0.wieght' matches no parameter.* Parameters: 0.weight, 0.bias"),
+        ({"rank": {"0.wieght": 2}}, r"rank: the pattern '0.wieght' matches no parameter.* 0.weight, 0.bias"),
         ({"rank": {"0.weight": 2, "weight": 3}}, "rank: the pattern 'weight' matches no parameter"),
         ({"rank": 0}, "rank=0: expected a whole number > 0"),
         ({"rank": "4"}, "rank='4': expected a whole number > 0"),

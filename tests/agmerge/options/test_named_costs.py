@@ -30,7 +30,7 @@ def told() -> Iterator[list[str]]:
         warnings.simplefilter("always")
         texts: list[str] = []
         yield texts
-        texts += [text for one in heard if "in our runs" in (text := str(one.message))]
+        texts += [text for one in heard if "AGM705" in (text := str(one.message))]
 
 
 class NorMuon(torch.optim.SGD):
@@ -108,16 +108,36 @@ CASES: dict[str, tuple[Make, dict[str, Any], list[str]]] = {
     "SGD": (sgd, {"compression": "topk"}, ["7.9 %", "momentum and without weight decay", "'dgc' increased it less"]),
     "SGD, momentum": (sgd, {"compression": "dgc"}, []),
     "SGD, a density": (sgd, {"compression": "auto", "density": 0.01}, []),
-    "SGD, decay": (decayed, {"compression": "topk"}, ["18 %", "with momentum and with weight decay", "'dgc' costs"]),
-    "SGD, decay, a density": (decayed, {"compression": "auto", "density": 0.01}, ["'dgc'", "1.3 %", "'eden-4' costs"]),
+    "SGD, decay": (
+        decayed,
+        {"compression": "topk"},
+        ["18 %", "with momentum and with weight decay", "'dgc' increased it less"],
+    ),
+    "SGD, decay, a density": (
+        decayed,
+        {"compression": "auto", "density": 0.01},
+        ["'dgc'", "1.3 %", "'eden-4' increased it less"],
+    ),
     "SGD, no momentum": (
         plain,
         {"compression": "topk"},
         ["12 %", "SGD without momentum", "'eden-4' increased it less"],
     ),
-    "powersgd": (ADAMW, {"compression": "powersgd"}, ["'powersgd', rank 4, cost 3.9 %", "'eden-2' increased it less"]),
-    "acpsgd": (ADAMW, {"compression": "acpsgd", "rank": {"0.*": 2, ".*": 32}}, ["'acpsgd', rank 4, cost 12 %"]),
-    "acpsgd, rank 16": (ADAMW, {"compression": "acpsgd", "rank": 16}, ["'acpsgd', rank 16, cost 2.9 %"]),
+    "powersgd": (
+        ADAMW,
+        {"compression": "powersgd"},
+        ["'powersgd' (rank 4) increased the loss of a small language model by 3.9 %", "'eden-2' increased it less"],
+    ),
+    "acpsgd": (
+        ADAMW,
+        {"compression": "acpsgd", "rank": {"0.*": 2, ".*": 32}},
+        ["'acpsgd' (rank 4) increased the loss of a small language model by 12 %"],
+    ),
+    "acpsgd, rank 16": (
+        ADAMW,
+        {"compression": "acpsgd", "rank": 16},
+        ["'acpsgd' (rank 16) increased the loss of a small language model by 2.9 %"],
+    ),
     "powersgd, rank 16": (ADAMW, {"compression": "powersgd", "rank": 16}, []),
     "several": (ADAMW, {"compression": {"0.*": "topk", ".*": "powersgd"}}, TOPK_ADAMW),
     "bits that cost nothing": (ADAMW, {"compression": "eden"}, []),
