@@ -77,16 +77,16 @@ def test_densities_that_are_no_numbers(density: Any) -> None:
 def test_numel_outside_the_range(numel: int) -> None:
     with pytest.raises(ValueError, match=rf"numel must be in \[0, 2\*\*31\), got {numel}"):
         budget(0.5, numel)
-    with pytest.raises(ValueError, match=rf"topk\(density=0.01\): numel is {numel}"):
+    with pytest.raises(ValueError, match=rf"topk\(density=0.01\): numel must be .* got {numel}"):
         sparsifiers.get("topk").capacity(numel)
 
 
 @pytest.mark.parametrize(("numel", "k"), [(10, 0), (10, 11), (10, -1), (0, 1)])
 def test_k_outside_the_range(numel: int, k: int) -> None:
     topk = sparsifiers.get("topk")
-    with pytest.raises(ValueError, match=rf"topk\(density=0.01\), key 'fc': k is {k}.*budget"):
+    with pytest.raises(ValueError, match=rf"topk\(density=0.01\), key 'fc': k must be in .*got {k}\..*budget"):
         topk.select(torch.zeros(numel), k=k, key="fc")
-    with pytest.raises(ValueError, match=rf"topk\(density=0.01\): k is {k}.*budget"):
+    with pytest.raises(ValueError, match=rf"topk\(density=0.01\): k must be in .*got {k}\..*budget"):
         topk.capacity(numel, k=k)
 
 
@@ -122,12 +122,12 @@ def test_vectors_that_are_no_strided_tensors() -> None:
 
 
 def test_vectors_too_long_for_int32() -> None:
-    with pytest.raises(ValueError, match=r"numel must be in \[0, 2\*\*31\), got 2147483648"):
+    with pytest.raises(ValueError, match=r"numel must be in .*got 2147483648"):
         sparsifiers.get("topk").select(torch.zeros(1).expand(2**31))
 
 
 def test_step_counts_from_zero() -> None:
-    with pytest.raises(ValueError, match="step is -1"):
+    with pytest.raises(ValueError, match="step must be .*got -1"):
         sparsifiers.get("topk").select(torch.zeros(4), step=-1)
     with pytest.raises(TypeError, match="step must be an int"):
         sparsifiers.get("topk").capacity(4, step=0.5)  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ def test_why_a_port_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         "which of the two it is cannot be known here"
     )
     for error, words in (
-        (TimeoutError(), "nothing comes back from 192.0.2.1: a firewall"),
+        (TimeoutError(), "192.0.2.1 does not answer: a firewall"),
         (OSError(113, "No route to host"), "no route to 192.0.2.1 (No route to host)"),
     ):
 

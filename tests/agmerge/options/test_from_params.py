@@ -163,7 +163,7 @@ def test_a_fixed_threshold_is_graces_and_has_a_bound_here() -> None:
         ({"compressor": "imbalancetopktime"}, "compressor='imbalancetopktime' is unknown. Choose from: topk, "),
         (
             {"compressor": "topk", "memory": "residul"},
-            "memory='residul' is not supported is not supported with compressor='topk': it is unknown",
+            "memory='residul' is not supported with compressor='topk': it is unknown",
         ),
         (
             {"compressor": "topk"},

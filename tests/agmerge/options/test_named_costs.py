@@ -30,7 +30,7 @@ def told() -> Iterator[list[str]]:
         warnings.simplefilter("always")
         texts: list[str] = []
         yield texts
-        texts += [text for one in heard if "in our runs" in (text := str(one.message))]
+        texts += [text for one in heard if "AGM705" in (text := str(one.message))]
 
 
 class NorMuon(torch.optim.SGD):
@@ -58,7 +58,7 @@ def made(kind: Any, **options: Any) -> Make:
 
 ADAMW, NADAM, MUON, LION = (made(kind) for kind in (torch.optim.AdamW, torch.optim.NAdam, NorMuon, Lion))
 TOPK_ADAMW = [
-    "compression='topk', density 0.01, cost 22 to 40 %",
+    "compression='topk' (density 0.01) increased the loss of a small language model by 22 to 40 %",
     "with AdamW",
     "compression='eden-2' increased it less",
 ]
@@ -75,7 +75,8 @@ CASES: dict[str, tuple[Make, dict[str, Any], list[str]]] = {
         ADAMW,
         {"compression": "dgc", "memory": "residual"},
         [
-            "compression='dgc' with memory='residual' selects the same values as 'topk', which at density 0.01 increased the loss of a small language model by 22 to 40 %"
+            "compression='dgc' with memory='residual' selects the same values as 'topk', which at density 0.01",
+            "22 to 40 %",
         ],
     ),
     "dgc without it, momentum": (
@@ -107,28 +108,54 @@ CASES: dict[str, tuple[Make, dict[str, Any], list[str]]] = {
     "SGD": (sgd, {"compression": "topk"}, ["7.9 %", "momentum and without weight decay", "'dgc' increased it less"]),
     "SGD, momentum": (sgd, {"compression": "dgc"}, []),
     "SGD, a density": (sgd, {"compression": "auto", "density": 0.01}, []),
-    "SGD, decay": (decayed, {"compression": "topk"}, ["18 %", "with momentum and with weight decay", "'dgc' costs"]),
-    "SGD, decay, a density": (decayed, {"compression": "auto", "density": 0.01}, ["'dgc'", "1.3 %", "'eden-4' costs"]),
+    "SGD, decay": (
+        decayed,
+        {"compression": "topk"},
+        ["18 %", "with momentum and with weight decay", "'dgc' increased it less"],
+    ),
+    "SGD, decay, a density": (
+        decayed,
+        {"compression": "auto", "density": 0.01},
+        ["'dgc'", "1.3 %", "'eden-4' increased it less"],
+    ),
     "SGD, no momentum": (
         plain,
         {"compression": "topk"},
         ["12 %", "SGD without momentum", "'eden-4' increased it less"],
     ),
-    "powersgd": (ADAMW, {"compression": "powersgd"}, ["'powersgd', rank 4, cost 3.9 %", "'eden-2' increased it less"]),
-    "acpsgd": (ADAMW, {"compression": "acpsgd", "rank": {"0.*": 2, ".*": 32}}, ["'acpsgd', rank 4, cost 12 %"]),
-    "acpsgd, rank 16": (ADAMW, {"compression": "acpsgd", "rank": 16}, ["'acpsgd', rank 16, cost 2.9 %"]),
+    "powersgd": (
+        ADAMW,
+        {"compression": "powersgd"},
+        ["'powersgd' (rank 4) increased the loss of a small language model by 3.9 %", "'eden-2' increased it less"],
+    ),
+    "acpsgd": (
+        ADAMW,
+        {"compression": "acpsgd", "rank": {"0.*": 2, ".*": 32}},
+        ["'acpsgd' (rank 4) increased the loss of a small language model by 12 %"],
+    ),
+    "acpsgd, rank 16": (
+        ADAMW,
+        {"compression": "acpsgd", "rank": 16},
+        ["'acpsgd' (rank 16) increased the loss of a small language model by 2.9 %"],
+    ),
     "powersgd, rank 16": (ADAMW, {"compression": "powersgd", "rank": 16}, []),
     "several": (ADAMW, {"compression": {"0.*": "topk", ".*": "powersgd"}}, TOPK_ADAMW),
     "bits that cost nothing": (ADAMW, {"compression": "eden"}, []),
     "one bit": (
         ADAMW,
         {"compression": "eden-1"},
-        ["compression='eden-1' cost 0.3 to 2.2 %", "'eden-2' increased it less"],
+        [
+            "compression='eden-1' increased the loss of a small language model by 0.3 to 2.2 %",
+            "'eden-2' increased it less",
+        ],
     ),
     "bits with Muon": (
         MUON,
         {"compression": "eden"},
-        ["'eden-2' cost 1.7 to 6.2 %", "compression='int8' increased it less"],
+        [
+            "'eden-2' increased the loss of a small language model by 1.7 to 6.2 %",
+            "compression='int8' increased it less",
+        ],
     ),
     "int8 with Muon": (MUON, {"compression": "int8"}, []),
     "dense": (ADAMW, {"compression": "none"}, []),

@@ -57,7 +57,7 @@ def test_an_iterator_is_a_list_from_there_on(name: str) -> None:
 def test_a_pattern_of_an_iterator_that_matches_nothing_is_refused() -> None:
     def body(rank: int, model: nn.Module) -> None:
         for patterns in (["no such name"], iter(["no such name"])):
-            with pytest.raises(ValueError, match="dense: 'no such name' matches no parameter"):
+            with pytest.raises(ValueError, match="dense: the pattern 'no such name' matches no parameter"):
                 wrap(model, compression="topk", dense=patterns)
 
     on_ranks(2, MODEL, body)

@@ -226,7 +226,10 @@ def test_who_left_because_another_was_lost_had_no_fewer_batches(lost: bool) -> N
 
 # -- B4: too few open files ---------------------------------------------------------------------------------
 
-LIMIT = "This process has 20 open files, and the limit is 24 (ulimit -n), which is not enough to connect 2 ranks. Raise the limit"
+LIMIT = (
+    "This process has 20 open files, and the limit is 24 (ulimit -n), which is not enough to connect 2 ranks. "
+    "Raise the limit"
+)
 
 
 def test_too_few_open_files_are_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
