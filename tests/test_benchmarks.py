@@ -95,7 +95,7 @@ def test_a_nodes_port_carries_one_selection_for_each_other_node_in_two_levels() 
 
 
 def test_bytes_of_a_step_are_those_that_training_was_seen_to_send() -> None:
-    """Four workers with topk at 1 % of the small GPT-2 sent 2.30 to 2.50 MB each (notebook/results.md), 1.6 with fp16."""
+    """Four workers with topk at 1 % of the small GPT-2 sent 2.30 to 2.50 MB each (results.md), 1.6 with fp16."""
     dimensions = shapes.small_gpt2()[::-1]
     sizes = [math.prod(shape) for shape in dimensions]
     tensors = merging.Profile([f"t{i}" for i in range(len(sizes))], sizes, [0.0] * len(sizes))

@@ -43,8 +43,8 @@ def test_a_dry_run_says_what_the_library_makes_of_its_options(capsys: pytest.Cap
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("gpt2-wikitext2 --tiny --compression dgc --memory dgc", "AdamW has its own .*pass memory='residual'"),
-        ("digits --tiny --compression topk --rank 4", "rank=4 is about .* sends no factors"),
+        ("gpt2-wikitext2 --tiny --compression dgc --memory dgc", "AdamW has its own .*Pass memory='residual'"),
+        ("digits --tiny --compression topk --rank 4", "rank=4 has no effect .* sends no factors"),
         ("digits --tiny --compression Ok-Topk", "write compression='topk', exchange='oktopk'"),
         ("digits --tiny --merging topk", "write compression='topk'"),
         ("digits --tiny --exchange Ok-Topk", "did you mean 'oktopk'"),

@@ -25,7 +25,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.support.prose import (  # noqa: E402
-    EXAMPLE, HABITS, YOU, Habit, cells, habit, long_sentences, prose_of, table_rows, words_of,
+    EXAMPLE,
+    HABITS,
+    YOU,
+    Habit,
+    cells,
+    habit,
+    long_sentences,
+    prose_of,
+    table_rows,
+    words_of,
 )  # fmt: skip
 from tests.support.raised import ROOMS, sources, text  # noqa: E402
 
@@ -149,7 +158,9 @@ def test_pages_have_examples_and_tables_only_for_looking_up() -> None:
 
 
 def test_guides_have_few_long_sentences() -> None:
-    found = [f"{name}: {one}" for name, body in pages().items() if name not in REFERENCE for one in long_sentences(body)]
+    found = [
+        f"{name}: {one}" for name, body in pages().items() if name not in REFERENCE for one in long_sentences(body)
+    ]
     assert len(found) <= 25, "\n".join(found)
 
 

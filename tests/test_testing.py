@@ -85,7 +85,7 @@ def test_inject_can_fail_a_rank() -> None:
     assert isinstance(errors[2], OSError)
     for error in errors[:2]:
         assert isinstance(error, PeerLost)
-        assert str(error) == "second: rank 2 raised OSError: cable"
+        assert str(error) == "AGM206: second: rank 2 raised OSError: cable"
     with pytest.raises(OSError, match="cable"):  # not PeerLost, which is a consequence
         testing.run(3, body, inject=inject)
 

@@ -73,17 +73,17 @@ class ReportingMixin:
         =======================  ======  ==============================================================================
         ``steps``                int     optimizer steps
         ``exchanges``            int     exchanges: as many as ``steps``, unless ``every=`` is above 1
-        ``steps_skipped``        int     steps skipped because of ``nonfinite="skip"``; their bytes are counted
+        ``steps_skipped``        int     steps skipped because of ``nonfinite="skip"``, with their bytes counted
         ``traffic_reduction``    float   ``link_bytes_dense / link_bytes``: how many times less traffic than with DDP
         ``link_bytes``           int     bytes that left this rank for gradients, by the algorithm of each collective
         ``link_bytes_dense``     int     bytes that would have left it in uncompressed float32, with a ring all-reduce
         ``bytes_sent``           int     bytes passed to collectives for gradients, with headers and padding
         ``bytes_dense``          int     bytes that would have been passed to them in uncompressed float32
         ``wire``                 dict    ``bytes_sent`` by format of values or indices, ``header``, ``votes``, ``plain``
-        ``bytes_probed``         int     bytes of measurements since ranks last agreed; not counted elsewhere
+        ``bytes_probed``         int     bytes of measurements since ranks last agreed, not counted elsewhere
         ``elements_sent``        int     values sent, including uncompressed tensors
         ``density``              float   ``elements_sent`` / all values
-        ``exposed_seconds``      float   time spent waiting in ``synchronize()``; on a device, in measured steps only
+        ``exposed_seconds``      float   time spent waiting in ``synchronize()`` (on a device, in measured steps only)
         ``norm_inflation``       float   norm of ``p.grad`` / :meth:`grad_norm`: above 1 because of rounding noise
         ``residual_norm``        float   L2 norm of the residuals of this rank
         ``buffers``              int     merge buffers
@@ -91,7 +91,7 @@ class ReportingMixin:
         ``quantizer``            str     quantizer in use, or ``"none"``
         ``bits``                 float   its bits per value, without scales, or None
         ``quantizer_why``        str     reason for this quantizer
-        ``values``               str     format of selected values; ``"auto"`` is the gradient's dtype
+        ``values``               str     format of selected values. ``"auto"`` is the gradient's dtype
         ``values_why``           str     reason for this format
         ``exchange``             str     exchange of selected values now
         ``exchange_why``         str     reason for this exchange

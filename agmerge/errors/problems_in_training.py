@@ -146,7 +146,7 @@ IN_TRAINING: tuple[Row, ...] = (
         "gradients are infinite or NaN",
         "A gradient of the rank that the error names is not finite. The step was not made.",
         'Call `zero_grad()` and continue, or pass `nonfinite="skip"`. With float16, pass `scaler=`.',
-        "guarantees.md#gradients-that-are-not-finite",
+        "guarantees.md#infinite-or-nan-gradients",
     ),
     (
         "AGM107",
@@ -160,7 +160,7 @@ IN_TRAINING: tuple[Row, ...] = (
         "too many steps were skipped",
         'Many steps in a row had infinite or NaN gradients, so `nonfinite="skip"` cannot help any longer.',
         "Check the loss, the data and the learning rate.",
-        "guarantees.md#gradients-that-are-not-finite",
+        "guarantees.md#infinite-or-nan-gradients",
     ),
     (
         "AGM109",
@@ -328,21 +328,21 @@ IN_TRAINING: tuple[Row, ...] = (
         "parameters written between two steps",
         'With `sync="updates"`, the script writes the parameters of one rank, such as averaged weights or bounds.',
         "Evaluate and save them before the next step. Set bounds inside `shared()`. Call `consolidate()` to keep them.",
-        "adaptive.md#what-a-script-does-between-two-steps",
+        "adaptive.md#parameters-between-two-steps",
     ),
     (
         "AGM146",
         "parameters read between two steps",
         'With `sync="updates"`, an average of the parameters of one rank (EMA, SWA, a teacher) differs between ranks.',
         "Read parameters inside `shared()`.",
-        "adaptive.md#what-a-script-does-between-two-steps",
+        "adaptive.md#parameters-between-two-steps",
     ),
     (
         "AGM147",
         "model saved in training mode",
         'With `sync="updates"`, a model in training mode has the parameters of one rank, which differ between ranks.',
         "Save the model inside `shared()`, or in `eval()` mode.",
-        "adaptive.md#what-a-script-does-between-two-steps",
+        "adaptive.md#parameters-between-two-steps",
     ),
     (
         "AGM152",
@@ -364,7 +364,7 @@ IN_TRAINING: tuple[Row, ...] = (
         "rank 0 cannot be reached",
         "The address of rank 0 cannot be reached from this host, or another job uses its port.",
         "Check `MASTER_ADDR` and `MASTER_PORT`, `GLOO_SOCKET_IFNAME`, and the firewall.",
-        "launching.md#which-network",
+        "launching.md#network-interface",
     ),
     (
         "AGM203",

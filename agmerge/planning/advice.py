@@ -141,9 +141,7 @@ def choose(facts: Facts) -> Advice:
     if _least(facts, best) < WORTH:
         why = f"{NOT_HERE}: {UNSURE.format(now=ranged(facts.turns), name=best.name, then=ranged(best.turns))}"
         return Advice(False, why, gain, "", ())
-    why = (
-        f"Use the default: {milliseconds(best.seconds)} per step instead of {milliseconds(facts.now)}, {times(gain)}."
-    )
+    why = f"Use the default: {milliseconds(best.seconds)} per step instead of {milliseconds(facts.now)}, {times(gain)}."
     if facts.has_default:
         why = (
             f"Change nothing, the script already uses the default: {milliseconds(best.seconds)} per step instead of "

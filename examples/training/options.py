@@ -98,7 +98,12 @@ def _add_library(group: Any) -> None:
     add("--rank", type=count, help="number of columns of the factors, for powersgd and acpsgd")
     add("--memory", help="what keeps what is not sent: residual, none, dgc, residualgtopk")
     add("--warmup-density", metavar="dgc|STEPS", help="denser first: the ladder of DGC's paper, or so many steps")
-    add("--dense", metavar="PATTERN", nargs="+", help="parameters that are never compressed, as regular expressions for full names; or partial")
+    add(
+        "--dense",
+        metavar="PATTERN",
+        nargs="+",
+        help="parameters that are never compressed, as regular expressions for full names; or partial",
+    )
     add("--exchange", help="how messages are combined; without it sparse: always compressed")
     add("--merging", metavar="NAME[:OPTION=VALUE,...]", help="a planner, or a saved plan; dear sends all elements")
     add("--sync", choices=("gradients", "updates"), help="what is exchanged; without it the job's, mostly gradients")

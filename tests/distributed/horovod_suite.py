@@ -4,7 +4,8 @@
 CHECKOUT is a checkout of Horovod v0.28.1 (its tests are no part of this repository, nor of its package); needs
 Horovod, ``mpirun`` and ``cloudpickle``. Two ranks run ``test/parallel/test_torch.py`` with its one import changed; what
 agmerge lacks is Horovod's own there. A launch goes on until a test does not pass on every rank, or takes too long: the
-next one then begins with a fresh group. Prints a table of Markdown; docs/dev/horovod_tests.md has the last one, with reasons.
+next one then begins with a fresh group. Prints a table of Markdown, of which docs/dev/horovod_tests.md has the last one
+with reasons.
 """
 
 from __future__ import annotations

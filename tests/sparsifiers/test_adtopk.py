@@ -90,7 +90,7 @@ def test_every_row_sends_at_every_row_step() -> None:
 
 @pytest.mark.parametrize("step", range(4))
 def test_a_density_that_serves_every_row_of_every_matrix(step: int) -> None:
-    """As docs/compressor_reference.md says: 1 / the shortest row with `adtopk-row`, rows / elements with `adtopk-fill`."""
+    """As docs/compressor_reference.md says: 1 / shortest row with `adtopk-row`, rows / elements with `adtopk-fill`."""
     matrices = [(27, 64), (30, 200), (10, 40)]  # rows and length of those of SHAPES that are none of one dimension
     rows = sum(count for count, _ in matrices)
     vector = gaussian(0) * gaussian(1).mul(3).exp()

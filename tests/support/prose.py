@@ -30,8 +30,8 @@ def habit(name: str, most: float, instead: str, pattern: str) -> Habit:
 HABITS = (
     habit(
         "a what-clause", 1.0, "name the thing: 'values that are not sent', not 'what is not sent'",
-        r"\b[Ww]hat (?:is|was|are|were|has|have|it|they|each|all|a|an|the|this|that|others?|ranks?|workers?|no|nobody|one|"
-        r"their|we|selects?|waits?|remains|comes|goes|means?|differs?)\b",
+        r"\b[Ww]hat (?:is|was|are|were|has|have|it|they|each|all|a|an|the|this|that|others?|ranks?|workers?|"
+        r"no|nobody|one|their|we|selects?|waits?|remains|comes|goes|means?|differs?)\b",
     ),
     habit(
         "a person's verb", 0.8, "systems log, report, raise, require or check; they do not say, tell, judge or ask",
@@ -61,7 +61,7 @@ HABITS = (
     ),
     habit("die, newcomer", 0.8, "fail, join, be admitted, new worker", r"\b(?:die|dies|died|newcomers?|let in)\b"),
     habit("pretend", 0.2, "'simulate'", r"\b[Pp]retend"),
-    habit("history", 0.2, "the changelog; a page describes the present version", r"\b(?:[Ss]ince then|that day|of today)\b"),
+    habit("history", 0.2, "nothing: a page describes the present version", r"\b(?:[Ss]ince then|that day|of today)\b"),
     habit("a date", 0.2, "nothing, or the notebook of the benchmarks", r"\b20\d\d-\d\d-\d\d\b"),
     habit("a semicolon", 2.0, "two sentences, or a list", r";"),
 )  # fmt: skip

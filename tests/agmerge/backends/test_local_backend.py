@@ -263,7 +263,7 @@ def test_pieces_that_do_not_fit_are_the_same_error_on_every_rank() -> None:
     errors = testing.run(3, body, return_errors=True)
     assert [type(error) for error in errors] == [RankMismatchError] * 3
     (text,) = {str(error) for error in errors}
-    assert "rank 1 expected pieces of [1, 1, 2]" in text and "is sent [1, 1, 1]" in text
+    assert "rank 1 expected pieces of [1, 1, 2]" in text and "got [1, 1, 1]" in text
 
 
 @pytest.mark.parametrize("root", [-1, 2])

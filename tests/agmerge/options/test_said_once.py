@@ -165,7 +165,7 @@ def test_swapping_dgc_in_is_one_word_with_adamw_too() -> None:
 
 def test_its_memory_by_name_is_still_refused_and_updates_need_no_word() -> None:
     def body(rank: int, model: nn.Module) -> None:
-        with pytest.raises(ValueError, match="AdamW has its own .*pass memory='residual'"):
+        with pytest.raises(ValueError, match="AdamW has its own .*Pass memory='residual'"):
             wrap(model, OWN["AdamW"](model), compression="dgc", memory="dgc")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

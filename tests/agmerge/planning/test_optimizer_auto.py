@@ -91,7 +91,10 @@ def test_reports_say_what_the_plan_sends_whole_whatever_was_named() -> None:
     rows = [row.split() for row in tensors.splitlines()[1:-1]]
     assert {row[4] for row in rows if row[0] == "0"} == {"uncompressed"}
     assert all((row[4], row[5]) == ("topk", "0.1") for row in rows if row[3] == "sparse" and row[0] == "1")
-    assert "are selected from" in tensors and "are sent uncompressed, because that is faster here" in tensors.splitlines()[-1]
+    assert (
+        "are selected from" in tensors
+        and "are sent uncompressed, because that is faster here" in tensors.splitlines()[-1]
+    )
     assert [row.split()[3] for row in buffers.splitlines()[:3]] == ["sent", "uncompressed", "uncompressed+topk"]
 
 
