@@ -213,7 +213,7 @@ def test_the_table_is_json_on_demand(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_the_error_of_the_detection_is_shown() -> None:
     text = doctor.detected({"WORLD_SIZE": "2"})
-    assert text.startswith("agmerge.init() fails in this environment: WORLD_SIZE=2, but ")
+    assert text.startswith("agmerge.init() fails in this environment: AGM006: WORLD_SIZE=2, but ")
 
 
 # -- probes -------------------------------------------------------------------------------------------------
