@@ -76,7 +76,7 @@ class Compressor(ABC):
         return self
 
     def figures(self) -> dict[str, float]:
-        """Return figures of its selections, by name; empty where they are not observed."""
+        """Return figures of its selections, by name. Empty if they are not observed."""
         return {}
 
     def name_patterns(self) -> Mapping[str, Sequence[re.Pattern[str]]]:
@@ -84,11 +84,11 @@ class Compressor(ABC):
         return {}
 
     def is_for(self, dtype: torch.dtype) -> bool:
-        """Return whether gradients of this dtype are compressed; others travel dense."""
+        """Return whether gradients of this dtype are compressed. Others travel uncompressed."""
         return True
 
     def shrinks(self, name: str, shape: Sequence[int]) -> bool:
-        """Return whether a tensor of this name and shape is sent with fewer elements or bits; others travel dense."""
+        """Return whether a tensor of this name and shape is sent with fewer elements or bits."""
         return True
 
     @property
@@ -106,7 +106,7 @@ class Compressor(ABC):
         return {}
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state that a restart needs for the next steps to be the same; empty if there is none."""
+        """Return the state that a restart needs for the next steps to be the same. Empty if there is none."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -115,7 +115,7 @@ class Compressor(ABC):
             raise ValueError(f"{self} has no state, got {sorted(state)}. Load it into the compressor that saved it.")
 
     def retain(self, keys: Iterable[str]) -> None:
-        """Forget the state of every key that is not in `keys`; called after a re-plan."""
+        """Forget the state of every key that is not in `keys`. Called after a re-plan."""
         return  # nothing is remembered
 
     def snapshot(self) -> Mapping[str, object]:

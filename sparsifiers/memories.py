@@ -48,7 +48,7 @@ class Memory:
         cls.is_formula = cls._compensate is Memory._compensate and cls.mask is Memory.mask
 
     def formula(self, rate: Rate | None = None) -> Formula:
-        """Return what is computed. `rate`: of the optimizer's momentum for the tensor; None: it has none."""
+        """Return what is computed. `rate`: of the optimizer's momentum for the tensor. None: it has none."""
         return SUM
 
     def one_formula(self, rates: Iterable[Rate | None]) -> Formula | None:
@@ -67,9 +67,9 @@ class Memory:
         size: int = 1,
         alongside: Alongside = NOTHING,
     ) -> bool | None:
-        """Write `work` from one tensor's residual and gradient; neither of these is changed.
+        """Write `work` from one tensor's residual and gradient. Neither of these is changed.
 
-        All have the same shape and may have any strides; nothing of the tensor's size is allocated.
+        All have the same shape and may have any strides. Nothing of the tensor's size is allocated.
 
         residual: of the dtype of work, sharing no storage with it; None exactly if the memory keeps nothing.
         gradient: of the dtype of work or a narrower one; None: the tensor got no gradient in this step.
@@ -101,7 +101,7 @@ class Memory:
         return compensate(self.formula(momentum and momentum.rate), work, residual, gradient, momentum, size)
 
     def mask(self, momentum: Tensor, indices: Tensor, sent: Tensor) -> None:
-        """Clear the momentum, 1-D, at `indices` with a `sent` value that is not 0; an index may come again with 0."""
+        """Clear the momentum, 1-D, at `indices` with a `sent` value that is not 0. An index may come again with 0."""
         if self.formula().masks and not kernel_message.mask(momentum, indices, sent):
             # By product, not by fill: a padding entry has an index that may be a real one elsewhere, and sends 0.
             momentum.scatter_reduce_(0, indices.long(), (sent == 0).to(momentum.dtype), "prod")
