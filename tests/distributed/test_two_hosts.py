@@ -188,7 +188,7 @@ def test_a_port_that_is_blocked(hosts: Hosts) -> None:
         hosts.rules(0)
     assert "no sign of rank 1 of 2" in told[0]["text"]
     assert "port 29513 (MASTER_ADDR, MASTER_PORT)" in told[1]["text"]
-    assert "nothing comes back from 10.213.7.1: a firewall drops it" in told[1]["text"]
+    assert "10.213.7.1 does not answer: a firewall drops" in told[1]["text"]
 
 
 # -- the doctor -------------------------------------------------------------------------------------------------

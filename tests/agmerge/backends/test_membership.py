@@ -300,7 +300,7 @@ def test_who_leaves_waits_for_no_other_generation() -> None:
     found: list[BaseException] = []
 
     def wait() -> None:
-        with pytest.raises(AGMergeError, match="this worker leaves") as caught:
+        with pytest.raises(AGMergeError, match="AGM216") as caught:
             first.next(now, 600.0, lets_in=False)
         found.append(caught.value)
 

@@ -60,7 +60,7 @@ def test_a_clipped_velocity_is_the_same_error_on_all_ranks_in_the_second_step(
         return steps(rank, model, wrap(model, inner, **{"compression": "dgc", **options}))
 
     said = agreed(on_ranks(size, MODEL, body))
-    assert said.startswith("1: step 1: ") and "a norm of 0.05" in said
+    assert said.startswith("1: AGM125: Step 1: ") and "a norm of 0.05" in said
     for way_out in ("sparsifiers.memory('dgc', clipping=", "compression='eden'", "memory='residual'"):
         assert way_out in said
 
@@ -194,7 +194,7 @@ def test_in_buckets_it_is_seen_too_also_in_a_closure(in_closure: bool) -> None:
         return [*found, bucketed(rank, other, in_closure, clips=False, compression="dgc")]
 
     said, nothing = agreed(on_ranks(2, MODEL, body))
-    assert said.startswith("1: step 1: ") and "velocity" in said and not nothing
+    assert said.startswith("1: AGM125: Step 1: ") and "velocity" in said and not nothing
 
 
 # -- a selection --------------------------------------------------------------------------------------------------

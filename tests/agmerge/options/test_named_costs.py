@@ -84,7 +84,7 @@ CASES: dict[str, tuple[Make, dict[str, Any], list[str]]] = {
         {"compression": "dgc", "memory": "residual"},
         [
             "compression='dgc' with memory='residual' selects the same values as 'topk'",
-            "and compression='eden-4' increased it less",
+            "compression='eden-4' increased it less",
         ],
     ),
     "topk with another's memory": (

@@ -91,7 +91,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"groups": -1}, ValueError, ["groups should be a non-negative integer"]),
     ({"groups": True}, ValueError, ["groups should be a non-negative integer"]),
     ({"groups": "two"}, ValueError, ["groups should be a non-negative integer", "'two'"]),
-    ({"groups": [torch.ones(1)]}, ValueError, ["groups should be a non-negative integer", "no list"]),
+    ({"groups": [torch.ones(1)]}, ValueError, ["groups should be a non-negative integer", "not a list"]),
     ({"groups": [["0.weight"]]}, ValueError, ["groups must consist of torch.Tensor.", "'0.weight'"]),
     ({"groups": [[MODEL[0].weight], [MODEL[0].weight]]}, ValueError, ["A parameter can only appear once in groups."]),
     ({"groups": [[torch.ones(3, requires_grad=True)]]}, ValueError, ["[3]", "is not a parameter of this optimizer"]),
