@@ -331,5 +331,5 @@ def test_it_is_said_once_and_on_one_rank() -> None:
         warnings.simplefilter("always")
         on_ranks(3, MODEL, body)
     (one,) = [one for one in told if "AGM705" not in str(one.message)]
-    assert "memory 'dgc' applies the momentum of SGD (0.9) before selection" in str(one.message)
-    assert "Weight decay then acts without momentum" in str(one.message)
+    assert str(one.message).startswith("AGM707: memory='dgc' applies the momentum of SGD (0.9)")
+    assert "SGD(momentum=0)" in str(one.message) and "1 - m times" in str(one.message)

@@ -96,7 +96,7 @@ LINES: list[tuple[dict[str, Any], str]] = [
     ({"compress_ratio": 0.01}, "pass density=0.01"),
     ({"compressor": "topk"}, "pass compression='topk'"),
     ({"norm_clip": 1.0}, "clip in the script: call synchronize"),
-    ({"layerwise_times": [1.0]}, "measured here"),
+    ({"layerwise_times": [1.0]}, "leave it out: agmerge measures times"),
     ({"densty": 0.1}, "did you mean 'density'?"),
     ({"exchnage": "sparse"}, "did you mean 'exchange'?"),
 ]

@@ -67,8 +67,9 @@ def test_two_densities_are_an_error_whatever_the_defaults_are(
     make: Make, density: Any, by_pattern: Callable[[Any], Any]
 ) -> None:
     def body(rank: int, model: nn.Module) -> None:
-        with pytest.raises(ValueError, match=r"density=.* and compression=.*topk\(density=0.2\)"):
+        with pytest.raises(ValueError, match=r"compression=.*topk\(density=0.2\)") as raised:
             make(model, compression=by_pattern(sparsifiers.get("topk", 0.2)), density=density)
+        assert str(raised.value).startswith(f"density={density} ")
         config = make(model, compression=by_pattern(sparsifiers.get("topk", 0.2)), density=0.2)
         assert config.compression.density.target == 0.2
 
@@ -106,7 +107,7 @@ def test_a_rank_stays_with_those_that_have_none_between() -> None:
             part = optimizer._reducer.exchange.agreed.config.compression.compressor.part(sparsifiers.Kind.LOW_RANK)
             seen.append(None if part is None else part.rank)
         for name in ("topk", "none", "eden"):
-            with pytest.raises(ValueError, match=f"rank=2 is about .* compression='{name}' sends no factors"):
+            with pytest.raises(ValueError, match=f"rank=2 .*compression='{name}'.*'powersgd' or 'acpsgd'"):
                 optimizer.set_compressor(name, rank=2)
         return [*seen, copy.deepcopy(optimizer)._reducer.exchange.agreed.config.compression.compressor.rank]
 
@@ -184,7 +185,7 @@ def test_where_warnings_are_errors_no_rank_is_left_alone() -> None:
     def body(rank: int, model: nn.Module) -> str:
         with pytest.raises(UserWarning) as raised:
             wrap(model, OWN["AdamW"](model), compression="dgc")
-        with pytest.raises(UserWarning, match="cost .* % of the loss"):  # said when ranks have agreed already
+        with pytest.raises(UserWarning, match="AGM705: compression='topk'"):  # said when ranks have agreed already
             wrap(model, OWN["AdamW"](model), compression="topk")
         optimizer = wrap(model, OWN["AdamW"](model), compression="eden")
         loss_of(model, rank, 0).backward()
