@@ -109,9 +109,9 @@ def why_labels_are_wrong(plan: merging.Plan) -> str:
     names_of = {
         "wires": {mode.codec for mode in modes},
         "exchanges": {mode.exchange for mode in modes},
-        "quantisers": {f"{mode.quantiser} for {mode.workers} workers" for mode in modes},
+        "quantizers": {f"{mode.quantiser} for {mode.workers} workers" for mode in modes},
     }
     for what, names in names_of.items():
         if len(names) > 1:
-            return f"its merge buffers have different {what}s: {', '.join(sorted(names))}. Use one for all"
+            return f"its merge buffers have different {what}: {', '.join(sorted(names))}. Use one for all"
     return ""

@@ -157,7 +157,8 @@ def test_a_plan_keeps_the_choice_for_as_many_workers() -> None:
 
 def test_all_merge_buffers_have_the_same_bits_and_any_may_go_dense() -> None:
     labels = [SendMode(quantiser=name, workers=2).label for name in ("eden-2", "eden-4")]
-    assert "quantisers eden-2 for 2 workers, eden-4" in why_labels_are_wrong(merging.Plan((1, 1), labels=tuple(labels)))
+    why = why_labels_are_wrong(merging.Plan((1, 1), labels=tuple(labels)))
+    assert "different quantizers: eden-2 for 2 workers, eden-4 for 2 workers. Use one for all" in why
     same = merging.Plan((1, 1), labels=(labels[0],) * 2, dense=(True, False))
     assert why_labels_are_wrong(same) == "" and send_mode(same) == SendMode(quantiser="eden-2", workers=2)
 

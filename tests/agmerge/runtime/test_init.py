@@ -325,7 +325,7 @@ def test_workers_that_are_initialised_after_init_are_no_silent_local_training(
     monkeypatch.setattr(module, "initialised", lambda: True)
     monkeypatch.setattr(module, "workers", lambda: 2)
     call = "hvd.init()" if name == "horovod" else "init_process_group()"
-    with pytest.raises(AGMergeError, match=rf"initialised {name}, which has 2.* after {re.escape(call)}, or leave"):
+    with pytest.raises(AGMergeError, match=rf"initialized {name}, which has 2.* after {re.escape(call)}, or remove"):
         wrapped()
     monkeypatch.setattr(module, "workers", lambda: 1)
     wrapped()

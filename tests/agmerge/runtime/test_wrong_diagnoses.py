@@ -104,10 +104,10 @@ def test_a_rank_without_a_port_was_not_stopped(monkeypatch: pytest.MonkeyPatch) 
     """No thread of it looks at the clock."""
 
     def none(*given: object) -> StatusServer:
-        raise OSError("it has no status port")
+        raise OSError("all are taken")
 
     monkeypatch.setattr(monitor, "StatusServer", none)
-    with pytest.warns(UserWarning, match="it has no status port"):
+    with pytest.warns(UserWarning, match=r"AGM207: .*it has no status port \(all are taken\)"):
         calls = opened([waits(), waits()])
     monkeypatch.setattr("time.monotonic", lambda now=time.monotonic: now() + 300.0)
     assert "did not run" not in calls[0].describe_missing(CALL, ())[0]
