@@ -97,9 +97,9 @@ class BucketReducer:
         if others:
             raise ValueError(
                 f"AGM707: {config.compression.memory} applies the momentum of {type(self._optimizer).__name__} before "
-                "selection, but the optimizer also steps other parameters (for example one of shape "
-                f"{list(next(iter(others)).shape)}). Pass an optimizer with the exchanged parameters only, or "
-                "memory='residual'."
+                "selection, but the optimizer steps other parameters than those that are exchanged (they differ in one "
+                f"of shape {list(next(iter(others)).shape)}, for example). Pass an optimizer that steps exactly the "
+                "exchanged parameters, or memory='residual'."
             )
 
     def _compared(self) -> dict[str, torch.Tensor]:

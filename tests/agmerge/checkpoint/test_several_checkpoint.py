@@ -107,16 +107,16 @@ def test_states_of_another_number_of_optimizers_are_refused() -> None:
         train(model, optimizer, rank, range(2))
         state, kept = copy.deepcopy(optimizer.state_dict()), moments(optimizer.optimizers)
         for given in (single.state_dict(), sgd(model).state_dict(), [sgd(model).state_dict()]):
-            with pytest.raises(ValueError, match=f"one optimizer, and here is 2 optimizers .{MUON.__name__} and AdamW"):
+            with pytest.raises(ValueError, match=rf"of 2 optimizers \({MUON.__name__} and AdamW\), got one of one"):
                 optimizer.load_state_dict(given)
         with pytest.raises(ValueError, match="expected the state of one, SGD, got one of 2 optimizers"):
             single.load_state_dict(state)
-        with pytest.raises(ValueError, match="expected the state of 2 optimizers, got one of 3"):
+        with pytest.raises(ValueError, match="expected the state of 2 optimizers .*, got one of 3"):
             optimizer.load_state_dict({**state, "optimizers": [*state["optimizers"], state["optimizers"][0]]})
         assert moments(optimizer.optimizers) == kept and residuals(optimizer)
         state["optimizers"][1]["param_groups"][0]["params"].pop()
         with pytest.raises(
-            ValueError, match=r"optimizers\[1\] \(AdamW\) has 2 parameters in group 0, and the optimizer has 3"
+            ValueError, match=r"optimizers\[1\] \(AdamW\) has 2 parameters in group 0, but the optimizer has 3"
         ):
             optimizer.load_state_dict(state)
 

@@ -138,7 +138,7 @@ def test_rank_0s_file_alone_gives_all_ranks_what_they_had_in_common(cell: str) -
     assert models[1] == models[2] == bases[0] and models[0] == digest(kept[0]["model"].values())
     assert unsent[0] == digest(kept[0]["carried"].values()) != unsent[1] == unsent[2]
     agreed(list(after))
-    dropped = sorted(text for text in texts if "are reset to zero" in text)
+    dropped = sorted(text for text in texts if "AGM402" in text)
     assert len(dropped) == 2
     for rank, text in enumerate(dropped, start=1):
         assert "carried updates" in text and "rank 0 of 3" in text and f"this is rank {rank} of 3" in text
@@ -168,7 +168,7 @@ def test_another_number_of_ranks_loses_nothing(cell: str, sizes: tuple[int, int]
 
     with told() as texts:
         bases, unsent, parameters, moments, steps, after = zip(*on_ranks(now, MODEL, body), strict=True)
-    assert not any("checkpoint" in text for text in texts)
+    assert not any("AGM40" in text for text in texts)
     for rank in range(now):
         assert digest(bases[rank].values()) == digest(kept[0]["base"].values())
         assert torch.equal(moments[rank], kept[rank % before]["optimizer"]["state"][0]["exp_avg"])

@@ -27,7 +27,7 @@ class Keeps(torch.optim.SGD):
 REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"model": None}, ValueError, ["requires model=, because it applies updates", "the next forward"]),
     ({"model": "mlp"}, TypeError, ["model='mlp'", "torch.nn.Module"]),
-    ({"model": nn.Linear(2, 2)}, ValueError, ["no module of model=Linear", "parameter 0 of group 0", "[48, 32]"]),
+    ({"model": nn.Linear(2, 2)}, ValueError, ["model=Linear", "parameter 0 of group 0", "[48, 32]"]),
     ({"merging": "threshold"}, ValueError, ["model=", "model= is supported with merging="]),
     ({"compression": "topk"}, ValueError, ["merging='dear'", "topk", "compression='none'"]),
     ({"memory": "dgc"}, ValueError, ["memory='dgc'"]),
@@ -56,14 +56,14 @@ def test_calls_that_need_the_combined_gradient() -> None:
     def body(rank: int, model: nn.Module) -> None:
         optimizer = dear(model)
         loss_of(model, rank, 0).backward()
-        with pytest.raises(ValueError, match=r"synchronize\(\): with merging='dear'"):
+        with pytest.raises(ValueError, match=r"^synchronize\(\): .*merging='dear'"):
             optimizer.synchronize()
         with (
-            pytest.raises(ValueError, match=r"skip_synchronize\(\): with merging='dear'"),
+            pytest.raises(ValueError, match=r"skip_synchronize\(\): .*merging='dear'"),
             optimizer.skip_synchronize(),
         ):
             optimizer.step()
-        with pytest.raises(ValueError, match=", which applies updates in the next forward"):
+        with pytest.raises(ValueError, match=r"step\(closure\) .*merging='dear'.* before step\(\)"):
             optimizer.step(lambda: loss_of(model, rank, 0))
         optimizer.step()  # nothing has happened
 

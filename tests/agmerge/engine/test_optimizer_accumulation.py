@@ -114,7 +114,7 @@ def test_the_number_of_passes_cannot_change_within_a_step() -> None:
         accumulate(model, rank, range(1))
         with pytest.raises(agmerge.AGMergeError, match=r"set_backward_passes_per_step\(\) was called between"):
             optimizer.set_backward_passes_per_step(3)
-        for passes, words in ((0, "> 0"), (-1, "> 0"), (1.5, "a whole number > 0, not 1.5")):
+        for passes, words in ((0, "> 0"), (-1, "> 0"), (1.5, "a whole number > 0, got 1.5")):
             with pytest.raises(ValueError, match=f"backward_passes_per_step must be {words}"):
                 optimizer.set_backward_passes_per_step(passes)  # type: ignore[arg-type]
         accumulate(model, rank, range(1, 2))
@@ -208,7 +208,7 @@ def test_a_pass_in_no_sync_after_the_last_one_is_refused(compression: str) -> No
             accumulate(model, rank, range(step, step + 1))
             with optimizer.no_sync(), pytest.raises(AssertionError, match=r"no_sync\(\).*'4.bias'"):
                 accumulate(model, rank, range(9, 10))
-            with pytest.raises(agmerge.AGMergeError, match="'4.bias' was changed between backward"):
+            with pytest.raises(agmerge.AGMergeError, match="AGM103: .*'4.bias'"):
                 optimizer.step()
             optimizer.zero_grad()
             accumulate(model, rank, range(step, step + 1))

@@ -112,7 +112,7 @@ def test_a_compressor_that_ranks_disagree_on_is_refused_and_nothing_has_changed(
         train(model, optimizer, rank, range(3))
         with pytest.raises(agmerge.RankMismatchError, match="density: 0.1 on rank 0; 0.2 on rank 1"):
             optimizer.set_compressor("topk", density=0.1 * (rank + 1))
-        with pytest.raises(ValueError, match="memory='dgc' and sync='updates'"):
+        with pytest.raises(ValueError, match="memory='dgc' .*sync='updates'.*Remove it"):
             optimizer.set_compressor("topk", memory="dgc")
         train(model, optimizer, rank, range(3, 5))
         optimizer.consolidate()

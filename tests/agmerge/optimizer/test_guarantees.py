@@ -232,7 +232,7 @@ def test_g11_a_changed_parameter_is_found_by_name_at_the_next_check(name: str, s
         return str(raised.value)
 
     text = agreed(on_ranks(size, MODEL, body))
-    assert f"first in parameter '{name}'" in text and text.startswith("AGM102: step 9: ")
+    assert f"first in parameter '{name}'" in text and text.startswith("AGM102: Step 9: ")
     assert f"on rank {rank}" in text and "broadcast_parameters" in text
 
 

@@ -113,7 +113,7 @@ def test_attributes_are_forwarded_where_all_agree() -> None:
         adamw.flavour = "sour"
         adamw.only_here = 1
         for name, words in {
-            "flavour": r"AdamW do not agree on 'flavour': .*optimizers\[0\]\.flavour",
+            "flavour": r" and AdamW .* 'flavour'.*optimizers\[0\]\.flavour",
             "only_here": r"optimizers\[1\]\.only_here",
             "nowhere": "none of these optimizers has an attribute 'nowhere'",
             "optimizer": r"several optimizers \(.* and AdamW\). Use optimizer.optimizers",
@@ -163,9 +163,13 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "lbfgs": (
         lambda m: [sgds(m)[0], torch.optim.LBFGS(halves(m)[1])],
         ValueError,
-        r"optimizers\[1\], a LBFGS: LBFGS calls a closure",
+        r"optimizers\[1\], a LBFGS: LBFGS .*calls a closure",
     ),
-    "closed": (lambda m: [Closed(halves(m)[0]), sgds(m)[1]], ValueError, r"optimizers\[0\], a Closed: Closed calls"),
+    "closed": (
+        lambda m: [Closed(halves(m)[0]), sgds(m)[1]],
+        ValueError,
+        r"optimizers\[0\], a Closed: Closed .*calls a closure",
+    ),
     "wrapped": (
         lambda m: [both(m)],
         TypeError,
@@ -198,7 +202,7 @@ def test_dear_and_momentum_of_others_are_refused_with_both_names() -> None:
             ValueError, match=f"merging='dear' is not supported with several optimizers .*{MUON.__name__} and AdamW"
         ):
             agmerge.DistributedOptimizer(inner, merging="dear", model=model, compression="none")
-        with pytest.raises(ValueError, match=f"before selection, and {MUON.__name__} and AdamW has its own .betas"):
+        with pytest.raises(ValueError, match=f"before selection, but {MUON.__name__} and AdamW has its own .betas"):
             wrap(model, inner, **{**SPARSE, "compression": "dgc", "memory": "dgc"})
         matrices, others = halves(model)
         mixed: Any = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.RMSprop(others)]

@@ -179,7 +179,7 @@ def test_two_plans_that_differ_in_one_buffer_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (merging.Plan((2, 3)), "the plan covers 5 tensors, the model has 6"),
+        (merging.Plan((2, 3)), "the plan covers 5 tensors, but the model has 6"),
         (merging.Plan((6,), names=tuple("abcdef")), "tensors that only one of them has: 0.bias"),
     ],
     ids=["count", "names"],
