@@ -195,7 +195,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     (
         {"compression": {".*": "none"}},
         ValueError,
-        ["compression by pattern: expected at least one", "compression by pattern: expected at least one"],
+        ["compression by pattern", "at least one sparsifier or low-rank compressor"],
     ),
     (
         {"compression": {"x": "topk", ".*": "powersgd"}},
@@ -207,7 +207,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     (
         {"compression": {"0.*": "bf16", ".*": "powersgd"}},
         ValueError,
-        ["{'0.*': 'bf16'}", "to leave these parameters uncompressed, or"],
+        ["{'0.*': 'bf16'}", "Use 'none'", "or wire="],
     ),
     *(
         (
@@ -220,12 +220,12 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     (
         {"density": {".*": 0.1}, "compression": sparsifiers.get("topk")},
         ValueError,
-        ["s name or a single density, got compression="],
+        ["density={'.*': 0.1} ", "compression=topk("],
     ),
     (
         {"density": {".*": 0.1}, "warmup": lambda step: 0.1},
         ValueError,
-        ["warmup", "warmup= as a callable is not supported with"],
+        ["warmup= ", "density= by pattern", "Pass a number"],
     ),
     (
         {"compression": "dgc", "memory": sparsifiers.memory("dgc", momentum=0.9)},
@@ -259,7 +259,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     (
         {"memory": "residual", "compression": "none"},
         ValueError,
-        ["memory='residual'", "has no effect with compression="],
+        ["memory='residual'", "compression='none'", "Remove memory="],
     ),
     (
         {"density": 0.5, "compression": sparsifiers.get("topk", density=0.25)},
@@ -274,7 +274,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     (
         {"sparsify": "behind", "merging": merging.Plan((2, 4), labels=("ahead", "ahead"))},
         ValueError,
-        ["sparsify='behind'", "is not supported with this plan"],
+        ["sparsify='behind'", "sparsify='ahead'", "Remove one of them"],
     ),
     ({"dense": "0.weight"}, TypeError, ["dense='0.weight'", "list of patterns"]),
     ({"dense": 5}, TypeError, ["dense=5"]),
