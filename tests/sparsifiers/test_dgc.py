@@ -89,5 +89,5 @@ def test_options() -> None:
             sparsifiers.get("dgc", sample_ratio=wrong)
     with pytest.raises(TypeError, match="dgc: sample_ratio must be a number, got None"):
         sparsifiers.get("dgc", sample_ratio=None)
-    with pytest.raises(ValueError, match="mode is 'fast'; choose 'exact' or 'paper'"):
+    with pytest.raises(ValueError, match="dgc: mode must be 'exact' or 'paper', got 'fast'"):
         sparsifiers.get("dgc", mode="fast")
