@@ -58,7 +58,7 @@ def test_without_the_files_of_all_ranks_rank_0_warns_and_all_begin_anew(found: F
     """From the parameters that were saved, whatever a rank had carried meanwhile."""
     ranks, said = found["resume"]
     assert all(rank["incomplete"][0] == rank["incomplete"][1] for rank in ranks)
-    assert [sum("has no agmerge-0-of-2.pt" in text for text in texts) for texts in said] == [1, 0]
+    assert [sum("does not have all files agmerge-0-of-2.pt" in text for text in texts) for texts in said] == [1, 0]
 
 
 @pytest.mark.parametrize("way", ["default", "topk", "updates", "overlap"])
@@ -68,7 +68,7 @@ def test_the_main_process_alone_saves_and_nobody_waits(found: Found, way: str) -
     first, second = (rank[way] for rank in ranks)
     assert first == second and first["saved"] == first["loaded"] != first["end"]
     assert first["files"] == ["agmerge-0-of-2.pt"] and first["steps"] == (16 if way == "default" else 8)
-    for words in (f"{way} was saved on rank 0 alone", f"{way} has no agmerge-0-of-2.pt"):
+    for words in (f"{way} was saved on rank 0 only", f"{way} does not have all files agmerge-0-of-2.pt"):
         assert [sum(words in text for text in texts) for texts in said] == [int(way != "default"), 0]
 
 

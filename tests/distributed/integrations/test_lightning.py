@@ -61,7 +61,7 @@ def test_the_first_rank_alone_saves_by_the_strategy_and_nobody_waits(found: Foun
     ranks, said = found["saved_alone"]
     first, second = (rank[way] for rank in ranks)
     assert first == second and first[1:] == [steps, ["agmerge-0-of-2.pt"]]
-    warned = [sum(f"{way}.ckpt.agmerge has no agmerge-0-of-2.pt" in text for text in texts) for texts in said]
+    warned = [sum(f"{way}.ckpt.agmerge does not have all files agmerge-0-of-2.pt" in text for text in texts) for texts in said]
     assert warned == [int(way != "default"), 0]
 
 
