@@ -61,14 +61,16 @@ def test_the_first_rank_alone_saves_by_the_strategy_and_nobody_waits(found: Foun
     ranks, said = found["saved_alone"]
     first, second = (rank[way] for rank in ranks)
     assert first == second and first[1:] == [steps, ["agmerge-0-of-2.pt"]]
-    warned = [sum(f"{way}.ckpt.agmerge does not have all files agmerge-0-of-2.pt" in text for text in texts) for texts in said]
+    warned = [
+        sum(f"{way}.ckpt.agmerge does not have all files agmerge-0-of-2.pt" in text for text in texts) for texts in said
+    ]
     assert warned == [int(way != "default"), 0]
 
 
 def test_without_the_files_of_all_ranks_rank_0_warns_and_all_begin_anew(found: Found) -> None:
     ranks, said = found["resume"]
     assert [rank["incomplete"] for rank in ranks] == [4, 4]
-    assert [sum("has no agmerge-0-of-2.pt" in text for text in texts) for texts in said] == [1, 0]
+    assert [sum("does not have all files agmerge-0-of-2.pt" in text for text in texts) for texts in said] == [1, 0]
 
 
 def test_updates_are_validated_and_saved_as_all_ranks_have_them(found: Found) -> None:

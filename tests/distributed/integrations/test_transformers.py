@@ -78,7 +78,7 @@ def test_without_the_files_of_all_ranks_rank_0_warns_and_all_begin_anew(found: F
     ranks, said = found["resume"]
     (bits, steps), other = (rank["incomplete"] for rank in ranks)
     assert [bits, steps] == other and steps == 4 and bits != ranks[0]["topk"]["bits"][0]
-    first, second = (sum("has no agmerge-0-of-2.pt" in text for text in texts) for texts in said)
+    first, second = (sum("does not have all files agmerge-0-of-2.pt" in text for text in texts) for texts in said)
     assert (first, second) == (1, 0)
 
 
