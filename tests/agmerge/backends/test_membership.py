@@ -346,7 +346,7 @@ def test_who_comes_to_a_job_that_has_ended_is_told(other: str | None) -> None:
         job.workers[1].leave(other)
     [new] = job.arrive()
     [error] = job.together([lambda: new.next(None, 60.0, lets_in=False)], [new])
-    assert isinstance(error, AGMergeError) and "has ended" in str(error)
+    assert isinstance(error, AGMergeError) and "AGM217" in str(error)
 
 
 def test_who_has_not_looked_for_long_counts_nobody_as_lost_for_that() -> None:

@@ -80,7 +80,7 @@ def test_all_ranks_hear_whose_gradient_is_not_finite(options: dict[str, Any], si
             optimizer.step()
             return
         before = [host(p).clone() for p in model.parameters()]
-        with pytest.raises(agmerge.NonFiniteError, match="NaN: rank 1: 'given.2'. Parameters and"):
+        with pytest.raises(agmerge.NonFiniteError, match="AGM106: .*: rank 1: 'given.2'[.] "):
             optimizer.step()
         assert all(torch.equal(host(p), q) for p, q in zip(model.parameters(), before, strict=True))
 
@@ -118,4 +118,4 @@ def test_a_header_of_another_step_is_the_same_error_on_all_ranks(bad: int) -> No
         return str(caught.value)
 
     told = on_devices(3, body, own_thread=True, inject=inject)
-    assert all(one == told[0] for one in told) and f"messages of ranks [{bad}] were damaged" in told[0]
+    assert all(one == told[0] for one in told) and told[0].startswith("AGM501: ") and f" ranks [{bad}] " in told[0]

@@ -68,7 +68,7 @@ def test_all_ranks_hear_whose_gradient_is_not_finite(number: int, set_to_none: b
             optimizer.step()
             return
         before = [host(p).clone() for p in model.parameters()]
-        with pytest.raises(agmerge.NonFiniteError, match=f"NaN: rank 1: 'given.{number}'. Parameters and"):
+        with pytest.raises(agmerge.NonFiniteError, match=f"AGM106: .*: rank 1: 'given.{number}'[.] "):
             optimizer.step()
         assert all(torch.equal(host(p), q) for p, q in zip(model.parameters(), before, strict=True))
 
@@ -109,7 +109,7 @@ def test_a_model_may_lie_on_the_host_and_on_a_device(compression: str, bad: int 
             for number, one in enumerate(losses):
                 (one * (torch.inf if (rank, step, number) == (1, 2, bad) else 1.0)).backward()
             if step == 2 and bad is not None:
-                with pytest.raises(agmerge.NonFiniteError, match=f"NaN: rank 1: 'given.{bad}'. Parameters and"):
+                with pytest.raises(agmerge.NonFiniteError, match=f"AGM106: .*: rank 1: 'given.{bad}'[.] "):
                     optimizer.step()
             else:
                 optimizer.step()
@@ -163,7 +163,7 @@ def test_the_one_wait_ends_and_names_the_first_message_that_is_missing(
     done: tuple[bool, ...], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agmerge.step.queued_messages.streams_of", lambda device: Slow(10**9))
-    with pytest.raises(agmerge.CollectiveTimeout, match=f"{name}: no answer from all ranks within 0.05 s"):
+    with pytest.raises(agmerge.CollectiveTimeout, match=f"AGM201: {name}: .* 0.05 s"):
         said_by_all(messages(*done), 0.05)
 
 

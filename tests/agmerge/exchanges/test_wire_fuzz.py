@@ -127,7 +127,7 @@ def read(layout: Format, rows: torch.Tensor, mine: RoundHeader, payload: bool) -
             indices, values, good = get(row, section, counts[rank][number], storage)
             assert values.dtype == storage and len(values) == len(indices) == counts[rank][number]
             if not good:
-                raise MessageError("buffer 3: indices of rank")
+                raise MessageError("AGM501: buffer 3: the indices of a rank")
             torch.zeros(section.segment.length, dtype=storage).index_add_(0, indices, values)
 
 
@@ -211,6 +211,6 @@ def test_messages_of_another_length_are_an_error() -> None:
     for size in (0, 4, 4 * layout.words - 1, 4 * layout.words, layout.size - 1, layout.size + 1):
         rows = torch.zeros(SIZE, size, dtype=torch.uint8)
         rows[:, : layout.size] = clean[:, :size]
-        with pytest.raises(MessageError, match=f"buffer 3: messages of {size} bytes"):
+        with pytest.raises(MessageError, match=f"AGM502: buffer 3: .* {layout.size} bytes, .* got {size} bytes"):
             layout.read_headers(rows, controls[0], "buffer 3")
             layout.check_payloads(rows, "buffer 3")
