@@ -357,7 +357,7 @@ def test_gloo_listens_where_others_reach_it_though_its_name_is_a_loopback(
     torch_store.choose_interface("10.0.0.7")
     assert os.environ["GLOO_SOCKET_IFNAME"] == (chosen or "")
     advice = torch_store.advice("10.0.0.7")
-    assert ("set GLOO_SOCKET_IFNAME=eth1 there" in advice) is (chosen != "eth1")
+    assert ("Set GLOO_SOCKET_IFNAME=eth1 on this host" in advice) is (chosen != "eth1")
 
 
 def test_the_others_addresses_lead_to_this_machines_own(monkeypatch: pytest.MonkeyPatch) -> None:
