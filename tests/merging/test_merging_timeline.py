@@ -124,7 +124,7 @@ def test_refuses() -> None:
         predict(Plan((3,)), HAND, costs(), "dear")
     with pytest.raises(ValueError, match="mode 'sideways' is unknown. Use one of dense, ahead, behind, dear"):
         predict(Plan((3,)), HAND, costs(), "sideways")
-    with pytest.raises(ValueError, match="covers 2 tensors, the model has 3"):
+    with pytest.raises(ValueError, match="covers 2 tensors, but the model has 3"):
         predict(Plan((2,)), HAND, costs(), "dense")
     with pytest.raises(ValueError, match="tensor 2 in readiness order is 'x'"):
         predict(Plan((3,), names=("a", "b", "x")), HAND, costs(), "dense")
