@@ -174,7 +174,7 @@ def test_several_optimizers_have_the_bits_of_one_wrapper_around_them(found: Foun
 
 
 SAID = {
-    "plain": "TypeError: .* not Sequential",
+    "plain": "TypeError: .* got Sequential",
     "data parallel": "TypeError: .* torchrun",
     "fsdp 1": "TypeError: .* fully_shard",
     "fsdp 2": "TypeError: .* process_set",
@@ -184,7 +184,7 @@ SAID = {
     "twice": "ValueError: .* already has a communication hook",
     "wrapped already": "ValueError: .* another DistributedOptimizer",
     "a wrapper": "TypeError: .* Wrap the plain optimizer",
-    "other parameters": "ValueError: .* other parameters than",
+    "other parameters": "ValueError: .* has no parameter of the model",
     "embedding": "ValueError: .* sparse=False",
     "delayed": "ValueError: .* delay_all_reduce_named_params",
     "skipping": "ValueError: .* skip_all_reduce_unused_params",
@@ -240,7 +240,7 @@ def test_passes_that_add_up_without_no_sync_lose_nothing_and_a_velocity_is_an_er
     for seen in found["added_up"]:
         for views in (False, True):
             assert seen[f"worst, {views}"] < 1e-6 < 1e-3 < seen[f"kept, {views}"]
-        assert "with memory 'dgc' that is a velocity" in seen["velocity"]
+        assert "which is a velocity with memory='dgc'" in seen["velocity"]
     assert found["added_up"][0]["velocity"] == found["added_up"][1]["velocity"]
 
 
