@@ -75,10 +75,10 @@ def test_selections_of_shards_have_the_bits_of_plain_tensors(found: Results) -> 
         ("replicated", "ValueError", "replicated over mesh dimension 'replicate'"),
         ("two dimensions", "ValueError", "Pass one of them, such as mesh['replicate']"),
         ("mixed", "ValueError", "'0.weight' is a DTensor but 'own' is not"),
-        ("dear", "ValueError", "merging='dear' and parameter '0.weight'"),
-        ("two levels", "ValueError", "exchange='two-level' and parameter '0.weight'"),
+        ("dear", "ValueError", "merging='dear' is not supported with parameter '0.weight'"),
+        ("two levels", "ValueError", "exchange='two-level' is not supported with parameter '0.weight'"),
         ("two levels of plain tensors", "AGMergeError", "AGM305"),
-        ("skip", "ValueError", "nonfinite='skip' and parameter '0.weight'"),
+        ("skip", "ValueError", "nonfinite='skip' is not supported with parameter '0.weight'"),
         ("broadcast", "RankMismatchError", "shard 1/2 S(0) on ranks 1, 3"),
     ],
 )
