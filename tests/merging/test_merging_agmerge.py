@@ -156,9 +156,9 @@ def test_inter_has_equal_phases(n: int, phases: int) -> None:
         ({"phases": 0}, ValueError, "agmerge: phases is 0"),
         ({"check_every": -1}, ValueError, "agmerge: check_every is -1"),
         ({"check_every": 2.5}, TypeError, "agmerge: check_every is 2.5"),
-        ({"gain": 1}, ValueError, "agmerge: gain is 1.*below 1"),
-        ({"gain": -0.1}, ValueError, "agmerge: gain is -0.1"),
-        ({"gain": float("nan")}, ValueError, "agmerge: gain is nan"),
+        ({"gain": 1}, ValueError, "agmerge: gain must be .*below 1, got 1"),
+        ({"gain": -0.1}, ValueError, "agmerge: gain must be .*got -0.1"),
+        ({"gain": float("nan")}, ValueError, "agmerge: gain must be .*got nan"),
         ({"gain": "3%"}, TypeError, "agmerge: gain is '3%'"),
     ],
 )

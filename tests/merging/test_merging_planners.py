@@ -116,8 +116,8 @@ def test_names_and_unknown_names() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "error", "says"),
     [
-        ("threshold", {"byte": 3}, TypeError, "'threshold' has no option 'byte'; it takes bytes"),
-        ("layerwise", {"tensors": 3}, TypeError, "'layerwise' has no option 'tensors'; it takes no options"),
+        ("threshold", {"byte": 3}, TypeError, "'threshold' has no option 'byte'. Its options: bytes"),
+        ("layerwise", {"tensors": 3}, TypeError, "'layerwise' has no option 'tensors'. Its options: no options"),
         ("single", {"name": "x"}, TypeError, "'single' has no option 'name'"),
         ("threshold", {"bytes": -1}, ValueError, "threshold: bytes is -1.*at least 0"),
         ("threshold", {"bytes": 2.5e7}, TypeError, "threshold: bytes is 25000000.0.*as an int"),
@@ -165,7 +165,7 @@ def test_a_registered_planner_is_one_of_all() -> None:
     assert merging.get("two-by-two").plan(profile([1] * 5), COSTS).counts == (2, 2, 1)
     with pytest.raises(ValueError, match="did you mean 'two-by-two'"):
         merging.get("two-by-tow")
-    with pytest.raises(TypeError, match="'two-by-two' has no option 'most'; it takes least"):
+    with pytest.raises(TypeError, match="'two-by-two' has no option 'most'. Its options: least"):
         merging.get("two-by-two", most=3)
 
 
@@ -269,7 +269,7 @@ def test_a_planner_is_its_rule_and_nothing_else() -> None:
     assert repr(Halves(z=0.25)) == "halves(a='x', z=0.25)" and list(Halves().options()) == ["a", "z"]
     plan = Halves().plan(profile([2**30, 2**30, 3, 4]), COSTS, "behind")
     assert plan == Plan((1, 1, 2), (True, True, False), ("l", "l", "behind"), ("p0", "p1", "p2", "p3"))
-    with pytest.raises(ValueError, match="covers 4 tensors, the model has 5"):
+    with pytest.raises(ValueError, match="covers 4 tensors, but the model has 5"):
         Halves().plan(profile([1] * 5), COSTS)
     with pytest.raises(TypeError):
         Planner()  # type: ignore[abstract]

@@ -77,7 +77,7 @@ def test_kind_format_and_contents_are_checked(tmp_path: Path) -> None:
     for change in ({"counts": [0]}, {"counts": "2"}, {"dense": [7]}, {"unknown": 1}):
         with pytest.raises(ValueError, match="record is undamaged, but its content is"):
             Plan.loads(storage.seal("merging.Plan", {**body, **change}))
-    with pytest.raises(TypeError, match="from bytes: decode"):
+    with pytest.raises(TypeError, match="must be a str, got bytes"):
         Plan.loads(PLAN.dumps().encode())  # type: ignore[arg-type]
     Profile(["a"], [1], [0.5]).save(tmp_path / "profile.json")
     with pytest.raises(ValueError, match=r"profile\.json: this is not a merging\.Plan record"):

@@ -40,7 +40,7 @@ def check_tensor(given: Any, call: str) -> None:
             "tensor on every rank, with zeros if the rank has no values."
         )
     if not isinstance(given, torch.Tensor):
-        hint = "use grouped_allreduce for lists, " if isinstance(given, (list, tuple)) else ""
+        hint = "grouped_allreduce for lists, " if isinstance(given, (list, tuple)) else ""
         raise TypeError(
             f"{call}: expected a tensor, got {type(given).__name__}. Use {hint}torch.tensor() for numbers, and "
             "allgather_object or broadcast_object for other objects."
