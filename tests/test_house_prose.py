@@ -30,7 +30,6 @@ from tests.support.prose import (  # noqa: E402
     YOU,
     Habit,
     cells,
-    habit,
     long_sentences,
     prose_of,
     table_rows,
@@ -177,7 +176,6 @@ def test_a_habit_is_found_in_its_sentence_and_not_in_code() -> None:
     told, bits = (next(one for one in HABITS if one.name == name) for name in ("a what-clause", "to the bit"))
     assert list(told.places(prose_of(page))) == ["What is sent is CODE."]
     assert list(bits.places(prose_of(page))) == []
-    assert habit("x", 1.0, "", "z").most == 1.0
 
 
 def main() -> None:

@@ -83,13 +83,11 @@ def _why_not_sharded(config: Config, name: str) -> str:
     return ""
 
 
-BIASES = r".*\.bias"  # an example of a pattern
-
-
 def example(pattern: str, names: Sequence[str]) -> str:
     """Return ", such as" with a pattern like ``pattern`` that matches one of ``names``, or with a general example."""
     wider = (f".*{pattern}", f"{pattern}.*", f".*{pattern}.*")
-    return f", such as '{next((each for each in wider if _matches(each, names)), BIASES)}'"
+    found = next((each for each in wider if _matches(each, names)), r".*\.bias")
+    return f", such as '{found}'"
 
 
 def _matches(pattern: str, names: Sequence[str]) -> bool:
