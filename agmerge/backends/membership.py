@@ -46,7 +46,7 @@ NO_RESTART = (
     "automatically, remove restart=."
 )
 RESTART = (
-    LOST + ". Training starts again, except for the steps in a checkpoint that the script loads. To raise an error "
+    LOST + ". Training starts from the beginning, unless your script loads a checkpoint. To raise an error "
     "instead, call init() with elastic=agmerge.Elastic(restart=False)"
 )
 
