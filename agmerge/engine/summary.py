@@ -20,7 +20,6 @@ ACTIVITIES = {
     "probing": "still measuring the network",
     "trying": "still comparing plans",
     "settled": "chosen by measurements",
-    "known": "from an earlier run",
     "fixed": "fixed",
 }
 MORE = 1.05  # times the bytes of an uncompressed all-reduce, from which on there is a warning: headers alone are none
