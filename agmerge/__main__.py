@@ -24,12 +24,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="timeout of each check, in seconds (default: 12)",
     )
-    doctor.add_argument(
-        "--hosts",
-        type=lambda text: list(dict.fromkeys(text.split(","))),
-        metavar="A,B,...",
-        help="check over ssh whether these hosts can work together, instead of this machine",
-    )
     doctor.add_argument("--json", action="store_true", help="print the table as JSON")
     build = commands.add_parser(
         "build-horovod",
@@ -95,12 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.command is None:
         whole.print_help()
         return 0
-    if chosen.command == "doctor" and chosen.hosts and chosen.json:
-        whole.error("doctor --json is the table of this machine: leave out --hosts, or run it on each host")
-    if chosen.command == "doctor" and chosen.hosts:
-        from agmerge.cli import doctor_hosts
-
-        return doctor_hosts.main(chosen.hosts, chosen.patience)
     if chosen.command == "doctor":
         from agmerge.cli import doctor
 

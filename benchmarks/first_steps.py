@@ -6,13 +6,12 @@
     python benchmarks/first_steps.py --beside before=../older_checkout   # another tree's library takes turns with this
     python benchmarks/first_steps.py --report                          # only read what has been measured
 
-Every run is a job of its own that has seen nothing: what is measured is what a user sees who starts a script. "known"
-starts once unseen, so that the user's cache has the plan, and is measured in its second start; all others have no
-cache. "floor" trains alone and gathers eight bytes a step: what it shows is the machine's. Contenders take turns, in
-another order each time. Printed is, as the median over turns: the mean of steps 2 to 36, their median and the slowest
-of them, each over the median of the later steps (in the first step memory and connections are made); the step after
-which the plan stayed; the bytes that left a worker until then which were no gradient's, in gradients' worth (headers of
-the network are among them), and of these what probes handed over. A step is the slowest rank's.
+Every run is a job of its own that has seen nothing: what is measured is what a user sees who starts a script. "floor"
+trains alone and gathers eight bytes a step: what it shows is the machine's. Contenders take turns, in another order
+each time. Printed is, as the median over turns: the mean of steps 2 to 36, their median and the slowest of them, each
+over the median of the later steps (in the first step memory and connections are made); the step after which the plan
+stayed; the bytes that left a worker until then which were no gradient's, in gradients' worth (headers of the network
+are among them), and of these what probes handed over. A step is the slowest rank's.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,7 @@ from lab.worker_results import received_results, send_result
 
 FIRST = 36  # steps that are looked at
 LATER = 60  # steps that are not yet "later": trials and rechecks of all contenders are over
-VARIANTS = ("agmerge", "known", "DDP", "floor")
+VARIANTS = ("agmerge", "DDP", "floor")
 
 
 def arguments() -> argparse.Namespace:
@@ -136,10 +134,8 @@ def measure(args: argparse.Namespace, model: str, rate: str) -> None:
         for name in order:
             line = [sys.executable, "-W", "ignore", __file__, "--worker", name, model, str(args.steps)]
             line += ["--tree", str(Path(trees[name]).resolve())] if name in trees else []
-            with tempfile.TemporaryDirectory() as folder, link(args.workers, None if rate == "none" else rate) as net:
-                cache = folder if name == "known" else "off"
-                for _ in range(2 if name == "known" else 1):
-                    outputs = net.run(line, timeout=600, AGMERGE_CACHE=cache)
+            with link(args.workers, None if rate == "none" else rate) as net:
+                outputs = net.run(line, timeout=600)
             run = {"model": model, "rate": rate, "link": args.link, "name": name, "turn": turn}
             run |= figures([received_results(output)[0] for output in outputs])
             args.out.parent.mkdir(parents=True, exist_ok=True)

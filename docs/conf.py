@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -94,7 +93,6 @@ def enter_words(app: Sphinx, page: nodes.document) -> None:
 
 def setup(app: Sphinx) -> None:
     """Register what changes pages before they are read."""
-    os.environ.setdefault("AGMERGE_CACHE", "off")
     app.connect("source-read", link_to_source)
     app.connect("doctree-read", enter_words)
     app.connect("autodoc-process-docstring", list_fields)

@@ -35,7 +35,6 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, which to
 # Where there are GPUs, tests leave them alone, and `make gpu` judges them: the device that tests pretend takes the
 # place of torch's accelerator, and then no backward pass on a GPU works in that process.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-os.environ["AGMERGE_CACHE"] = "off"  # no test reads or writes the user's own, in no process that it starts
 started: list[bool] = []  # by the test that runs, in vain
 
 

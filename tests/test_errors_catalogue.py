@@ -27,8 +27,6 @@ ELSEWHERE = {
     "agmerge.checkpoint.rank_state: other_part",
     "agmerge.cli.build_horovod: "
     "'\\n'.join([*lines[-30:], *errors, f'{failure} (exit {done.returncode}; all of it: {log})'])",
-    "agmerge.cli.doctor_remote: self._last_words()",
-    "agmerge.cli.doctor_remote: str(error)",
     "agmerge.engine.reducer: f'{error}. {AFTER_BROKEN}'",
     "agmerge.errors: text",
     "agmerge.integrations.files: problem",

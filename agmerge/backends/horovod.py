@@ -38,8 +38,7 @@ SETTINGS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "5", "HOROVOD
 ON_DEVICES = {**SETTINGS, "HOROVOD_CYCLE_TIME": "1"}  # cores are idle there while a GPU trains
 STARTING = (
     "Check that each worker was started, and that workers can reach each other. HOROVOD_GLOO_IFACE=<interface> sets "
-    "the network for horovodrun --gloo, --network-interfaces for horovodrun, and AGMERGE_TIMEOUT a longer timeout. "
-    "`python -m agmerge doctor --hosts A,B` tests the network"
+    "the network for horovodrun --gloo, --network-interfaces for horovodrun, and AGMERGE_TIMEOUT a longer timeout"
 )
 SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between two looks at a handle
 

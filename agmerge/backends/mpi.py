@@ -35,8 +35,7 @@ print(json.dumps({"version": mpi4py.__version__, "threads": MPI.Query_thread() >
 """
 STARTING = (
     "Open MPI may use a network that other hosts cannot reach, such as docker0. Select one with mpirun --mca "
-    "btl_tcp_if_include <interface, or a network such as 10.0.0.0/24>. `python -m agmerge doctor --hosts A,B` shows "
-    "which"
+    "btl_tcp_if_include <interface, or a network such as 10.0.0.0/24>. `ip -brief address` lists those of a host"
 )
 LAST_WORDS = 0.5  # seconds: the launcher drops what it has not passed on when a rank aborts
 LARGEST = 2**31 - 1  # elements, or bytes where bytes are moved, of one MPI call

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from agmerge.cli.advise_updates import takes_updates
 from agmerge.options.defaults import candidates_for, sparsifier_for
-from agmerge.options.named_costs import takes_updates
 from agmerge.step.updates import UPDATES
 
 WARM = 3  # steps before anything is timed: first touches of memory, first connections
@@ -20,6 +20,14 @@ TURN = 4  # steps of a turn that are timed; one before them is not
 ROUNDS = 2  # turns of each compressor
 # By name, beside the default's, with the density or the rank that their cost in loss is of.
 OTHERS: dict[str, float | None] = {"eden-1": None, "topk": 0.01, "dgc": 0.01, "acpsgd": 4}
+# What these, and updates, are for: the end of "To ...".
+USES = {
+    "eden-1": "halve the traffic of 2 bits",
+    "topk": "send 1 % of each gradient",
+    "dgc": "send very little with SGD and momentum",
+    "acpsgd": "send low-rank factors of large matrices",
+    UPDATES: "send very little with AdamW",
+}
 STEPS = (1 + WARM) + ROUNDS * 9 * (1 + TURN)  # at most
 
 

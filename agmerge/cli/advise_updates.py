@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A turn of ``sync="updates"`` in a script's steps, after which model and optimizer are as they were before it."""
+"""A turn of ``sync="updates"`` in a script's steps, after which model and optimizer are as they were; and its cost."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import agmerge
+from agmerge.options.named_costs import kinds_of
+
+# With its defaults: workers, and % of the loss with AdamW, from "Exchanging updates" in benchmarks/notebook/parity.md.
+COSTS = ((2, 0.2), (4, 1.1), (8, 4.7))
+KINDS = ("AdamW", "NAdam", "RAdam", "Adamax", "Adafactor", "Lion")  # optimizers that it is for
 
 
 @contextmanager
@@ -58,3 +63,16 @@ def kept(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 def copied(value: Any) -> Any:
     """Return a copy of an entry of a state, of a tensor in the host's memory."""
     return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def takes_updates(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``sync="updates"`` is for this optimizer: AdamW and its kind, where selection costs most."""
+    return any(kind in KINDS for kind in kinds_of(optimizer))
+
+
+def told_cost_of_updates(workers: int, optimizer: torch.optim.Optimizer) -> str:
+    """Return in words how much ``sync="updates"`` increases the loss."""
+    if "AdamW" not in kinds_of(optimizer):
+        return "not measured with this optimizer"
+    number, percent = next((row for row in COSTS if row[0] >= workers), COSTS[-1])
+    return f"{percent:g} % higher with {number} workers in our tests"

@@ -18,13 +18,12 @@ import torch
 import agmerge
 from agmerge.cli import advise_script
 from agmerge.cli.advise_script import Script
-from agmerge.cli.advise_turns import OTHERS, STEPS, TURN, Enough, Swappable, Turns
-from agmerge.cli.advise_updates import exchanging_updates
+from agmerge.cli.advise_turns import OTHERS, STEPS, TURN, USES, Enough, Swappable, Turns
+from agmerge.cli.advise_updates import exchanging_updates, told_cost_of_updates
 from agmerge.cli.advise_watch import WATCHED, Watch
 from agmerge.options.arguments import Options
 from agmerge.options.defaults import candidates_for
-from agmerge.options.named_costs import told_cost, told_cost_of_updates
-from agmerge.options.named_uses import wanted
+from agmerge.options.named_costs import told_cost
 from agmerge.planning import advice
 from agmerge.step.config import AUTO
 from agmerge.step.updates import UPDATES
@@ -208,7 +207,7 @@ class Advisor:
             by_turn = [[each[turn * TURN :][:TURN] for each in everyones] for turn in range(count)]
             took = tuple(map(advice.median_of_slowest, by_turn))
             whole = advice.median_of_slowest(everyones)
-            candidates.append(advice.Candidate(name, whole, name in turns.defaults, told, took, wanted(name)))
+            candidates.append(advice.Candidate(name, whole, name in turns.defaults, told, took, USES.get(name, "")))
         base = next(one for name in ("", NONE) for one in candidates if one.name == name)
         return advice.Facts(
             script.framework,

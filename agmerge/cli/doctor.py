@@ -230,8 +230,8 @@ def detected(env: Mapping[str, str]) -> str:
         return f"agmerge.init() fails in this environment: {error}"
 
 
-def table(rows: Sequence[Row], advice: str = "To fix the others:") -> str:
-    """Return ``rows`` as aligned lines, then, under the line ``advice``, commands that fix those that do not work.
+def table(rows: Sequence[Row]) -> str:
+    """Return ``rows`` as aligned lines, then commands that fix those that do not work.
 
     A row shows "works", "no", or "?" if its check ran out of time.
     """
@@ -241,7 +241,7 @@ def table(rows: Sequence[Row], advice: str = "To fix the others:") -> str:
     broken = [row for row in rows if not row.works]
     if broken:
         width = max(len(row.name) for row in broken)
-        lines += ["", advice, *(f"  {row.name.ljust(width)}  {row.fix}" for row in broken)]
+        lines += ["", "To fix the others:", *(f"  {row.name.ljust(width)}  {row.fix}" for row in broken)]
     return "\n".join(lines)
 
 

@@ -102,9 +102,8 @@ class ReportingMixin:
         =======================  ======  ==============================================================================
 
         ``planning`` is ``"timing"`` in the first steps, ``"probing"`` while messages are timed between steps,
-        ``"trying"`` while plans are compared in real steps, and ``"settled"`` afterwards. It is ``"known"`` if an
-        earlier run has chosen the plan, and ``"fixed"`` if nothing is chosen from times. The keys ``quantiser`` and
-        ``quantiser_why`` of older versions still work.
+        ``"trying"`` while plans are compared in real steps, and ``"settled"`` afterwards. It is ``"fixed"``
+        if nothing is chosen from times. The keys ``quantiser`` and ``quantiser_why`` of older versions still work.
 
         Among W workers, m bytes count as ``2 m (W-1)/W`` link bytes in an all-reduce, and as ``m (W-1)`` in an
         all-gather. So ``link_bytes`` compare between exchanges, and between numbers of workers.

@@ -20,7 +20,6 @@ ACTIVITIES = {
     "probing": "still measuring the network",
     "trying": "still comparing plans",
     "settled": "chosen by measurements",
-    "known": "from an earlier run",
     "fixed": "fixed",
 }
 MORE = 1.05  # times the bytes of an uncompressed all-reduce, from which on there is a warning: headers alone are none
@@ -108,7 +107,7 @@ def _warnings(agreed: AgreedState, now: PlanStatus, optimizer: torch.optim.Optim
         yield "this setting sends more than an uncompressed all-reduce"
     cost = None if optimizer is None else known_cost(agreed.config, optimizer)
     if cost is not None:
-        yield f"compression={cost.compressor!r} increased the loss by {cost.percent} % in tests with {cost.setting}"
+        yield f"compression={cost.compressor!r} increased the loss by {cost.percent} % in tests with {cost.optimizer}"
     if now.activity in ("timing", "probing", "trying"):
         yield "times will change, because measuring has not ended"
 

@@ -401,11 +401,4 @@ IN_TRAINING: tuple[Row, ...] = (
         "Open all TCP ports between the machines of the job.",
         "launching.md",
     ),
-    (
-        "AGM208",
-        "a host did not answer",
-        "A host that `doctor --hosts` contacts over ssh did not answer in time.",
-        "Check that `ssh HOST` works without a prompt, or pass a larger `--patience`.",
-        "launching.md",
-    ),
 )

@@ -181,13 +181,6 @@ OF_SETTINGS: tuple[Row, ...] = (
         "monitor.md",
     ),
     (
-        "AGM702",
-        "cached plan cannot be used",
-        "The cache of plans cannot be read or written. agmerge measures again.",
-        "Set `AGMERGE_CACHE` to a folder that you can write to, or to `off`.",
-        "planners.md",
-    ),
-    (
         "AGM703",
         "slow path for GPU tensors",
         "Tensors on GPUs take a slower path than necessary.",

@@ -81,7 +81,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
             * an object: for example ``sparsifiers.get("topk", density=0.05)`` or ``agmerge.Compression.fp16``
 
             If you set ``density`` but no compressor, ``"auto"`` uses ``"dgc"`` for SGD with momentum and ``"topk"`` for
-            other optimizers. agmerge logs a warning once if the compressor increased the loss by 1 % or more in our
+            other optimizers. agmerge logs a warning once if the compressor increased the loss by 5 % or more in our
             tests. An argument that the compressor would ignore raises ``ValueError``, for example ``rank=4`` with
             ``"topk"``. There are two exceptions, so that a script can switch compressors by name: a number as
             ``density``, and ``exchange="sparse"``.

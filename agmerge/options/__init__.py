@@ -7,8 +7,7 @@ the open ones, and returns the ``Config`` of a step. ``resolve``: the four recor
 ``defaults``: of arguments that are left out.
 
 ``from_params``: arguments of other projects' dictionaries; ``keywords`` and ``published``: their names. ``notices``:
-warnings, given once; ``named_costs``: measured costs of named compressors; ``named_uses``: what they
-are for.
+warnings, given once; ``named_costs``: measured costs of named compressors.
 
 May import step/ and below, and the packages ``sparsifiers`` and ``merging``.
 """

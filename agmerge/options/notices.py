@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from agmerge.errors import warn
-from agmerge.options.named_costs import cheaper, known_cost
+from agmerge.options import defaults
+from agmerge.options.named_costs import known_cost
 from agmerge.runtime import workers
 
 TAKEN = (
@@ -51,4 +52,4 @@ def warn_of_changes(exchange: Any, optimizer: torch.optim.Optimizer | None, befo
         warn(OWN.format(memory=config.compression.memory.name), rank)
     cost = known_cost(config, optimizer)
     if cost is not None and (before is None or known_cost(before, optimizer) != cost):
-        warn(NAMED.format(what=cost.text, instead=cheaper(cost, optimizer)), rank)
+        warn(NAMED.format(what=cost.text, instead=defaults.candidates_for(optimizer)[-1]), rank)

@@ -4,7 +4,7 @@
 ``replanner``: what happens after which step, from the first measurement to later checks (its states are in
 ``reasons``, with the record for reports). ``measurer``: the measurements for plans, a part after each step. It uses
 ``cost_probe``, ``message_timing`` and ``measuring``, and the bounds of ``seen_messages``; ``probe_budget``: their
-limit. ``drift``: whether times have changed. ``known_plans``: plans of earlier runs, in files.
+limit. ``drift``: whether times have changed.
 
 What is chosen with a plan: ``sparse_choice`` of selections (codec, exchange, or dense; ``sparse_search``: the plans
 to try; ``codec_choice`` and ``codec_costs``: the rule for codecs, and its measurements), or ``quantiser_choice``

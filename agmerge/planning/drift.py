@@ -32,14 +32,11 @@ class DriftDetector:
     def __init__(self) -> None:
         self._findings: list[Finding] = []  # of the looks since the plan was made, or confirmed
         # Seconds of exchanges, measured / predicted, in the first of these looks; None: there was none.
-        self.usual_ratio: float | None = None
+        self._usual_ratio: float | None = None
 
-    def restart(self, usual_ratio: float | None = None) -> None:
-        """Begin again: a plan was made. The next look shows how long exchanges take, relative to the prediction.
-
-        ``usual_ratio``: that relation, if an earlier run with this plan has found it.
-        """
-        self._findings, self.usual_ratio = [], usual_ratio
+    def restart(self) -> None:
+        """Begin again: a plan was made. The next look shows how long exchanges take, relative to the prediction."""
+        self._findings, self._usual_ratio = [], None
 
     def look(
         self, plan: merging.Plan, planned_from: Measurements, ready: Seconds, travel: Seconds, load: Elements
@@ -56,14 +53,14 @@ class DriftDetector:
             load: elements that each tensor sends from now on, (n,). Other loads than before need no confirmation.
         """
         ratio = float(travel.min(axis=0).sum() / predicted_exchange_seconds(plan, planned_from).sum())
-        if self.usual_ratio is None:
-            self.usual_ratio = ratio
+        if self._usual_ratio is None:
+            self._usual_ratio = ratio
         if not np.array_equal(load, planned_from.profile.load):
             return Finding.PLAN
         finding = Finding.KEEP
         if abs(ready[-1] - planned_from.profile.backward.sum()) > LATE * predicted_finish(plan, planned_from):
             finding = Finding.PLAN
-        if not STEADY[0] <= ratio / self.usual_ratio <= STEADY[1]:
+        if not STEADY[0] <= ratio / self._usual_ratio <= STEADY[1]:
             finding = Finding.PROBE
         self._findings.append(finding)
         recent = self._findings[-CONFIRMATIONS:]

@@ -4,22 +4,37 @@
 The plans come from ``candidates``, with their send mode as labels, so a trial of value codecs is one of plans. Plans
 take turns several times, so that a changing load of the machine affects all of them. Of the steps of each the fastest
 third counts, since other load only adds. The plan that is predicted to be the best has to be beaten beyond chance.
+
+A trial that is under way is kept in checkpoints: a run that resumes goes on with it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 import merging
+from agmerge.planning import candidates
+from agmerge.planning.candidates import Candidate
+from agmerge.step.agreement import why_plan_does_not_fit
+from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.version import __version__
+from merging import storage
 
 TURN = 3  # steps of a plan until the next one has its turn; the first of them is not counted
 ROUNDS = 3  # most turns of a plan
 HOPELESS = 1.4  # times as long as each step of another plan: where all of one turn are, there is no further turn,
 SURE = 2  # nor where all of so many turns are longer at all
 DOUBTFUL = 1.5  # times as late: a plan that is predicted to end later is not tried
+_KIND = "agmerge.Trial"
 
 
 class PlanTrial:
@@ -103,3 +118,38 @@ def taken(best: int, seconds: Sequence[float], doubts: Sequence[float]) -> int:
     work a few steps are weaker evidence than the earlier measurements.
     """
     return best if seconds[best] + max(doubts[best], doubts[0]) < seconds[0] else 0
+
+
+@dataclass(frozen=True)
+class KeptTrial:
+    """Trial of plans in an earlier run."""
+
+    place: str  # a digest of what its times depend on: arguments, backend, workers
+    tried: list[Candidate]  # none: costs were being measured, for the first time
+    turns: dict[str, Any]  # and times so far, as :meth:`PlanTrial.saved` returns them
+
+    def dumps(self) -> str:
+        """Return the trial as text, with a checksum."""
+        return storage.seal(_KIND, {"place": self.place, "tried": candidates.dumps(self.tried), "turns": self.turns})
+
+    @classmethod
+    def loads(cls, text: str) -> KeptTrial | None:
+        """Return the trial of a text; None for a text that is damaged or of another version."""
+        with suppress(ValueError):
+            return storage.unseal(text, _KIND, lambda place, tried, turns: cls(place, candidates.loads(tried), turns))
+        return None
+
+    def fits(self, buffers: MergeBuffers) -> bool:
+        """Return whether the trial is of these tensors, and was made among workers as these are."""
+        names = [slot.name for slot in buffers.layout.slots]
+        return self.place == place_of(buffers) and not any(why_plan_does_not_fit(one.plan, names) for one in self.tried)
+
+
+def place_of(buffers: MergeBuffers) -> str:
+    """Return a digest of what times of steps depend on: arguments, backend, workers, and how many of them share a host.
+
+    Other hosts of a cluster are as good as these. Rank 0's counts.
+    """
+    comm = buffers.comm
+    facts = [buffers.config.facts(), comm.name, comm.size, comm.local_size, __version__, torch.get_num_threads()]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

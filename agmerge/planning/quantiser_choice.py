@@ -209,10 +209,6 @@ class QuantiserChoice:
         """Return whether this is the chosen candidate."""
         return not self._is_open and (candidate.is_dense, candidate.mode.quantiser) == self._candidate
 
-    def reopen(self) -> None:
-        """Forget the choice: it was made for another network."""
-        self._is_open = True
-
     def may_change(self, step: int) -> bool:
         """Return whether another candidate may be chosen before this step."""
         return self._is_open or self._uses_left_out or step - self._step >= AGAIN

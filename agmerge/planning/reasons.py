@@ -16,7 +16,6 @@ from sparsifiers.quantising.choice import NONE
 
 NONE_SELECTED = "no sparsifier is in use"
 ALONE = "there is one worker, which sends nothing"
-EARLIER = "an earlier run like this one has chosen it"
 UNTIL = "candidates are tried until about step {until}"
 
 
@@ -25,7 +24,6 @@ class State(Enum):
 
     FIXED = "fixed"  # nothing is planned from times
     TIMING = "timing"  # the first steps
-    KNOWN = "known"  # the plan in use is one of an earlier run, and nothing has been measured in this one
     PROBING = "probing"  # messages are timed, and plans are made, between steps
     TRYING = "trying"  # steps are trained with each of several plans, in turn
     SETTLED = "settled"  # a plan is in use, and times are looked at again later
@@ -85,7 +83,7 @@ def _why_quantiser(buffers: MergeBuffers, choice: SparseChoice | QuantiserChoice
         return "it was named" if buffers.quantiser is not None else "no quantizer is in use"
     if choice.is_open:
         return ALONE if buffers.comm.size == 1 else UNTIL.format(until=until)
-    return EARLIER if state is State.KNOWN else choice.quantiser_why
+    return choice.quantiser_why
 
 
 def _selects(config: Config) -> bool:
@@ -99,6 +97,4 @@ def _why_undecided(buffers: MergeBuffers, chosen: str, state: State, until: int)
         return ALONE
     if state is State.FIXED:
         return "the plan was given, or is not made from times"
-    if state is State.KNOWN:
-        return EARLIER
     return chosen or ("" if state is State.SETTLED else UNTIL.format(until=until))

@@ -24,11 +24,10 @@ from agmerge.planning.codec_costs import SampledValues
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.drift import DriftDetector, Finding
 from agmerge.planning.first_choices import choose_budgets, choose_cutoff
-from agmerge.planning.known_plans import EarlierRun, KeptTrial, KnownPlan, place_of
 from agmerge.planning.measurer import Look, Measurer
 from agmerge.planning.measuring import gather_seconds, number_of_rank_0, profile
 from agmerge.planning.plan_choice import FixedCounts, planner_of
-from agmerge.planning.plan_trial import PlanTrial
+from agmerge.planning.plan_trial import KeptTrial, PlanTrial, place_of
 from agmerge.planning.probe_budget import share_of
 from agmerge.planning.quantiser_choice import QuantiserChoice
 from agmerge.planning.quantiser_costs import CountedZeros
@@ -44,7 +43,6 @@ from sparsifiers import Kind
 
 FIRST = 10  # steps that are measured before the first plan
 LIKELY = 70  # steps after which the first choice has been made, in most runs: measuring, probing, a trial of three
-LOOKS = (5, FIRST)  # steps after which a plan of an earlier run is checked first: it may be for another network
 Changes = Iterator[Decision | None]
 """Decisions for the step to come; None: continue after that step."""
 
@@ -63,7 +61,6 @@ class Replanner:
         self._steps = 0  # of this agreement
         self._step = 0  # the one to come
         self._drift = DriftDetector()  # asked on rank 0
-        self._earlier = EarlierRun(buffers)
         self._tried: Sequence[Candidate] = ()  # in the last trial, or chosen without one
         self._trial: PlanTrial | None = None  # of these, while it is under way
         self._resumed = ""  # a trial of an earlier run, until the first step has ended
@@ -133,12 +130,12 @@ class Replanner:
 
     @property
     def is_decided(self) -> bool:
-        """Return whether the plan in use was chosen from times, here or earlier, and stays for now."""
+        """Return whether the plan in use was chosen from times, and stays for now."""
         if self._choice.is_open or self.buffers.comm.size == 1:
             return False
         if self.buffers.config.quantisers:  # the quantizer stays, whatever is measured of merge buffers
             return self._state is not State.TRYING
-        return self._state in (State.SETTLED, State.KNOWN)
+        return self._state is State.SETTLED
 
     # -- when something happens ---------------------------------------------------------------------------------
 
@@ -151,9 +148,6 @@ class Replanner:
         self._choice.take_over(self.buffers.plan, self._step)
         if self._state is State.FIXED:
             return
-        if self._step == 1 and self._may_recall:
-            yield from self._recall()
-            yield None
         if self._resumed:
             yield from Replanner._go_on_trying(self)
             yield None
@@ -174,34 +168,14 @@ class Replanner:
         if self._has_no_plan:
             return steps == FIRST
         every = self._planner.recheck_every
-        return bool(every) and (steps % every == 0 or (self._state is State.KNOWN and steps in LOOKS))
+        return bool(every) and steps % every == 0
 
     @property
     def _has_no_plan(self) -> bool:
         """Return whether the first plan from times is to be made: the script may have measured for itself."""
         return self._latest is None or self._choice.is_open
 
-    @property
-    def _may_recall(self) -> bool:
-        """Return whether an earlier run's plan may be used: it is checked again, and nothing else is decided here.
-
-        A checkpoint brings a plan of its own: only the first step of a training asks.
-        """
-        config = self.buffers.config
-        decides_more = config.compression.partial is not None or self.buffers.budgets.energy is not None
-        return bool(self._planner.recheck_every) and config.merging.groups is None and not decides_more
-
     # -- what happens -------------------------------------------------------------------------------------------
-
-    def _recall(self) -> Iterator[Decision]:
-        """Collective. Yield the change to the plan that an earlier run like this one has kept, if there is one."""
-        known = self._earlier.recall()
-        if known is not None:
-            self._measured = self._latest = known.measured
-            self._state = State.KNOWN
-            self._choice.take_over(known.plan, self._step)
-            self._drift.restart(known.ratio)
-            yield self._changed_to(known.plan)
 
     def _recheck(self) -> Changes:
         """Collective. Compare times with the prediction, and plan again, or probe first, where they have changed."""
@@ -215,14 +189,10 @@ class Replanner:
         if self._choice.is_ruled_out() or self._choice.is_clear:
             finding = Finding.PROBE
         if finding is Finding.PROBE:
-            if self._state is State.KNOWN:  # the earlier run's choice was for another network
-                self._choice.reopen()
             yield from self._noted(self._measure_and_plan(look))
         elif finding is Finding.PLAN:
             costs = MeasuredCosts(latest.sparsify, latest.exchange, latest.dense, latest.message)
             yield from self._noted(self._plan(self._measurer.with_costs(self._step, look.ready, costs)))
-        elif self._drift.usual_ratio is not None and self._state is State.SETTLED:  # on rank 0: the plan stays
-            self._earlier.keep(KnownPlan(self.buffers.plan, latest, self._drift.usual_ratio))
 
     def _measure_and_plan(self, look: Look | None = None) -> Changes:
         """Collective. Measure, a part after each step, and plan. ``look``: the times of steps, where they are known.

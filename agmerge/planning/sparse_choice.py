@@ -32,15 +32,11 @@ class SparseChoice:
 
     def take_over(self, plan: merging.Plan, step: int) -> None:
         """Adopt the plan of an earlier agreement or run: there are no reasons for it here."""
-        self.reopen()
+        self.codec_why = self.exchange_why = ""
 
     def is_ruled_out(self) -> bool:
         """Return whether what is in use may not stay: only quantisers may become too noisy."""
         return False
-
-    def reopen(self) -> None:
-        """Forget the reasons: they were of another network."""
-        self.codec_why = self.exchange_why = ""
 
     def search(
         self, planner: merging.Planner, latest: Measurements, step: int, usual: float, *, stays: bool

@@ -23,7 +23,7 @@ class PlanStatus:
     quantiser: str = NONE  # also where every merge buffer is sent dense
     bits: float | None = None  # of the quantiser, a coordinate
     quantiser_why: str = NO_AGREEMENT
-    activity: str = "fixed"  # "timing", "probing", "trying", "known" or "settled" where plans are made from times
+    activity: str = "fixed"  # "timing", "probing", "trying" or "settled" where plans are made from times
     bytes_probed: int = 0  # since the agreement
     measured: merging.Measurements | None = None  # behind the plan in use; None: nothing was measured
 

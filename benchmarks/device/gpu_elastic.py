@@ -42,7 +42,7 @@ def elastic(bench: Bench) -> Iterator[Figure]:
 def killed(folder: Path, name: str, setting: dict[str, Any], device: str) -> Iterator[Figure]:
     """Run one job, and yield whether the others went on, and how soon."""
     port = str(free_port())
-    env = child_env(AGMERGE_LIGHTHOUSE=f"127.0.0.1:{port}", AGMERGE_CACHE="off")
+    env = child_env(AGMERGE_LIGHTHOUSE=f"127.0.0.1:{port}")
     running = [subprocess.Popen([sys.executable, "-m", "agmerge", "lighthouse", "--port", port], env=env)]
     logs = [folder / str(number) for number in range(WORKERS)]
     try:

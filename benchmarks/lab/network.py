@@ -117,7 +117,7 @@ class Spaces(ABC):
     def launch(self, command: Sequence[str], environment: Mapping[str, str], worker: int = 0) -> subprocess.Popen[str]:
         """Start one process, a launcher say, where a worker is; no variable of a launcher outside reaches it."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith(OF_LAUNCHERS) or key == LEVEL}
-        kept |= {"OMP_NUM_THREADS": "1", "AGMERGE_CACHE": "off", "GLOO_SOCKET_IFNAME": self.interface, **environment}
+        kept |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.interface, **environment}
         pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         inside = [*_within(self.space(worker)), *command]
         benchmarks = Path(__file__).resolve().parents[1]

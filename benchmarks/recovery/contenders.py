@@ -52,7 +52,7 @@ class Contender(ABC):
         path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
         ours = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
         with open(self.folder / "log", "a") as log:
-            environment = {**kept, "PATH": path, **ours, "AGMERGE_CACHE": "off", **variables}
+            environment = {**kept, "PATH": path, **ours, **variables}
             self._started.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
         return self._started[-1]
 

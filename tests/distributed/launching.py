@@ -43,7 +43,7 @@ def environment(**more: str) -> dict[str, str]:
     Workers start without torch's compiler, unless ``make test-all`` says WHOLE.
     """
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "HOROVOD", "AGMERGE", "TORCHELASTIC")
-    ours = ("AGMERGE_KERNEL", "AGMERGE_CACHE")
+    ours = ("AGMERGE_KERNEL",)
     there = {key: os.environ.get(key, "") for key in list(os.environ)}  # pytest changes one while threads launch
     kept = {key: one for key, one in there.items() if not key.startswith(dropped) or key in ours}
     if not os.environ.get(WHOLE):

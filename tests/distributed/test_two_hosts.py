@@ -28,7 +28,6 @@ LIMIT = 120  # seconds for a launch
 WAIT = 8  # seconds: AGMERGE_TIMEOUT where the job cannot start
 SLACK = 20  # seconds, on a busy machine, for the launcher and the imports too
 NETWORK = "10.213.7.0/24"
-CLOSED = ["tcp dport 22 accept", "iifname net0 tcp flags syn / syn,ack drop"]  # to all but ssh, from outside
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -189,41 +188,3 @@ def test_a_port_that_is_blocked(hosts: Hosts) -> None:
     assert "no sign of rank 1 of 2" in told[0]["text"]
     assert "port 29513 (MASTER_ADDR, MASTER_PORT)" in told[1]["text"]
     assert "10.213.7.1 does not answer: a firewall drops" in told[1]["text"]
-
-
-# -- the doctor -------------------------------------------------------------------------------------------------
-
-
-def doctor(hosts: Hosts, names: str = "node0,node1") -> Ended:
-    return hosts.run(0, [PYTHON, "-m", "agmerge", "doctor", "--hosts", names, "--patience", "60"], LIMIT)
-
-
-def test_the_doctor_finds_two_good_hosts_and_how_fast_they_are_connected(hosts: Hosts) -> None:
-    hosts.shape("200mbit")
-    try:
-        ended = doctor(hosts)
-    finally:
-        hosts.shape(None)
-    assert ended.code == 0 and "What to do:" not in ended.output, ended.output
-    (line,) = [line for line in ended.output.splitlines() if "node0 -> node1" in line]
-    assert "from 10.213.7.1 to 10.213.7.2" in line
-    assert 50 < float(line.split(" Mbit/s")[0].split()[-1]) < 250
-    assert f"--mca btl_tcp_if_include {NETWORK}" in ended.output
-
-
-@pytest.mark.skipif(bool(two_hosts.blocking()), reason=two_hosts.blocking())
-def test_the_doctor_finds_what_is_wrong_with_two_hosts(awkward: Hosts) -> None:
-    awkward.rules(1, *CLOSED)
-    try:
-        ended = doctor(awkward, "node0,node1,node9")
-    finally:
-        awkward.rules(1)
-    assert ended.code == 1
-    for words in (
-        "ssh: Could not resolve hostname node9",
-        "172.17.0.1      no     is docker0 of node0 and docker0 of node1",
-        "its own name leads to 127.0.1.1",
-        "node0 -> node1  no     nothing comes back from 10.213.7.2: a firewall drops it",
-        "on node1: let node0 in at all TCP ports, for example: iptables -I INPUT -p tcp -s 10.213.7.1 -j ACCEPT",
-    ):
-        assert words in ended.output, ended.output

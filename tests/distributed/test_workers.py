@@ -17,7 +17,6 @@ from launching import (
     LAUNCHERS,
     ROOT,
     by_hand,
-    environment,
     launch,
     missing,
     results,
@@ -317,10 +316,6 @@ def test_a_rank_that_never_answers_is_not_waited_for_for_ever() -> None:
         silent.communicate()
     assert told.returncode not in (0, None)
     assert "buffer 0" in output and "CollectiveTimeout" in output
-
-
-def test_workers_go_by_no_plan_of_an_earlier_run() -> None:
-    assert environment()["AGMERGE_CACHE"] == "off"
 
 
 def test_a_script_keeps_its_own_process_group(tmp_path: Path) -> None:

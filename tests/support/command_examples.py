@@ -63,7 +63,7 @@ def shown(command: str, folder: Path) -> str:
     settings = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     arguments = [sys.executable if word == "python" else word for word in words if not re.match(r"[A-Z_]+=", word)]
     arguments += ["--port", "0"] if "lighthouse" in words else []  # another one may have the usual port
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "AGMERGE_CACHE": "off", **settings}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **settings}
     stdout = folder / "stdout"
     with stdout.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(arguments, cwd=folder, env=environment, stdout=file, stderr=subprocess.DEVNULL)

@@ -19,7 +19,6 @@ FENCE = re.compile(COMMENT + r"^```(python|diff)[^\n]*\n(.*?)^```", re.MULTILINE
 
 MODEL = """
 import os, sys, tempfile
-os.environ["AGMERGE_CACHE"] = "off"
 import torch, agmerge, merging, sparsifiers
 from dataclasses import dataclass
 from typing import ClassVar
@@ -105,7 +104,6 @@ train_some_steps()
 count_right = lambda model: (3.0, 4.0)
 """
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-COMPLETE = 'import os\nos.environ["AGMERGE_CACHE"] = "off"\n'  # before a block that is a script by itself
 # name: (what comes before the block, what Python is given before the script)
 SETUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "plain": (INIT, ()),
@@ -125,8 +123,8 @@ SETUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "trainer": (MODEL + TRAINER, TORCHRUN),
     "accelerate": (MODEL + "from accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\n", TORCHRUN),
     "lightning": (MODEL + LIGHTNING, TORCHRUN),
-    "script": (COMPLETE, TORCHRUN),
-    "script, 4 workers": (COMPLETE, (*TORCHRUN[:-1], "--nproc_per_node=4")),
+    "script": ("", TORCHRUN),
+    "script, 4 workers": ("", (*TORCHRUN[:-1], "--nproc_per_node=4")),
 }
 END = """
 import agmerge

@@ -82,7 +82,6 @@ class World:
                 return [world.doubts.get(name_of(plan), 0.0) for plan in self.plans]
 
         def look(detector: DriftDetector, *_: object) -> Finding:
-            detector.usual_ratio = 1.0
             return Finding.PROBE if world.has_changed else Finding.KEEP
 
         monkeypatch.setattr(DriftDetector, "look", look)

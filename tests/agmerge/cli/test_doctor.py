@@ -279,7 +279,7 @@ def test_the_usage_names_both_commands() -> None:
     assert "build-horovod" in ended.stdout
 
 
-@pytest.mark.parametrize("arguments", [["docter"], ["doctor", "--force"], ["doctor", "--json", "--hosts", "a"]])
+@pytest.mark.parametrize("arguments", [["docter"], ["doctor", "--force"], ["doctor", "--hosts", "a"]])
 def test_anything_else_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)

@@ -16,7 +16,7 @@ from support import mlp, on_ranks, seeded, sgd, train, wrap
 from torch import nn
 
 import sparsifiers
-from agmerge.options.named_costs import COSTS, ENOUGH
+from agmerge.options.named_costs import COSTS
 
 MODEL = seeded(mlp)
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -74,24 +74,14 @@ CASES: dict[str, tuple[Make, dict[str, Any], list[str]]] = {
     "dgc without its memory": (
         ADAMW,
         {"compression": "dgc", "memory": "residual"},
-        [
-            "compression='dgc' with memory='residual' selects the same values as 'topk', which at density 0.01",
-            "22 to 40 %",
-        ],
+        ["compression='dgc' (density 0.01) increased the loss of a small language model by 22 to 40 %"],
     ),
     "dgc without it, momentum": (
         sgd,
         {"compression": "dgc", "memory": "residual"},
-        [
-            "compression='dgc' with memory='residual' selects the same values as 'topk'",
-            "compression='eden-4' increased it less",
-        ],
+        ["compression='dgc' (density 0.01)", "7.9 to 18 %", "compression='eden-4' increased it less"],
     ),
-    "topk with another's memory": (
-        decayed,
-        {"compression": "topk", "memory": "dgc"},
-        ["compression='topk' with memory='dgc' selects the same values as 'dgc', which at density 0.01 increased"],
-    ),
+    "topk with dgc's memory": (decayed, {"compression": "topk", "memory": "dgc"}, []),
     "a larger density": (
         ADAMW,
         {"compression": "topk", "density": 0.05},
@@ -105,50 +95,27 @@ CASES: dict[str, tuple[Make, dict[str, Any], list[str]]] = {
     "NAdam": (NADAM, {"compression": "topk"}, ["7.5 %", "NAdam", "compression='eden-4' increased it less"]),
     "Muon": (MUON, {"compression": "topk"}, ["25 %", "Muon", "compression='int8' increased it less"]),
     "Lion": (LION, {"compression": "topk"}, ["25 %", "Lion", "compression='eden-4' increased it less"]),
-    "SGD": (sgd, {"compression": "topk"}, ["7.9 %", "momentum and without weight decay", "'dgc' increased it less"]),
+    "SGD": (sgd, {"compression": "topk"}, ["7.9 to 18 %", "SGD with momentum", "'eden-4' increased it less"]),
     "SGD, momentum": (sgd, {"compression": "dgc"}, []),
     "SGD, a density": (sgd, {"compression": "auto", "density": 0.01}, []),
-    "SGD, decay": (
-        decayed,
-        {"compression": "topk"},
-        ["18 %", "with momentum and with weight decay", "'dgc' increased it less"],
-    ),
-    "SGD, decay, a density": (
-        decayed,
-        {"compression": "auto", "density": 0.01},
-        ["'dgc'", "1.3 %", "'eden-4' increased it less"],
-    ),
+    "a cost below the bound": (decayed, {"compression": "auto", "density": 0.01}, []),
     "SGD, no momentum": (
         plain,
         {"compression": "topk"},
-        ["12 %", "SGD without momentum", "'eden-4' increased it less"],
+        ["12 %", "with SGD.", "'eden-4' increased it less"],
     ),
-    "powersgd": (
-        ADAMW,
-        {"compression": "powersgd"},
-        ["'powersgd' (rank 4) increased the loss of a small language model by 3.9 %", "'eden-2' increased it less"],
-    ),
+    "powersgd": (ADAMW, {"compression": "powersgd"}, []),
     "acpsgd": (
         ADAMW,
         {"compression": "acpsgd", "rank": {"0.*": 2, ".*": 32}},
         ["'acpsgd' (rank 4) increased the loss of a small language model by 12 %"],
     ),
-    "acpsgd, rank 16": (
-        ADAMW,
-        {"compression": "acpsgd", "rank": 16},
-        ["'acpsgd' (rank 16) increased the loss of a small language model by 2.9 %"],
-    ),
+    "acpsgd, rank 16": (ADAMW, {"compression": "acpsgd", "rank": 16}, []),
+    "acpsgd, rank 16, SGD": (sgd, {"compression": "acpsgd", "rank": 16}, ["(rank 16)", "5 %", "SGD with momentum"]),
     "powersgd, rank 16": (ADAMW, {"compression": "powersgd", "rank": 16}, []),
     "several": (ADAMW, {"compression": {"0.*": "topk", ".*": "powersgd"}}, TOPK_ADAMW),
     "bits that cost nothing": (ADAMW, {"compression": "eden"}, []),
-    "one bit": (
-        ADAMW,
-        {"compression": "eden-1"},
-        [
-            "compression='eden-1' increased the loss of a small language model by 0.3 to 2.2 %",
-            "'eden-2' increased it less",
-        ],
-    ),
+    "one bit": (ADAMW, {"compression": "eden-1"}, []),
     "bits with Muon": (
         MUON,
         {"compression": "eden"},
@@ -199,18 +166,15 @@ def test_nothing_is_said_where_nobody_knows_which_optimizer_steps(monkeypatch: p
     assert texts == []
 
 
-def test_figures_are_of_what_there_is_and_worth_a_word() -> None:
+def test_figures_are_of_what_there_is() -> None:
     there = {*sparsifiers.names(), *sparsifiers.low_rank_names(), *sparsifiers.quantisers()}
-    seen = set()
     for cost in COSTS:
-        assert cost.compressor in there and (not cost.instead or cost.instead in there)
-        assert cost.least <= cost.most and cost.most >= ENOUGH
+        assert cost.compressor in there and cost.least <= cost.most
         assert (cost.bound is None) is (cost.compressor in sparsifiers.quantisers())
-        seen.add((cost.compressor, cost.optimizer, cost.bound, cost.momentum, cost.decay))
-    assert len(seen) == len(COSTS)
+    assert len({cost[:3] for cost in COSTS}) == len(COSTS)
 
 
 def test_the_page_shows_the_same_figures() -> None:
     section = PAGE.read_text().partition("## Measured effect on the loss")[2].partition("\n## ")[0]
     rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in section.splitlines() if "|" in line]
-    assert rows[2:] == [(f"`{cost.compressor}`", cost.size, cost.setting, cost.percent) for cost in COSTS]
+    assert rows[2:] == [(f"`{cost.compressor}`", cost.size, cost.optimizer, cost.percent) for cost in COSTS]

@@ -12,7 +12,6 @@ import pytest
 import torch
 from support import agreed, on_ranks, train
 from support.quantiser_world import (
-    LOOK,
     MODEL,
     TRIAL,
     World,
@@ -27,7 +26,7 @@ from torch import nn
 
 import merging
 from agmerge.exchanges.send_mode import send_mode
-from agmerge.planning import known_plans, quantiser_choice
+from agmerge.planning import quantiser_choice
 from agmerge.planning.replanner import FIRST
 
 NEAR = 1e6  # seconds to start an exchange, beside which bytes do not count: all candidates are near to each other
@@ -278,16 +277,6 @@ def test_a_saved_plan_is_the_choice_for_as_many_workers_and_where_another_begins
     assert names[0] == "eden-2" and names[-1] == "none" and world.tried == [["eden-4", "eden-2", "none"]]
     assert other.counts == plan.counts and other.names == plan.names and send_mode(other).workers == 3
     assert state == "settled"
-
-
-def test_an_earlier_run_is_gone_on_with_from_the_second_step(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(known_plans.VARIABLE, str(tmp_path))
-    first = chosen(2, FIRST + 3 * LOOK)
-    assert first[0] == "eden-4" and first[-1] == "eden-2" and list(tmp_path.rglob("*.json"))
-    world.start = NEAR
-    assert chosen(2, FIRST + 2 * LOOK) == ["eden-2"] * (FIRST + 2 * LOOK) and world.tried == []
 
 
 # -- when it changes its mind -----------------------------------------------------------------------------------------

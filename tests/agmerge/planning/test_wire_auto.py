@@ -238,25 +238,6 @@ def test_whatever_else_is_asked_for(
     assert set(found[: FIRST - 1]) == {"auto"} and found[-1] in ("fp16", "int8", "int4")
 
 
-def test_a_plan_of_an_earlier_run_brings_its_wire(
-    link: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AGMERGE_CACHE", str(tmp_path))
-    monkeypatch.setattr(replanner.DriftDetector, "look", keeping)
-    every = FIRST + 5
-    options = {"merging": merging.get("agmerge", check_every=every)}
-    first = wires(2, every + TRIAL, **options)
-    assert first[-1] != "auto" and len(list((tmp_path / "plans").iterdir())) == 1
-    assert wires(2, 3, **options) == [first[-1]] * 3  # from the first step's end on
-    assert wires(2, 3, wire="fp32", **options) == ["fp32"] * 3
-
-
-def keeping(detector: Any, *_: Any) -> replanner.Finding:
-    """A look that finds times to be as they were."""
-    detector.usual_ratio = 1.0
-    return replanner.Finding.KEEP
-
-
 # -- plans that say it -------------------------------------------------------------------------------------------
 
 

@@ -7,39 +7,35 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-import sparsifiers
 from agmerge.cli import advisor
-from agmerge.cli.advise_turns import OTHERS, STEPS
+from agmerge.cli.advise_turns import OTHERS, STEPS, USES
+from agmerge.cli.advise_updates import COSTS, told_cost_of_updates
 from agmerge.options.defaults import FOUR
-from agmerge.options.named_costs import OF_UPDATES, told_cost, told_cost_of_updates
-from agmerge.options.named_uses import ADAMW, USES, stand_in, table, wanted
+from agmerge.options.named_costs import told_cost
 from agmerge.planning.advice import DDP, NOT_HERE, filled
 from agmerge.step.updates import UPDATES
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGE = (DOCS / "will_it_help.md").read_text(encoding="utf-8")
+ADAMW = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+SGD = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
 
 
-def test_the_table_of_the_page_is_that_of_the_code() -> None:
-    """To write it: python -c "from agmerge.options.named_uses import table; print(table())"."""
-    section = table()
-    assert section in PAGE
-
-
-def test_every_setting_that_advise_tries_by_name_has_a_use_and_a_figure() -> None:
-    assert all(wanted(name) for name in (*OTHERS, UPDATES)) and wanted("none") == ""
-    for use in USES:
-        assert use.name == "" or use.cost[0].isdigit(), use
-        assert (DOCS / use.page.partition("#")[0]).is_file()
-        known = sparsifiers.names() + sparsifiers.low_rank_names() + sparsifiers.quantisers()
-        assert use.name in ("", UPDATES, *known) and use.name in use.take
+def test_the_table_of_the_page_has_a_row_of_every_setting_that_advise_tries_by_name() -> None:
+    assert USES.keys() == {*OTHERS, UPDATES}
+    for name, use in USES.items():
+        (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| {use} |"))
+        optimizer = SGD if name == "dgc" else ADAMW
+        told = told_cost_of_updates(2, ADAMW) if name == UPDATES else told_cost(name, OTHERS[name], optimizer)
+        assert f'"{name}"' in row and f"| {told}" in row
 
 
 def test_figures_of_updates_are_those_of_the_pages() -> None:
     notebook = DOCS.parent / "benchmarks" / "notebook"
     parity, adaptive = (path.read_text(encoding="utf-8") for path in (notebook / "parity.md", DOCS / "adaptive.md"))
-    two, four, eight = OF_UPDATES
+    two, four, eight = COSTS
     row = re.search(r"\*\*apply, 5 % sign\*\* \| [\d.]+ \| \+([\d.]+) \|", parity)
     more = re.search(r"W = 4: \+([\d.]+) \(three pairs\), W = 8: \+([\d.]+) \(one\)", parity)
     assert row and more
@@ -51,7 +47,7 @@ def test_figures_of_updates_are_those_of_the_pages() -> None:
 
 @pytest.mark.parametrize(("workers", "figure"), [(2, "0.2 % "), (3, "1.1 % "), (8, "4.7 % "), (64, "4.7 % ")])
 def test_of_updates_the_figure_of_as_many_workers_is_told(workers: int, figure: str) -> None:
-    assert told_cost_of_updates(workers, stand_in(ADAMW)).startswith(figure)
+    assert told_cost_of_updates(workers, ADAMW).startswith(figure)
 
 
 def test_the_example_of_the_page_is_what_advise_prints() -> None:
@@ -60,7 +56,7 @@ def test_the_example_of_the_page_is_what_advise_prints() -> None:
     rows = re.findall(r"^([\w-]+)(?: \(default\))? +[\d.]+ +[\d.]+  (\S.*)$", example, re.MULTILINE)
     assert {name for name, _ in rows} >= {*FOUR, "topk", "eden-1", "acpsgd"}
     for name, cost in rows:
-        assert cost == told_cost(name, OTHERS.get(name), stand_in(ADAMW)), name
+        assert cost == told_cost(name, OTHERS.get(name), ADAMW), name
     where, lines = filled(DDP, {"model": "model", "optimizer": "optimizer"}, scaled=False)
     assert "\n".join([f"Put this {where}:", "", *(f"    {line}" for line in lines)]) in example
     assert f"at most {STEPS} steps" in PAGE and f"**{NOT_HERE}**" in PAGE
