@@ -88,7 +88,8 @@ def probe(
         step: the one to come; its density counts.
         backward: seconds of a backward pass on this rank.
         budget: the limit, the same on all ranks.
-        bounded: training's own messages bound the cost of large ones: none is probed that makes a step too long.
+        bounded: training's own messages bound the cost of large ones: none is probed that makes a step too long. Of
+            dense ones, which are much larger, sizes still go on until one shows that costs grow with elements.
     """
     costs = yield from _Prober(buffers, step, backward, budget, bounded).costs()
     yield costs
@@ -209,7 +210,7 @@ class _Prober:
                 # Every rank has the same figures, so all of them stop at the same size.
                 if not self.budget.allows(VISITS * run.seconds, VISITS * run.sent, part):
                     break
-                dearest = run if self.bounded else known[-1]
+                dearest = run if self.bounded and packs else known[-1]  # training has sent no dense messages
                 if run.seconds > self.budget.share and dearest.seconds > SLOPED * known[0].seconds:
                     break
             known.append((yield from self._visit(segment, exchange, times, RUNS, run, part, packs)))

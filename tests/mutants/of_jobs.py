@@ -8,6 +8,8 @@ from mutants.mutant import Mutant
 REPLANNER = "tests/agmerge/planning/test_replanner.py"
 TRIAL = "tests/agmerge/planning/test_plan_trial.py"
 DRIFT = "tests/agmerge/planning/test_drift.py"
+SEEN = "tests/agmerge/planning/test_seen_messages.py"
+PROBE = "tests/agmerge/planning/test_cost_probe.py"
 MEMBERSHIP = "tests/agmerge/backends/test_membership.py"
 HOSTILE = "tests/agmerge/backends/test_membership_hostile.py"
 TWO_LEVEL = "tests/agmerge/step/test_two_level.py"
@@ -96,6 +98,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "return max(recent) if confirmed",
         "return min(recent) if confirmed",
         (DRIFT,),
+    ),
+    Mutant(
+        "a flat curve of small messages makes a dense exchange cheap",
+        "agmerge/planning/seen_messages.py",
+        "return max(float(exchange(elements)), in_a_row)",
+        "return float(exchange(elements))",
+        (f"{SEEN}::test_small_messages_that_were_held_up_make_no_dense_exchange_cheap",),
+    ),
+    Mutant(
+        "messages of training are thought to show what a dense one takes",
+        "agmerge/planning/cost_probe.py",
+        "self.bounded and packs else",
+        "self.bounded else",
+        (f"{PROBE}::test_what_training_has_sent_needs_no_large_probe_but_a_dense_exchange_does",),
     ),
     Mutant(
         "a new lighthouse is not told who has the state",

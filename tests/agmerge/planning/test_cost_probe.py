@@ -221,6 +221,23 @@ def test_a_size_that_is_too_dear_is_the_end_on_every_rank(monkeypatch: pytest.Mo
     assert looks[SECONDS] == (1, 2 + 2)
 
 
+def test_what_training_has_sent_needs_no_large_probe_but_a_dense_exchange_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every message seems to take as long, as on a busy machine: two small ones would make a dense exchange free."""
+    Ticking(monkeypatch, lambda rank: 1e-2)
+
+    def body(rank: int, here: nn.Module, bounded: bool) -> tuple[int, int]:
+        optimizer = wrapped(here, compression="topk", exchange="auto")
+        train(here, optimizer, rank, range(2))
+        buffers = session_of(optimizer)
+        *_, costs = probe(buffers, 2, 0.01, Budget(0.1, 4 * buffers.layout.numel), bounded=bounded)
+        assert costs is not None and costs.dense is not None
+        return len(costs.exchange.elements), len(costs.dense.elements)
+
+    (compressed, dense) = agreed(on_ranks(2, TALL, lambda rank, here: body(rank, here, True)))
+    assert compressed == 1 and dense == 4
+    assert agreed(on_ranks(2, TALL, lambda rank, here: body(rank, here, False))) == (4, 4)
+
+
 # -- what they cost ---------------------------------------------------------------------------------------------
 
 

@@ -95,19 +95,32 @@ def test_selection_is_what_packing_leaves() -> None:
 
 
 def test_a_dense_cost_of_one_size_is_no_constant() -> None:
-    exchange = Curve((0, 100_000), (0.01, 0.31))
-    found = bounded_dense(Curve((50_000,), (0.05,)), exchange, 10**6, 0.4)
-    assert found.elements == (50_000, 10**6) and found(10**6) == exchange(400_000) > 1.0
+    found = bounded_dense(Curve((50_000,), (0.07,)), 10**6, 1.21)
+    assert found == Curve((50_000, 10**6), (0.07, 1.21))
+    one_after_the_other = bounded_dense(Curve((50_000,), (0.05,)), 10**6, 1.21)
+    assert one_after_the_other(10**6) == pytest.approx(20 * 0.05)
     two = Curve((50_000, 150_000), (0.05, 0.15))
-    assert bounded_dense(two, exchange, 10**6, 0.4) == two
-    assert bounded_dense(Curve((50_000,), (0.05,)), exchange, 50_000, 0.4).elements == (50_000,)
+    assert bounded_dense(two, 10**6, 1.21) == two
+    assert bounded_dense(Curve((50_000,), (0.05,)), 50_000, 1.21).elements == (50_000,)
 
 
 def test_a_dense_cost_is_no_more_than_about_that_of_as_many_bytes() -> None:
-    exchange = Curve((0, 100_000), (0.01, 0.31))
     held_up = Curve((50_000, 150_000), (0.05, 5.0))
-    found = bounded_dense(held_up, exchange, 10**6, 0.4)
-    assert held_up(10**6) > 40 > SLACK * exchange(400_000) + 0.05 == pytest.approx(found(10**6))
+    found = bounded_dense(held_up, 10**6, 1.21)
+    assert held_up(10**6) > 40 > SLACK * 1.21 + 0.05 == pytest.approx(found(10**6))
+
+
+def test_small_messages_that_were_held_up_make_no_dense_exchange_cheap() -> None:
+    """As found at 12 Mbit/s: with messages that all seem to take 10 ms, 0.5 s of a dense exchange were cut to 28 ms."""
+    sizes, dense = (410, 820, 1639), Curve((8192, 16384), (22.85e-3, 44.59e-3))
+    costs = MeasuredCosts(Curve((0, 1), (0.0, 1e-4)), Curve(sizes, (10e-3,) * 3), dense, Curve((0,), (1e-4,)))
+    seen = SeenMessages(work=188_416, load=13_868, making=5e-3, travel=9e-3)
+    found = bounded(costs, seen, 189_440, 4.34)
+    assert found.exchange(13_868) == found.exchange(410) == 9e-3
+    assert found.dense == dense and dense(189_440) > 0.5
+    held_up = bounded(costs._replace(dense=Curve((8192, 16384), (20e-3, 1.0))), seen, 189_440, 4.34)
+    in_a_row = 9e-3 * 4.34 * 189_440 / 13_868
+    assert held_up.dense is not None and held_up.dense(189_440) == pytest.approx(20e-3 + SLACK * in_a_row)
 
 
 PROFILE = merging.Profile(
