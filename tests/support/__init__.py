@@ -12,6 +12,7 @@ import hashlib
 import io
 import random
 import reprlib
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,12 +35,14 @@ torch.set_num_threads(1)  # ranks are threads or processes already
 T = TypeVar("T")
 WIDTH = 32  # features; a Linear(WIDTH, WIDTH) has 1024 elements, which is just enough for the sparse tensor class
 CLASSES = 10
+_SEEDING = threading.RLock()
 
 
 def seeded(build: Callable[[], T], seed: int = 0) -> T:
-    """What ``build`` makes after ``torch.manual_seed``, which acts on the whole process: not for threads."""
-    torch.manual_seed(seed)
-    return build()
+    """Return what ``build`` makes after ``torch.manual_seed``; one rank at a time, for the seed is the process's."""
+    with _SEEDING:
+        torch.manual_seed(seed)
+        return build()
 
 
 def mlp() -> nn.Sequential:
