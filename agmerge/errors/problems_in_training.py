@@ -25,7 +25,7 @@ IN_TRAINING: tuple[Row, ...] = (
         "AGM003",
         "Horovod is missing or does not load",
         "Horovod is not installed, or was built for another version of PyTorch.",
-        "Run `python -m agmerge build-horovod`.",
+        "Run `python -m agmerge build-horovod`. Pip alone cannot build Horovod for torch 2.1 and newer.",
         "backends.md",
     ),
     (
@@ -131,7 +131,9 @@ IN_TRAINING: tuple[Row, ...] = (
         "AGM104",
         "too many backward passes in one step",
         "A step had more backward passes than `backward_passes_per_step`.",
-        "Raise `backward_passes_per_step`, or use `no_sync()` for backward passes of another loss.",
+        "Raise `backward_passes_per_step`. Run backward passes of another loss, such as a GAN's generator, in "
+        "`no_sync()`. If a framework accumulates gradients, use `agmerge.integrations`. Reentrant checkpoints need "
+        "`use_reentrant=False`.",
         "with_pytorch.md",
     ),
     (

@@ -56,6 +56,13 @@ OF_SETTINGS: tuple[Row, ...] = (
         "Write `groups=`.",
         "arguments.md",
     ),
+    (
+        "AGM311",
+        "momentum of other parameters",
+        'memory="dgc" applies the optimizer\'s momentum, but the optimizer steps other parameters than are exchanged.',
+        'Pass an optimizer that steps exactly the exchanged parameters, or `memory="residual"`.',
+        "compressors.md",
+    ),
     # -- checkpoints ------------------------------------------------------------------------------------------------
     (
         "AGM401",
@@ -218,7 +225,7 @@ OF_SETTINGS: tuple[Row, ...] = (
     (
         "AGM707",
         "momentum is applied by the memory",
-        "The momentum is applied before selection, or cannot be. Training continues.",
+        "A memory such as `dgc` applies the momentum before selection, or cannot do so. Training continues.",
         "Do nothing, or pass `memory=` explicitly to silence the warning.",
         "compressors.md",
     ),
