@@ -10,7 +10,7 @@ OF_SETTINGS: tuple[Row, ...] = (
     (
         "AGM301",
         "pattern matches no parameter",
-        "A pattern matches no parameter name of the model.",
+        "",
         "Patterns are regular expressions that must match the full name, such as `.*\\.bias`. Use a listed name.",
         "compressors.md",
     ),
@@ -31,14 +31,14 @@ OF_SETTINGS: tuple[Row, ...] = (
     (
         "AGM304",
         "object cannot be pickled",
-        "An object that should be sent to other ranks cannot be pickled.",
+        "",
         "Send objects that consist of plain values and tensors.",
         "checkpoints.md",
     ),
     (
         "AGM305",
         "process set not supported by the backend",
-        "The backend does not support this process set.",
+        "",
         "Pass a list of ranks, and create the same process sets on all ranks.",
         "from_horovod.md",
     ),
@@ -88,7 +88,7 @@ OF_SETTINGS: tuple[Row, ...] = (
     (
         "AGM404",
         "files of some ranks are missing",
-        "Files of some ranks are missing next to the checkpoint.",
+        "",
         "Store the folder where every rank can read it, or use a separate file for each rank.",
         "checkpoints.md",
     ),
@@ -154,7 +154,7 @@ OF_SETTINGS: tuple[Row, ...] = (
     (
         "AGM601",
         "only one process is training",
-        "There is only one worker, so agmerge has no effect.",
+        "Without other workers, agmerge has no effect.",
         "Start the script with a launcher, such as torchrun.",
         "launching.md",
     ),
@@ -204,7 +204,7 @@ OF_SETTINGS: tuple[Row, ...] = (
     (
         "AGM704",
         "Compression.none sends uncompressed gradients",
-        "`Compression.none` means uncompressed gradients, as in Horovod.",
+        "As in Horovod, nothing is compressed.",
         "Remove it, or set a compressor.",
         "compressors.md",
     ),
