@@ -16,25 +16,32 @@ NO_AGREEMENT = "nothing has been sent: ranks agree on it in the first step"
 class Activity(Enum):
     """Activity of planning: the values are those of ``stats()["planning"]``, and ``words`` those of ``summary()``."""
 
-    FIXED = "fixed", "fixed"
-    TIMING = "timing", "still measuring the first steps"
-    KNOWN = "known", "from an earlier run"
-    PROBING = "probing", "still measuring the network"
-    TRYING = "trying", "still comparing plans"
-    SETTLED = "settled", "chosen by measurements"
+    FIXED = "fixed"
+    TIMING = "timing"
+    KNOWN = "known"
+    PROBING = "probing"
+    TRYING = "trying"
+    SETTLED = "settled"
 
-    words: str
-
-    def __new__(cls, value: str, words: str) -> Activity:
-        """Return a member with its words."""
-        member = object.__new__(cls)
-        member._value_, member.words = value, words
-        return member
+    @property
+    def words(self) -> str:
+        """Return what planning does, in words."""
+        return _WORDS[self]
 
     @property
     def measures(self) -> bool:
         """Return whether measuring has not ended."""
         return self in (Activity.TIMING, Activity.PROBING, Activity.TRYING)
+
+
+_WORDS = {
+    Activity.FIXED: "fixed",
+    Activity.TIMING: "still measuring the first steps",
+    Activity.KNOWN: "from an earlier run",
+    Activity.PROBING: "still measuring the network",
+    Activity.TRYING: "still comparing plans",
+    Activity.SETTLED: "chosen by measurements",
+}
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import re
 import copy
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
