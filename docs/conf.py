@@ -54,6 +54,7 @@ html_theme_options = {
     "footer_end": [],
 }
 FIELD = re.compile(r"(\w+(?:, \w+)*): \S")  # in docstrings: the name of an argument or attribute, and what it is
+PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
 OUTSIDE = re.compile(r"(\]\(|src=\"|srcset=\")(\.\./|dev/)([^)\"\s]+)")
 # Words that people search for, and the page that they look for: entries of its index, which searches show first.
 WORDS: dict[str, str] = json.loads((ROOT / "docs" / "_data" / "search_words.json").read_text(encoding="utf-8"))
@@ -83,6 +84,11 @@ def list_fields(_: Sphinx, __: str, ___: str, ____: object, _____: object, lines
     lines[:] = made
 
 
+def link_to_pages(_: Sphinx, __: str, ___: str, ____: object, _____: object, lines: list[str]) -> None:
+    """Make a link to the page, with its title, of a name such as docs/elastic.md in a docstring."""
+    lines[:] = [PAGE.sub(r":doc:`\1`", line) for line in lines]
+
+
 def enter_words(app: Sphinx, page: nodes.document) -> None:
     """Enter the words of a page into the index."""
     target = app.env.docname + "-words"
@@ -96,3 +102,4 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", link_to_source)
     app.connect("doctree-read", enter_words)
     app.connect("autodoc-process-docstring", list_fields)
+    app.connect("autodoc-process-docstring", link_to_pages)

@@ -12,7 +12,7 @@ from merging.planners.agmerge import BUDGET
 from merging.registry import get, names
 from merging.timeline import predict
 
-_HEADS = ("planner", "mode", "finish ms", "to best", "exposed ms", "merge buffers", "dense")
+_HEADS = ("planner", "mode", "finish (ms)", "finish / best", "exposed (ms)", "merge buffers", "uncompressed")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 RULE = "Patterns are regular expressions that must match the full parameter name"
+EXAMPLE = r".*\.bias"
 
 
 def compiled(pattern: Any) -> re.Pattern[str]:
@@ -28,10 +29,23 @@ def compiled(pattern: Any) -> re.Pattern[str]:
         raise ValueError(f"{pattern!r} is not a pattern ({error}). {RULE}.") from None
 
 
-def glob_hint(pattern: str, names: Iterable[str]) -> str:
-    """Return advice for a pattern that matches no name as it is, but matches one as a glob; else an empty text."""
-    is_glob = any(mark in pattern for mark in "*?") and any(fnmatchcase(name, pattern) for name in names)
-    return _is_a_glob(pattern) if is_glob else ""
+def advice(pattern: str, names: Iterable[str]) -> str:
+    """Return advice for a pattern that matches none of ``names``: the rule, and a pattern that matches if there is one.
+
+    A pattern that matches as a glob gets its regular expression.
+    """
+    names = list(names)
+    if any(mark in pattern for mark in "*?") and any(fnmatchcase(name, pattern) for name in names):
+        return f"{_is_a_glob(pattern)}. {RULE}"
+    wider = (f".*{pattern}", f"{pattern}.*", f".*{pattern}.*")
+    return f"{RULE}, such as '{next((each for each in wider if _matches(each, names)), EXAMPLE)}'"
+
+
+def _matches(pattern: str, names: Iterable[str]) -> bool:
+    try:
+        return any(map(re.compile(pattern).fullmatch, names))
+    except re.error:  # of a wider pattern alone
+        return False
 
 
 def _is_a_glob(pattern: str) -> str:

@@ -26,7 +26,7 @@ ELSEWHERE = {
     "agmerge.backends.torch_store: 'init()'",
     "agmerge.checkpoint.rank_state: other_part",
     "agmerge.cli.build_horovod: "
-    "'\\n'.join([*lines[-30:], *errors, f'{failure} (exit {done.returncode}; all of it: {log})'])",
+    "'\\n'.join([*lines[-30:], *errors, f'{failure} (exit code {done.returncode}, full log: {log})'])",
     "agmerge.engine.reducer: f'{error}. {AFTER_BROKEN}'",
     "agmerge.errors: text",
     "agmerge.integrations.files: problem",
@@ -36,7 +36,8 @@ ELSEWHERE = {
 WITHOUT = ELSEWHERE | {
     "agmerge.backends.collective_marks: f'{name}: {code.co_name}() in {code.co_filename}, line {code.co_firstlineno}, "
     "starts a collective; let its docstring open with {MARK!r}'",
-    "agmerge.cli.build_horovod: f'{file.name} of Horovod {VERSION} holds {text.count(old)} times {old!r}, not {times}'",
+    "agmerge.cli.build_horovod: "
+    "f'{file.name} of Horovod {VERSION} contains {old!r} {text.count(old)} times, expected {times}'",
 }
 CODES = {problem.code for problem in catalogue()}
 

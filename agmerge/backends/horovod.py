@@ -85,9 +85,8 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBacke
         anew = _anew(str(error))
         raise AGMergeError(
             f"AGM003: backend='horovod' requires Horovod with its torch part ({error}). Run `python -m agmerge "
-            f"build-horovod{anew}`, which builds it for the installed torch. Pip cannot, because Horovod 0.28.1 does "
-            "not build with torch 2.1 and newer, so agmerge[horovod] installs only its requirements. `python -m "
-            "agmerge doctor` shows the available backends."
+            f"build-horovod{anew}`, which builds it for the installed torch. `python -m agmerge doctor` shows the "
+            "available backends."
         ) from error
     owned = not hvd.is_initialized()
     trains_here = not torch.cuda.is_available()

@@ -50,10 +50,9 @@ OTHER_NUMBER = (
 )
 LOST = ("residuals", "momenta", "averaged_momenta")  # entries that start from zero where they are not loaded
 UNREAD = (
-    "AGM403: The plain optimizer loaded a checkpoint of agmerge before it was wrapped, so the residuals in its "
-    "'agmerge' section were not loaded (with sync='updates', nor each rank's optimizer state). Load it after "
-    "wrapping, on every rank, from its own file or from agmerge.gather_state():\n    {made}\n    "
-    "{name}.load_state_dict(state)  # the state that you passed to the plain optimizer"
+    "AGM403: The plain optimizer loaded a checkpoint of agmerge before it was wrapped, so its residuals (with "
+    "sync='updates', also each rank's optimizer state) were not loaded. On every rank, load it after wrapping:\n"
+    "    {made}\n    {name}.load_state_dict(state)  # of this rank's file, or from agmerge.gather_state()"
 )
 OTHER_SYNC = (
     "AGM402: The checkpoint was saved with a different sync= setting, so its residuals cannot be used and are reset "

@@ -154,20 +154,20 @@ def build(force: bool = False) -> None:
     wheels = sorted(kept.glob("horovod-*.whl"))
     refused = refusal(wheels[0]) if wheels and not force else ""
     if refused:
-        say(f"{wheels[0]} is not used: {refused}")
+        say(f"Not using {wheels[0]}: {refused}")
     if wheels and not force and not refused:
-        say(f"Horovod {VERSION} from {wheels[0]}")
+        say(f"Installing Horovod {VERSION} from {wheels[0]}")
         wheel = wheels[0]
     else:
         check_tools()
         parts = [*(["MPI"] if mpi else []), "Gloo", *(["NCCL"] if with_nccl() else [])]
-        say(f"building Horovod {VERSION} with {' and '.join(parts)}; minutes, about 3 on two idle cores")
+        say(f"Building Horovod {VERSION} with {' and '.join(parts)}. This takes about 3 minutes on two idle cores.")
         with tempfile.TemporaryDirectory() as folder:
             wheel = keep(compile_in(Path(folder), mpi), kept)
     pip("install", "--no-deps", "--force-reinstall", str(wheel))
-    failure = f"Horovod was installed from {wheel}, but does not load; --force builds it anew"
+    failure = f"Horovod was installed from {wheel}, but it cannot be imported. Build it again with --force"
     run([sys.executable, "-c", "import horovod.torch"], failure)
-    say(f"Horovod {VERSION} is installed; `python -m agmerge doctor` shows what it can do")
+    say(f"Horovod {VERSION} is installed. Run `python -m agmerge doctor` to see which features it has.")
 
 
 def find_mpi() -> str | None:
@@ -178,7 +178,7 @@ def find_mpi() -> str | None:
         try:
             pip("install", "--only-binary", ":all:", MPI)
         except BuildError as error:
-            say(f"{error}\nno mpicxx on PATH, and no Open MPI from the package index: building with Gloo alone")
+            say(f"{error}\nFound no mpicxx on PATH, and Open MPI could not be installed. Building with Gloo only.")
     return shutil.which("mpicxx", path=path())
 
 
@@ -186,13 +186,13 @@ def check_tools() -> None:
     """Raise :class:`BuildError` where a tool is missing, before minutes are spent."""
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         raise BuildError(
-            "AGM013: no C++ compiler; install one that knows C++20 (Debian, Ubuntu: apt install g++), or set CXX"
+            "AGM013: Found no C++ compiler. Install one with C++20 (Debian, Ubuntu: apt install g++), or set CXX."
         )
     if shutil.which("make") is None:
-        raise BuildError("AGM013: no make; install it (Debian, Ubuntu: apt install make)")
+        raise BuildError("AGM013: Found no make. Install it (Debian, Ubuntu: apt install make).")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         raise BuildError(
-            "AGM013: no Python.h; install the headers of this Python (Debian, Ubuntu: apt install python3-dev)"
+            "AGM013: Found no Python.h. Install the headers of this Python (Debian, Ubuntu: apt install python3-dev)."
         )
 
 
@@ -204,7 +204,7 @@ def check_nccl() -> None:
     lacking = cuda_toolkit.lacking(os.environ, torch.version.cuda, toolkit, nccl.installed())
     if lacking:
         raise BuildError(
-            "AGM013: Horovod was not built: with NCCL it takes more than is here.\n* " + "\n* ".join(lacking)
+            "AGM013: Horovod was not built, because a build with NCCL requires more.\n* " + "\n* ".join(lacking)
         )
 
 
@@ -257,7 +257,7 @@ def environment(given: Mapping[str, str], tools: Path, mpi: str | None) -> dict[
 
 
 def with_nccl() -> bool:
-    """Return whether Horovod is to use NCCL: the user's word, else where everything that it takes is here."""
+    """Return whether Horovod is to use NCCL: if the user says so, else if everything that it requires is installed."""
     return nccl.chosen(os.environ, nccl.installed() if has_cuda() else None)
 
 
@@ -273,7 +273,9 @@ def patch(file: Path, changes: Iterable[tuple[str, str, int]]) -> None:
     text = file.read_text(encoding="utf-8")
     for old, new, times in changes:
         if text.count(old) != times:
-            raise BuildError(f"{file.name} of Horovod {VERSION} holds {text.count(old)} times {old!r}, not {times}")
+            raise BuildError(
+                f"{file.name} of Horovod {VERSION} contains {old!r} {text.count(old)} times, expected {times}"
+            )
         text = text.replace(old, new)
     file.write_text(text, encoding="utf-8")
 
@@ -342,7 +344,9 @@ def run(command: list[str], failure: str, env: Mapping[str, str] | None = None) 
         signs = (": error:", "fatal error:", "CMake Error at")
         at = [n for n, line in enumerate(lines) if any(sign in line for sign in signs)][:5]
         errors = [line for n in at for line in lines[n : n + 3]]
-        raise BuildError("\n".join([*lines[-30:], *errors, f"{failure} (exit {done.returncode}; all of it: {log})"]))
+        raise BuildError(
+            "\n".join([*lines[-30:], *errors, f"{failure} (exit code {done.returncode}, full log: {log})"])
+        )
 
 
 def first_line(command: list[str], timeout: float = 60.0) -> str:

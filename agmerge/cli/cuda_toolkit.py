@@ -74,21 +74,23 @@ def lacking(given: Mapping[str, str], cuda: str | None, toolkit: Path | None, th
     found = []
     if cuda is None:
         found.append(
-            "this torch is built for the CPU: install the one for CUDA (PyPI's own, for Linux: pip install "
-            "--force-reinstall torch; wheels with +cpu in their version are others')"
+            "This torch is built for CPUs. Install torch for CUDA. On Linux, use `pip install --force-reinstall torch` "
+            "from PyPI: a version that ends with +cpu is from another index."
         )
     version = cuda or "13.0"
     if toolkit is None:
         place = next((f"{name}={given[name]}" for name in HOMES if given.get(name)), f"PATH or {USUAL}")
         packages = f"cuda-nvcc-{version.replace('.', '-')} and cuda-cudart-dev-{version.replace('.', '-')}"
         found.append(
-            f"no nvcc with CUDA's headers in {place}: install CUDA {version} (of NVIDIA's packages {packages} are "
-            "enough) and set CUDA_HOME to its folder"
+            f"Found no nvcc with the CUDA headers in {place}. Install CUDA {version} (NVIDIA's packages {packages} are "
+            "enough), and set CUDA_HOME to its folder."
         )
     if there is None and not set(nccl.PLACES) & set(given):
         package = f"nvidia-nccl-cu{version.partition('.')[0]}"
-        found.append(f"no NCCL with its header: pip install {package}, or set HOROVOD_NCCL_HOME to the folder of yours")
+        found.append(
+            f"Found no NCCL with its header. Run `pip install {package}`, or set HOROVOD_NCCL_HOME to its folder."
+        )
     if not nccl.chosen(given, there or nccl.ELSEWHERE):
         other = next(name for name in sorted(given) if name.startswith("HOROVOD_GPU"))
-        found.append(f"{other}={given[other]!r} asks for something else: unset it, or leave --nccl out")
+        found.append(f"{other}={given[other]!r} is set, which is not NCCL. Unset it, or remove --nccl.")
     return found

@@ -44,7 +44,7 @@ def entry(problem: Problem) -> str:
         [
             f"{problem.code}: {problem.title} ({CHAPTERS[problem.code[3]].lower()})",
             "",
-            _filled(f"Cause: {problem.cause}"),
+            *([_filled(f"Cause: {problem.cause}")] if problem.cause else []),
             _filled(f"What to do: {problem.remedy}"),
             f"See: {place}{section}",
             "",

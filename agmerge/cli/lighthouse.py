@@ -13,14 +13,16 @@ from agmerge.backends import addresses, generations
 
 
 def main(port: int) -> int:
-    """Serve at ``port`` until the process is interrupted or told to end; return the exit code."""
+    """Serve at ``port`` until the process is interrupted or terminated; return the exit code."""
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
     try:
         store = generations.serve(port)
     except RuntimeError as error:
-        sys.stderr.write(f"lighthouse: cannot serve at port {port}; give another one by --port ({error})\n")
+        sys.stderr.write(
+            f"agmerge lighthouse: cannot listen on port {port} ({error}). Pass another port with --port.\n"
+        )
         return 1
     sys.stdout.write(f"AGMERGE_LIGHTHOUSE={address()}:{store.port}\n")
     sys.stdout.flush()

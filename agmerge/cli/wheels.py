@@ -27,7 +27,7 @@ def keep(wheel: Path, folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for each in (folder.parent, folder):
         if not _is_own(each):
-            raise AGMergeError(f"AGM012: {each} is another user's: set XDG_CACHE_HOME to a folder of your own")
+            raise AGMergeError(f"AGM012: {each} belongs to another user. Set XDG_CACHE_HOME to a folder of your own.")
         _close_to_others(each)
     part, digest = folder / f".{os.getpid()}.part", _hash_file(folder).with_suffix(f".{os.getpid()}.part")
     try:
@@ -45,14 +45,14 @@ def refusal(wheel: Path) -> str:
     """Return why ``wheel``, which lies where :func:`keep` has put one, must not be installed; empty if it may."""
     for each in (wheel.parent.parent, wheel.parent, wheel):
         if not _is_own(each):
-            return f"{each} is another user's"
+            return f"{each} belongs to another user"
         if each.stat().st_mode & OTHERS:
-            return f"others than its owner may write to {each}"
+            return f"other users can write to {each}"
     try:
         kept = _hash_file(wheel.parent).read_text(encoding="ascii", errors="replace")
     except FileNotFoundError:
-        return "its hash was not kept"
-    return "" if kept == _hash_of(wheel) else "it is not what was kept, by its hash"
+        return "its hash is missing"
+    return "" if kept == _hash_of(wheel) else "its hash differs from the cached one"
 
 
 def _is_own(path: Path) -> bool:

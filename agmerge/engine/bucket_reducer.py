@@ -96,10 +96,10 @@ class BucketReducer:
         others = stepped ^ set(self.members.name_all())
         if others:
             raise ValueError(
-                f"AGM707: {config.compression.memory} applies the momentum of {type(self._optimizer).__name__} before "
-                "selection, but the optimizer steps other parameters than those that are exchanged (they differ in one "
-                f"of shape {list(next(iter(others)).shape)}, for example). Pass an optimizer that steps exactly the "
-                "exchanged parameters, or memory='residual'."
+                f"AGM311: {config.compression.memory} applies the momentum of {type(self._optimizer).__name__}, but "
+                "that steps other parameters than those that are exchanged (for example, one of shape "
+                f"{list(next(iter(others)).shape)} differs). Pass an optimizer that steps exactly the exchanged "
+                "parameters, or memory='residual'."
             )
 
     def _compared(self) -> dict[str, torch.Tensor]:
@@ -144,7 +144,7 @@ class BucketReducer:
         self.connect()
         if self._optimizer is not None:
             take_over(self.exchange, self.members, self._optimizer)
-        status.current().enter("combines gradients", self.exchange.agreed.step)
+        status.current().enter("averages gradients", self.exchange.agreed.step)
         try:
             combined = self.exchange.finish(flags=self.participation.flag)
         except NonFiniteError as error:

@@ -35,10 +35,9 @@ VELOCITY = (
     "memory=sparsifiers.memory({memory!r}, clipping=...), or keep it and use compression='eden' or memory='residual'."
 )
 SELECTED = (
-    "AGM125: Step {step}: clipping to a norm of {bound:.4g} scaled down a gradient of norm {norm:.4g}. With "
-    "{compressor} ({share:.2g} % of the values), p.grad holds values of up to {steps} steps. The norm of an "
-    "uncompressed gradient is between {low:.4g} and {norm:.4g}, so clipping is up to {times:.2g}x stronger. Raise the "
-    "bound, or use compression='eden' or the default."
+    "AGM125: Step {step}: clipping to norm {bound:.4g} scaled down a gradient of norm {norm:.4g}. With "
+    "{compressor}, p.grad holds values of up to {steps} steps. An uncompressed gradient's norm is between {low:.4g} "
+    "and {norm:.4g}, so clipping is up to {times:.2g}x stronger. Raise the bound, or use compression='eden'."
 )
 
 
@@ -160,8 +159,8 @@ class ClippingWatch:
         if low < WHOLE * norm:
             self._warned, self._matters = True, False
             share = float(seen.counts.sum() / seen.sizes.sum())
-            figures = {"bound": bound, "norm": norm, "low": low, "times": norm / low, "share": 100 * share}
+            figures = {"bound": bound, "norm": norm, "low": low, "times": norm / low}
             text = SELECTED.format(
                 compressor=config.compression.compressor.name, step=step, steps=math.ceil(1 / share), **figures
             )
-            warn(text, 0)  # where a warning is all that there can be, rank 0 alone looks
+            warn(text, 0)  # where there can only be a warning, rank 0 alone looks

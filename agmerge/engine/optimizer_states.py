@@ -84,11 +84,11 @@ def sections_of(optimizer: torch.optim.Optimizer, saved: Any) -> list[Any]:
     state, count = as_state(saved), len(optimizers_of(optimizer))
     sections = list(state[SECTIONS]) if SECTIONS in state and "param_groups" not in state else [state]
     if len(sections) != count:
-        there = f"{count} optimizers ({type(optimizer).__name__})" if count > 1 else f"one, {type(optimizer).__name__}"
-        of = f"{len(sections)} optimizers" if len(sections) != 1 else "one optimizer"
+        wanted = f"states of {count} optimizers" if count > 1 else "the state of one optimizer"
+        got = f"{len(sections)} states" if len(sections) != 1 else "one state"
         raise ValueError(
-            f"load_state_dict(): expected the state of {there}, got one of {of}. Load the state_dict() of as many "
-            "optimizers, or a list with the state_dict() of each, in the same order."
+            f"load_state_dict(): expected {wanted} ({type(optimizer).__name__}), got {got}. Load the state_dict() of "
+            "as many optimizers, or a list with the state_dict() of each, in the same order."
         )
     return sections
 

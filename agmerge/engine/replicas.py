@@ -51,7 +51,7 @@ def compare_replicas(
             if any(row[-1] for row in rows):
                 warn(WRITTEN.format(name=name), comm.rank)
                 return
-            sets = "; ".join(f"{value[:8]} on {ranks_of(digests, value)}" for value in dict.fromkeys(digests))
+            sets = "; ".join(f"{value} on {ranks_of(digests, value)}" for value in dict.fromkeys(digests))
             raise DivergenceError(
                 f"AGM102: Step {steps}: replicas differ, first in parameter {name!r}: digest {sets}. Parameters were "
                 "changed on some ranks only. Call broadcast_parameters first, and change them only through the "

@@ -15,13 +15,6 @@ from agmerge.step.plan_status import PlanStatus
 from sparsifiers import Kind
 from sparsifiers.quantising.choice import NONE
 
-ACTIVITIES = {
-    "timing": "still measuring the first steps",
-    "probing": "still measuring the network",
-    "trying": "still comparing plans",
-    "settled": "chosen by measurements",
-    "fixed": "fixed",
-}
 MORE = 1.05  # times the bytes of an uncompressed all-reduce, from which on there is a warning: headers alone are none
 
 
@@ -41,7 +34,7 @@ def summary_lines(
     if alone:
         traffic = "none, because there is one worker"
     else:
-        sent, saved = totals.link_bytes / max(1, steps), totals.link_bytes_dense / max(1, totals.link_bytes)
+        sent, saved = totals.link_bytes / max(1, steps), totals.reduction
         ratio = f"{saved:.2g}x less than" if saved > MORE else "about as much as" if saved > 1 / MORE else "more than"
         traffic = f"{_size(sent)} per step, {ratio} an uncompressed all-reduce"
     times = agreed.times.typical()
@@ -95,7 +88,7 @@ def _plan(agreed: AgreedState, now: PlanStatus) -> str:
     if agreed.config.compression.compressor.kinds - {Kind.DENSE} and any(dense):
         count += f" ({sum(dense)} uncompressed)"
     planner = dict(agreed.config.facts())["merging"].split("(")[0]
-    return f"{count}, planner {planner}, {ACTIVITIES[now.activity]}"
+    return f"{count}, planner {planner}, {now.activity.words}"
 
 
 def _warnings(agreed: AgreedState, now: PlanStatus, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
@@ -103,12 +96,12 @@ def _warnings(agreed: AgreedState, now: PlanStatus, optimizer: torch.optim.Optim
     totals = agreed.totals
     if totals.steps_skipped:
         yield f"{totals.steps_skipped} steps were skipped because a gradient was infinite or NaN"
-    if totals.link_bytes and totals.link_bytes > MORE * totals.link_bytes_dense:
+    if totals.reduction < 1 / MORE:
         yield "this setting sends more than an uncompressed all-reduce"
     cost = None if optimizer is None else known_cost(agreed.config, optimizer)
     if cost is not None:
         yield f"compression={cost.compressor!r} increased the loss by {cost.percent} % in tests with {cost.optimizer}"
-    if now.activity in ("timing", "probing", "trying"):
+    if now.activity.measures:
         yield "times will change, because measuring has not ended"
 
 

@@ -14,10 +14,8 @@ from agmerge.errors.catalogue import code_in, command
 TOO_MANY = (
     "AGM104: Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
     "backward_passes_per_step to accumulate gradients locally. Parameter {!r} got gradient number {}, but "
-    "backward_passes_per_step is {}. If the extra backward pass belongs to another loss (a GAN's generator, for "
-    "example), run it inside `with optimizer.no_sync():`. If a framework accumulates gradients, use "
-    "agmerge.integrations. Reentrant checkpoints need use_reentrant=False. After zero_grad(), training continues "
-    "without this step."
+    "backward_passes_per_step is {}. Run backward passes of another loss inside `with optimizer.no_sync():`. Call "
+    "zero_grad() to continue without this step."
 )
 CHANGED = (
     "AGM103: Step {}: the gradients of {} changed after backward(). agmerge already sent them, so the change would be "

@@ -29,7 +29,7 @@ class Problem:
 
     code: str  # AGM and three digits: the first digit is the chapter
     title: str  # in plain words, to be read after the code
-    cause: str
+    cause: str  # "" if the title says it
     remedy: str
     page: str  # of docs/, perhaps with an anchor
 
@@ -65,18 +65,20 @@ def command(code: str) -> str:
 
 
 def page(problems: Sequence[Problem], texts: Mapping[str, str]) -> str:
-    """Return docs/errors.md: each problem with a text, cause, remedy and page. ``texts``: an example by code."""
+    """Return docs/errors.md: each problem with the beginning of a text, cause, remedy and page.
+
+    ``texts``: an example by code. Its first sentence is shown, because the remedy has the others.
+    """
     parts = [INTRODUCTION]
     chapter = ""
     for problem in problems:
         if problem.code[3] != chapter:
             chapter = problem.code[3]
             parts.append(f"## {CHAPTERS[chapter]}")
-        example = f"```text\n{textwrap.fill(texts[problem.code], 100, break_on_hyphens=False)}\n```"
-        parts.append(
-            f"### {problem.code}: {problem.title}\n\n{example}\n\n{problem.cause} **What to do:** {problem.remedy} "
-            f"See [{problem.page}]({problem.page})."
-        )
+        sentence = re.split(r"(?<=\.)\s", texts[problem.code], maxsplit=1)[0]
+        example = f"```text\n{textwrap.fill(sentence, 100, break_on_hyphens=False)}\n```"
+        words = f"{problem.cause} **Remedy:** {problem.remedy} [Details]({problem.page})".lstrip()
+        parts.append(f"### {problem.code}: {problem.title}\n\n{example}\n\n{words}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -117,7 +119,6 @@ import warnings
 warnings.filterwarnings("ignore", message="AGM705")
 ```
 
-In the examples on this page, an ellipsis (…) stands for a name, a number or another text. If an error has several
-texts, only one of them is shown.
+Below is the first sentence of one text for each code. An ellipsis (…) stands for a name, a number or another text.
 
 <!-- Written by `python tests/support/errors_page.py`, from the catalogue in `agmerge/errors`. -->"""

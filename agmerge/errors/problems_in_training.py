@@ -10,7 +10,7 @@ IN_TRAINING: tuple[Row, ...] = (
     (
         "AGM001",
         "agmerge is not initialized",
-        "A function was called before `init()`, or after `shutdown()`.",
+        "You called a function before `init()`, or after `shutdown()`.",
         "Call `agmerge.init()` at the top of the script, in every worker.",
         "launching.md",
     ),
@@ -25,7 +25,7 @@ IN_TRAINING: tuple[Row, ...] = (
         "AGM003",
         "Horovod is missing or does not load",
         "Horovod is not installed, or was built for another version of PyTorch.",
-        "Run `python -m agmerge build-horovod`.",
+        "Run `python -m agmerge build-horovod`. Pip alone cannot build Horovod for torch 2.1 and newer.",
         "backends.md",
     ),
     (
@@ -80,7 +80,7 @@ IN_TRAINING: tuple[Row, ...] = (
     (
         "AGM011",
         "PyTorch has no torch.distributed",
-        "This build of PyTorch does not contain `torch.distributed`.",
+        "",
         "Install another build of PyTorch, or launch a single worker.",
         "launching.md",
     ),
@@ -130,8 +130,10 @@ IN_TRAINING: tuple[Row, ...] = (
     (
         "AGM104",
         "too many backward passes in one step",
-        "A step had more backward passes than `backward_passes_per_step`.",
-        "Raise `backward_passes_per_step`, or use `no_sync()` for backward passes of another loss.",
+        "",
+        "Raise `backward_passes_per_step`. Run backward passes of another loss, such as a GAN's generator, in "
+        "`no_sync()`. If a framework accumulates gradients, use `agmerge.integrations`. Reentrant checkpoints need "
+        "`use_reentrant=False`.",
         "with_pytorch.md",
     ),
     (
@@ -391,7 +393,7 @@ IN_TRAINING: tuple[Row, ...] = (
         "AGM206",
         "another rank has ended",
         "Another rank has ended, so the connection to it broke.",
-        "Read the error of that rank. If it was killed there is none: see docs/elastic.md.",
+        "Read the error of that rank. If it was killed, there is none.",
         "guarantees.md",
     ),
     (

@@ -10,7 +10,7 @@ OF_SETTINGS: tuple[Row, ...] = (
     (
         "AGM301",
         "pattern matches no parameter",
-        "A pattern matches no parameter name of the model.",
+        "",
         "Patterns are regular expressions that must match the full name, such as `.*\\.bias`. Use a listed name.",
         "compressors.md",
     ),
@@ -31,14 +31,14 @@ OF_SETTINGS: tuple[Row, ...] = (
     (
         "AGM304",
         "object cannot be pickled",
-        "An object that should be sent to other ranks cannot be pickled.",
+        "",
         "Send objects that consist of plain values and tensors.",
         "checkpoints.md",
     ),
     (
         "AGM305",
         "process set not supported by the backend",
-        "The backend does not support this process set.",
+        "",
         "Pass a list of ranks, and create the same process sets on all ranks.",
         "from_horovod.md",
     ),
@@ -55,6 +55,13 @@ OF_SETTINGS: tuple[Row, ...] = (
         "Horovod renamed this argument.",
         "Write `groups=`.",
         "arguments.md",
+    ),
+    (
+        "AGM311",
+        "momentum of other parameters",
+        'memory="dgc" applies the optimizer\'s momentum, but the optimizer steps other parameters than are exchanged.',
+        'Pass an optimizer that steps exactly the exchanged parameters, or `memory="residual"`.',
+        "compressors.md",
     ),
     # -- checkpoints ------------------------------------------------------------------------------------------------
     (
@@ -81,7 +88,7 @@ OF_SETTINGS: tuple[Row, ...] = (
     (
         "AGM404",
         "files of some ranks are missing",
-        "Files of some ranks are missing next to the checkpoint.",
+        "",
         "Store the folder where every rank can read it, or use a separate file for each rank.",
         "checkpoints.md",
     ),
@@ -147,7 +154,7 @@ OF_SETTINGS: tuple[Row, ...] = (
     (
         "AGM601",
         "only one process is training",
-        "There is only one worker, so agmerge has no effect.",
+        "Without other workers, agmerge has no effect.",
         "Start the script with a launcher, such as torchrun.",
         "launching.md",
     ),
@@ -190,7 +197,7 @@ OF_SETTINGS: tuple[Row, ...] = (
     (
         "AGM704",
         "Compression.none sends uncompressed gradients",
-        "`Compression.none` means uncompressed gradients, as in Horovod.",
+        "As in Horovod, nothing is compressed.",
         "Remove it, or set a compressor.",
         "compressors.md",
     ),
@@ -211,7 +218,7 @@ OF_SETTINGS: tuple[Row, ...] = (
     (
         "AGM707",
         "momentum is applied by the memory",
-        "The momentum is applied before selection, or cannot be. Training continues.",
+        "A memory such as `dgc` applies the momentum before selection, or cannot do so. Training continues.",
         "Do nothing, or pass `memory=` explicitly to silence the warning.",
         "compressors.md",
     ),

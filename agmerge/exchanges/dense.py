@@ -65,7 +65,7 @@ class DenseExchange(Exchange):
         write_tail(control, message[elements:end])
         received = self.keep(("received", name), length, dtype, message.device) if self.ordered else None
         sums = [
-            all_reduce.start(self.comm, load.work, None, f"{name}/whole {number}") for number, load in enumerate(large)
+            all_reduce.start(self.comm, load.work, None, f"{name}/dense {number}") for number, load in enumerate(large)
         ]
         sums.append(all_reduce.start(self.comm, message, received, name))
         sent = sum(load.segment.numel for load in loads)

@@ -88,7 +88,7 @@ class Hook:
         return str, ("agmerge, in the model that this is a copy of",)
 
     def close(self) -> None:
-        """Exchange no more: buckets are averaged whole from now on."""
+        """Exchange no more: buckets are averaged uncompressed from now on."""
         self._reducer = None
         for handle in self._handles:
             handle.remove()

@@ -80,6 +80,11 @@ class Totals:
         self.link_bytes_dense += link_bytes.all_reduce(4 * tensors, self.workers)
 
     @property
+    def reduction(self) -> float:
+        """Return how many times less traffic there was than with uncompressed gradients; 1.0 before any traffic."""
+        return self.link_bytes_dense / self.link_bytes if self.link_bytes else 1.0
+
+    @property
     def density(self) -> float:
         """Return elements sent / elements, over all steps."""
         return self.elements_sent / self.elements if self.elements else 0.0

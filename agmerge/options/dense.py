@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check ``dense=``: which parameters are always sent whole, or, as ``"partial"``, up to which size."""
+"""Check ``dense=``: which parameters are always sent uncompressed, or, as ``"partial"``, up to which size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Patterns = tuple[re.Pattern[str], ...]
 def parse_dense(
     options: Options, compressor: sparsifiers.Compressor, density: Any
 ) -> tuple[DenseRule, Patterns, DenseCutoff | None]:
-    """Return the rule for parameters that are always sent whole, its patterns, and where ``"partial"`` starts.
+    """Return the rule for parameters that are always sent uncompressed, its patterns, and where ``"partial"`` starts.
 
     ``compressor`` and ``density``: those of the options. Raises ``TypeError`` for anything but a rule, ``ValueError``
     for what is no pattern, and for ``"partial"`` beside options with which it has no meaning.

@@ -103,7 +103,7 @@ class Facts:
 
     @property
     def beside_dense(self) -> bool:
-        """Return whether ``now`` is of whole gradients by this library: the script's own exchange cannot be timed."""
+        """Return whether ``now`` is agmerge without compression: the script's own exchange cannot be timed."""
         return self.framework == OURS or bool(self.link)
 
 

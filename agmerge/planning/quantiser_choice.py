@@ -268,4 +268,4 @@ class QuantiserChoice:
 def why(tried: Sequence[Candidate], seconds: Sequence[float]) -> str:
     """Return a text with the seconds of a step with each candidate."""
     names = (NONE if each.is_dense else each.mode.quantiser for each in tried)
-    return ", ".join(f"{1e3 * took:.3g} ms a step with {name}" for name, took in zip(names, seconds, strict=True))
+    return ", ".join(f"{1e3 * took:.3g} ms per step with {name}" for name, took in zip(names, seconds, strict=True))

@@ -31,12 +31,12 @@ from agmerge.planning.plan_trial import KeptTrial, PlanTrial, place_of
 from agmerge.planning.probe_budget import share_of
 from agmerge.planning.quantiser_choice import QuantiserChoice
 from agmerge.planning.quantiser_costs import CountedZeros
-from agmerge.planning.reasons import State, status_of
+from agmerge.planning.reasons import status_of
 from agmerge.planning.sparse_choice import SparseChoice, named
 from agmerge.step.agreed_state import Decision
 from agmerge.step.agreement import decide_on_rank_0, why_plan_does_not_fit
 from agmerge.step.merge_buffers import MergeBuffers
-from agmerge.step.plan_status import PlanStatus
+from agmerge.step.plan_status import Activity, PlanStatus
 from merging import Measurements
 from merging.pieces import go_on
 from sparsifiers import Kind
@@ -79,7 +79,7 @@ class Replanner:
         self._planner = planner or FixedCounts(counts=buffers.plan.counts)
         has_planner = planner is not None or (quantises and self._choice.is_open)
         makes_plans = (self._planner.timed and config.merging.groups is None) or config.chooses_dense or quantises
-        self._state = State.TIMING if has_planner and makes_plans and buffers.comm.size > 1 else State.FIXED
+        self._activity = Activity.TIMING if has_planner and makes_plans and buffers.comm.size > 1 else Activity.FIXED
         self._changes: Changes = Replanner._run(weakref.proxy(self))
 
     def after_step(self, step: int) -> Iterator[Decision]:
@@ -95,7 +95,7 @@ class Replanner:
             yield Decision(budgets=choose_budgets(self.buffers))
         while (change := next(self._changes, None)) is not None:
             yield change
-        self._values.begin_step(step, self._state is State.PROBING or self._is_due(self._steps + 1))
+        self._values.begin_step(step, self._activity is Activity.PROBING or self._is_due(self._steps + 1))
         self._measurer.whole.begin()
 
     def resume(self, trial: str) -> None:
@@ -106,7 +106,7 @@ class Replanner:
         """Return the trial that is under way, as text; "" if none is."""
         if self._trial is not None:
             return KeptTrial(place_of(self.buffers), [*self._tried], self._trial.saved()).dumps()
-        is_first = self._hurries or (self._state is State.PROBING and self._latest is None)
+        is_first = self._hurries or (self._activity is Activity.PROBING and self._latest is None)
         return KeptTrial(place_of(self.buffers), [], {}).dumps() if is_first else self._resumed
 
     def measure(self, step: int) -> Measurements:
@@ -117,7 +117,7 @@ class Replanner:
             self.buffers.comm, lambda: {"measured": latest.dumps()}, None, self.buffers.config.guards.timeout
         )
         self._measured = self._latest = Measurements.loads(decision["measured"])
-        self._state = State.SETTLED if self._state is State.TIMING else self._state
+        self._activity = Activity.SETTLED if self._activity is Activity.TIMING else self._activity
         self._drift.restart()
         return self._measured
 
@@ -126,7 +126,7 @@ class Replanner:
         first = self._step - self._steps + 1  # step of this agreement, counted from 1
         until = first + LIKELY - first % 10 if self._steps < LIKELY else self._step + FIRST
         probed = self._measurer.bytes_probed
-        return status_of(self.buffers, self._choice, self._state, self._measured, probed, until)
+        return status_of(self.buffers, self._choice, self._activity, self._measured, probed, until)
 
     @property
     def is_decided(self) -> bool:
@@ -134,8 +134,8 @@ class Replanner:
         if self._choice.is_open or self.buffers.comm.size == 1:
             return False
         if self.buffers.config.quantisers:  # the quantizer stays, whatever is measured of merge buffers
-            return self._state is not State.TRYING
-        return self._state is State.SETTLED
+            return self._activity is not Activity.TRYING
+        return self._activity is Activity.SETTLED
 
     # -- when something happens ---------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Replanner:
         earlier agreement until a collection.
         """
         self._choice.take_over(self.buffers.plan, self._step)
-        if self._state is State.FIXED:
+        if self._activity is Activity.FIXED:
             return
         if self._resumed:
             yield from Replanner._go_on_trying(self)
@@ -157,13 +157,13 @@ class Replanner:
                     yield from self._noted(self._measure_and_plan())
                 else:
                     yield from self._recheck()
-                if self._state is State.TRYING:
+                if self._activity is Activity.TRYING:
                     yield from Replanner._try_in_turns(self)
             yield None
 
     def _is_due(self, steps: int) -> bool:
         """Return whether after so many steps of this agreement times are measured, or checked, for a plan."""
-        if self._state is State.FIXED:
+        if self._activity is Activity.FIXED:
             return False
         if self._has_no_plan:
             return steps == FIRST
@@ -199,7 +199,7 @@ class Replanner:
 
         Before the first plan the cutoff of dense="partial" is chosen, if it still is to be.
         """
-        self._state, is_first, latest = State.PROBING, self._latest is None, None
+        self._activity, is_first, latest = Activity.PROBING, self._latest is None, None
         for latest in self._measurer.measure(self._step, look, at_once=self._hurries):
             if latest is None:
                 yield None
@@ -218,7 +218,7 @@ class Replanner:
         Every rank checks the plans, which travel with their measurements. Where the planner chooses between dense and
         sparse merge buffers, a new plan has to prove its gain in a trial beside its alternatives.
         """
-        self._state = State.PROBING
+        self._activity = Activity.PROBING
         buffers, usual = self.buffers, self._measurer.whole.typical()
         names, share = [slot.name for slot in buffers.layout.slots], math.inf if self._hurries else share_of(usual)
         self._hurries = False
@@ -239,7 +239,7 @@ class Replanner:
             yield None
         self._tried = candidates.loads(decision)
         self._latest = self._tried[0].measured
-        self._state = State.TRYING if len(self._tried) > 1 else State.SETTLED
+        self._activity = Activity.TRYING if len(self._tried) > 1 else Activity.SETTLED
         self._drift.restart()
         change = self._changed_to(self._choice.planned(self._tried, self._step))
         if self._measured is None or change.plan is not None:
@@ -262,7 +262,7 @@ class Replanner:
         seconds, doubts = (every.max(axis=0).tolist() for every in columns)
         number = number_of_rank_0(self.buffers, self._choice.best(tried, seconds, doubts))
         self._measured = self._latest = tried[number].measured
-        self._state, self._steps, self._trial = State.SETTLED, FIRST, None
+        self._activity, self._steps, self._trial = Activity.SETTLED, FIRST, None
         self.times.restart()
         yield self._changed_to(self._choice.settle(tried, number, seconds, self._step))
 
@@ -275,7 +275,7 @@ class Replanner:
             self._hurries = True
             return
         self._tried = kept.tried
-        self._latest, self._state = self._tried[0].measured, State.TRYING
+        self._latest, self._activity = self._tried[0].measured, Activity.TRYING
         self._trial = PlanTrial(*(each.plan for each in self._tried))
         yield self._changed_to(self._trial.resume(kept.turns))
         yield from Replanner._try_in_turns(self)

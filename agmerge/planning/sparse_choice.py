@@ -61,7 +61,7 @@ class SparseChoice:
         if config.wires:
             self.codec_why = why_without_trial(first, self.has_measured)
         if len(tried) == 1 and first.is_dense and config.chooses_dense:
-            self.exchange_why = f"dense is predicted to end after {1e3 * first.finish:.3g} ms, before anything else"
+            self.exchange_why = f"uncompressed gradients are predicted to be faster, {1e3 * first.finish:.3g} ms"
         return first.plan
 
     def best(self, tried: Sequence[Candidate], seconds: Sequence[float], doubts: Sequence[float]) -> int:
@@ -86,17 +86,17 @@ def why_codec(candidates: Sequence[Candidate], seconds: Sequence[float], taken: 
         if not each.is_dense:
             fastest[each.mode.codec] = min(took, fastest.get(each.mode.codec, took))
     chosen = candidates[taken]
-    steps = ", ".join(f"{1e3 * took:.3g} ms a step in {named(codec)}" for codec, took in fastest.items())
-    return f"{chosen.delivered:.5g} of the energy that is selected arrives; {steps}"
+    steps = ", ".join(f"{1e3 * took:.3g} ms per step in {named(codec)}" for codec, took in fastest.items())
+    return f"it keeps {chosen.delivered:.5g} of the selected energy; {steps}"
 
 
 def why_without_trial(candidate: Candidate, measured: bool) -> str:
     """Return why the codec of ``candidate`` is used without a trial. ``measured``: whether codecs were measured."""
     if not measured:
-        return "no values were at hand to measure codecs on, so it stays"
+        return "there were no values to measure other formats with"
     if candidate.mode.codec == OWN:
-        return "no codec of fewer bits is predicted to gain enough, or too little arrives"
-    return f"{candidate.delivered:.5g} of the energy that is selected arrives, and it is predicted to be faster"
+        return "formats with fewer bits are not predicted to be faster, or keep too little energy"
+    return f"it keeps {candidate.delivered:.5g} of the selected energy, and is predicted to be faster"
 
 
 def named(codec: str) -> str:
@@ -110,4 +110,4 @@ def why_exchange(candidates: Sequence[Candidate], seconds: Sequence[float]) -> s
     for each, took in zip(candidates, seconds, strict=True):
         name = "dense" if each.is_dense else "sparse" if each.mode.exchange == OWN else each.mode.exchange
         fastest[name] = min(took, fastest.get(name, took))
-    return ", ".join(f"{1e3 * took:.3g} ms a step with {name}" for name, took in fastest.items())
+    return ", ".join(f"{1e3 * took:.3g} ms per step with {name}" for name, took in fastest.items())

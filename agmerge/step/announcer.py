@@ -12,10 +12,10 @@ from agmerge.step.plan_status import PlanStatus
 from sparsifiers.quantising.choice import NONE
 
 QUANTIZED = "{what} from {step} on: {times:.1f}x less traffic than DDP ({why})"
-WHOLE = "whole {tensors} from {step} on, as DDP sends them ({why})"
+UNCOMPRESSED = "uncompressed {tensors} from {step} on, as DDP sends them ({why})"
 DENSE = (
-    "compression={name!r} sends {share} of the {tensors} whole from {step} on, because that is faster here ({why}); to "
-    "compare compressors, add exchange='sparse'"
+    "compression={name!r} sends {share} of the {tensors} uncompressed from {step} on, because that is faster here "
+    "({why}). To compare compressors, add exchange='sparse'"
 )
 COMPRESSED = "compression={name!r} compresses all {tensors} from {step} on ({why})"
 
@@ -53,18 +53,18 @@ class Announcer:
 
 
 def _choice(buffers: MergeBuffers) -> str:
-    """Return what the plan sends where that is a choice: a quantizer, "none", or the share that a name sends whole."""
+    """Return what the plan sends, if that is a choice: a quantizer, "none", or the share that is uncompressed."""
     if buffers.config.quantisers:
         assert buffers.quantiser is not None
         return NONE if all(buffers.plan.dense) else buffers.quantiser.name
     if not buffers.config.chooses_dense or buffers.config.quantises:
         return ""
-    dense, whole = _compressible(buffers)
-    return "" if not dense else "all" if dense == whole else "part"
+    dense, count = _compressible(buffers)
+    return "" if not dense else "all" if dense == count else "part"
 
 
 def _compressible(buffers: MergeBuffers) -> tuple[int, int]:
-    """Return of how many compressible elements the plan sends whole, and how many there are."""
+    """Return how many compressible elements the plan sends uncompressed, and how many there are."""
     kinds = buffers.config.compression.compressor.kinds
     slots = [slot for slot in buffers.layout.slots if slot.tensor_class.kind in kinds]
     return sum(slot.numel for slot in slots if buffers.goes_dense(slot)), sum(slot.numel for slot in slots)
@@ -76,11 +76,11 @@ def _line(buffers: MergeBuffers, status: PlanStatus, step: int, times: float) ->
     tensors, when = ("updates", f"exchange {step + 1}") if is_updates else ("gradients", f"step {step + 1}")
     choice = _choice(buffers)
     if not buffers.config.quantisers:
-        dense, whole = _compressible(buffers)
-        share = "all" if choice == "all" else f"{dense / max(whole, 1):.0%}"
+        dense, count = _compressible(buffers)
+        share = "all" if choice == "all" else f"{dense / max(count, 1):.0%}"
         text, name = DENSE if choice else COMPRESSED, buffers.config.compression.compressor.name
         return text.format(name=name, share=share, tensors=tensors, step=when, why=status.exchange_why)
     if choice == NONE:
-        return WHOLE.format(tensors=tensors, step=when, why=status.quantiser_why)
+        return UNCOMPRESSED.format(tensors=tensors, step=when, why=status.quantiser_why)
     what = f"{status.quantiser} ({status.bits:g} bits)"
     return QUANTIZED.format(what=what, step=when, times=times, why=status.quantiser_why)

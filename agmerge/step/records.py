@@ -32,7 +32,7 @@ class Compression:
     memory: sparsifiers.Memory  # the rule of its residuals
     density: DensityPolicy
     wire: str  # the value codec of sparse tensors
-    dense: DenseRule  # which parameters are always sent whole
+    dense: DenseRule  # which parameters are always sent uncompressed
     partial: dense_cutoff.DenseCutoff | None  # dense="partial": `dense` goes dense whatever the cut
     patterns: tuple[re.Pattern[str], ...]  # those that `dense` was made from, if it was
     rates: momentum.Rates | None = None  # where the memory takes the optimizer's momentum from, if it does

@@ -13,7 +13,7 @@ from agmerge.tensors.dtensors import is_dtensor, why_not_exchangeable
 from agmerge.tensors.nonfinite import SKIP
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind
-from sparsifiers.name_patterns import RULE, glob_hint
+from sparsifiers.name_patterns import advice
 
 
 def assign_classes(config: Config, members: Iterable[ParameterInfo]) -> list[ParameterInfo]:
@@ -83,20 +83,6 @@ def _why_not_sharded(config: Config, name: str) -> str:
     return ""
 
 
-def example(pattern: str, names: Sequence[str]) -> str:
-    """Return ", such as" with a pattern like ``pattern`` that matches one of ``names``, or with a general example."""
-    wider = (f".*{pattern}", f"{pattern}.*", f".*{pattern}.*")
-    found = next((each for each in wider if _matches(each, names)), r".*\.bias")
-    return f", such as '{found}'"
-
-
-def _matches(pattern: str, names: Sequence[str]) -> bool:
-    try:
-        return any(map(re.compile(pattern).fullmatch, names))
-    except re.error:  # of a wider pattern alone
-        return False
-
-
 def check_patterns(config: Config, names: Iterable[str]) -> None:
     """Raise ``ValueError`` for a pattern that matches none of ``names``: a slip is not ignored."""
     known = list(names)
@@ -107,9 +93,7 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
     }
     for what, pattern in ((what, pattern) for what, patterns in given.items() for pattern in patterns):
         if not any(pattern.fullmatch(name) for name in known):
-            if hint := glob_hint(pattern.pattern, known):
-                raise ValueError(f"AGM301: {what}: {hint}. {RULE}.")
             raise ValueError(
                 f"AGM301: {what}: the pattern {pattern.pattern!r} matches no parameter. "
-                f"{RULE}{example(pattern.pattern, known)}. Parameters: {', '.join(known)}"
+                f"{advice(pattern.pattern, known)}. Parameters: {', '.join(known)}"
             )

@@ -13,7 +13,7 @@ device memory read and written an element; n: elements, k: slots, W: ranks.
 | `select_rows(work, rows, k, turn, scratch, slots, ...)` | the same for rows | 5 * | 4.5 to 20.5 + 72 k/n |
 | `encode_indices(indices, count, section)` | index codec, where a selection has not done it | 1 | 8 k/n |
 | `decode_indices(words, counts, layout, out, good, tiles)` | index codec of all ranks | 2 | 8 W k/n |
-| `add_whole(update, rows, scale)` | the sum of what is sent whole, in rank order | 1 | 4 + 4 W |
+| `add_whole(update, rows, scale)` | the sum of the uncompressed tensors, in rank order | 1 | 4 + 4 W |
 | `add_ranks(update, indices, values, counts, scale)` | K4: the sum in rank order | 1 | 4 + 8 W k/n |
 | `merge_heads(words, figures, own, key, out, ...)` | what all ranks say in front of their messages, OR-ed | 1 | 0 |
 

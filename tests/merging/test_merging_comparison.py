@@ -78,9 +78,9 @@ def test_table_is_aligned_and_says_what_the_rows_say() -> None:
         Row("single", "behind", Plan((3,)), 0.12, 9.6, 0.0),
     )
     assert table(rows).splitlines() == [
-        "planner  mode    finish ms  to best  exposed ms  merge buffers  dense",
-        "agmerge  ahead      12.500    1.000       1.000              2      1",
-        "single   behind    120.000    9.600       0.000              1      0",
+        "planner  mode    finish (ms)  finish / best  exposed (ms)  merge buffers  uncompressed",
+        "agmerge  ahead        12.500          1.000         1.000              2             1",
+        "single   behind      120.000          9.600         0.000              1             0",
     ]
     given = allowed(("ahead", "behind"))
     lines = table(compare(given)).splitlines()

@@ -32,8 +32,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "steps of a trial count for rechecks",
         "agmerge/planning/replanner.py",
-        "self._state, self._steps, self._trial = State.SETTLED, FIRST, None",
-        "self._state, self._trial = State.SETTLED, None",
+        "self._activity, self._steps, self._trial = Activity.SETTLED, FIRST, None",
+        "self._activity, self._trial = Activity.SETTLED, None",
         (f"{REPLANNER}::test_steps_of_a_trial_do_not_count_until_times_are_checked_again",),
     ),
     Mutant(

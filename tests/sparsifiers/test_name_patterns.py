@@ -40,10 +40,10 @@ def test_anything_else_that_is_no_expression_says_why(pattern: Any) -> None:
 
 def test_a_glob_that_is_an_expression_too_is_found_by_the_names() -> None:
     names = ["layers.0.weight", "layers.0.bias"]
-    assert name_patterns.glob_hint("layers[0-9]", names) == ""
-    assert name_patterns.glob_hint("bias", names) == ""
-    assert r"write 'layers\\..\\.weight'" in name_patterns.glob_hint("layers.?.weight", names)
-    assert r"write 'l.*\\.bias'" in name_patterns.glob_hint("l*.bias", names)
+    assert name_patterns.advice("layers[0-9]", names) == f"{name_patterns.RULE}, such as '.*\\.bias'"
+    assert name_patterns.advice("bias", names) == f"{name_patterns.RULE}, such as '.*bias'"
+    assert r"write 'layers\\..\\.weight'" in name_patterns.advice("layers.?.weight", names)
+    assert r"write 'l.*\\.bias'" in name_patterns.advice("l*.bias", names)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ class Section:
         """Return the names of the codecs, as statistics show them."""
         if self.index is None or self.value is None:
             return "plain"
-        return f"{self.index.name if self.segment.tensor_class.sparse else 'whole'}/{self.value.name}"
+        return f"{self.index.name if self.segment.tensor_class.sparse else 'dense'}/{self.value.name}"
 
 
 class Format:
@@ -121,7 +121,7 @@ class Format:
     words: int  # int32, of the header
     size: int  # bytes of the message
     sections: tuple[Section, ...]  # one a segment
-    # Bytes: "index codec/value codec", "plain" or "whole/value codec" for dense segments; all others are "header".
+    # Bytes: "index codec/value codec", "plain" or "dense/value codec" for dense segments; all others are "header".
     by_codec: dict[str, int]
 
     def __init__(

@@ -71,7 +71,7 @@ def test_torch_and_cmake_are_told_of_it(tmp_path: Path) -> None:
         ({"CUDA_HOME": "/opt/none"}, "12.8", False, THERE, ["CUDA_HOME=/opt/none"]),
         ({}, "12.8", True, None, ["pip install nvidia-nccl-cu12"]),
         ({"HOROVOD_NCCL_HOME": "/opt/nccl"}, "12.8", True, None, []),
-        ({"HOROVOD_GPU_OPERATIONS": ""}, "13.0", True, THERE, ["HOROVOD_GPU_OPERATIONS='' asks for something else"]),
+        ({"HOROVOD_GPU_OPERATIONS": ""}, "13.0", True, THERE, ["HOROVOD_GPU_OPERATIONS='' is set, which is not NCCL"]),
         ({}, None, False, None, ["built for the CPU", "cuda-nvcc-13-0", "nvidia-nccl-cu13"]),
     ],
 )

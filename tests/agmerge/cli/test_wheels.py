@@ -33,12 +33,12 @@ def changed(path: Path) -> None:
 
 
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "another wheel": (changed, "it is not what was kept"),
-    "no hash": (lambda wheel: wheels._hash_file(wheel.parent).unlink(), "its hash was not kept"),
-    "another hash": (lambda wheel: changed(wheels._hash_file(wheel.parent)), "it is not what was kept"),
-    "a wheel for all": (lambda wheel: wheel.chmod(0o666), "others than its owner may write to .*x.whl"),
-    "a folder for a group": (lambda wheel: wheel.parent.chmod(0o770), "others than its owner may write to .*key"),
-    "a cache for all": (lambda wheel: wheel.parent.parent.chmod(0o777), "others than its owner may write to .*cache"),
+    "another wheel": (changed, "its hash differs"),
+    "no hash": (lambda wheel: wheels._hash_file(wheel.parent).unlink(), "its hash is missing"),
+    "another hash": (lambda wheel: changed(wheels._hash_file(wheel.parent)), "its hash differs"),
+    "a wheel for all": (lambda wheel: wheel.chmod(0o666), "other users can write to .*x.whl"),
+    "a folder for a group": (lambda wheel: wheel.parent.chmod(0o770), "other users can write to .*key"),
+    "a cache for all": (lambda wheel: wheel.parent.parent.chmod(0o777), "other users can write to .*cache"),
 }
 
 
@@ -57,13 +57,13 @@ def of_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wheel_of_another_user_is_refused(level: int, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = [kept, *kept.parents][level]
     of_another_user(theirs, monkeypatch)
-    assert refusal(kept) == f"{theirs} is another user's"
+    assert refusal(kept) == f"{theirs} belongs to another user"
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_nothing_is_put_into_a_folder_of_another_user(level: int, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_another_user([kept, *kept.parents][level], monkeypatch)
-    with pytest.raises(AGMergeError, match="is another user's: set XDG_CACHE_HOME"):
+    with pytest.raises(AGMergeError, match="belongs to another user. Set XDG_CACHE_HOME"):
         keep(kept, kept.parent)
 
 
@@ -115,4 +115,4 @@ def test_a_wheel_that_is_refused_is_built_anew(
     assert main(["build-horovod"]) == main(["build-horovod"]) == 0
     assert installed == [b"built here"] * 3
     said = capsys.readouterr().out
-    assert said.count(f"{wheel} is not used: it is not what was kept, by its hash") == 1
+    assert said.count(f"Not using {wheel}: its hash differs from the cached one") == 1

@@ -210,7 +210,7 @@ def test_a_scale_reaches_neither_residuals_nor_what_is_left_out() -> None:
 def test_the_momentum_must_be_that_of_what_is_exchanged() -> None:
     def body(rank: int, model: nn.Module) -> None:
         part = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
-        with pytest.raises(ValueError, match=r"AGM707: .* SGD .*of shape \[\d+.*memory='residual'"):
+        with pytest.raises(ValueError, match=r"AGM311: .* SGD, .*of shape \[\d+.*memory='residual'"):
             connected(model, part, compression="dgc")
         with pytest.raises(ValueError, match="Pass optimizer=, the optimizer that steps"):
             connected(model, compression="dgc")

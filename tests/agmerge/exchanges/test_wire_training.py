@@ -101,9 +101,9 @@ def test_replicas_stay_equal(wire: str, compression: str, exchange: str, monkeyp
         seen = train(model, optimizer, rank, range(6))
         assert all(rest.isfinite().all() for rest in residuals(optimizer).values())
         told = [name.split("/") for name in optimizer.stats()["wire"] if "/" in name]
-        assert {value for index, value in told if index != "whole"} == {wire} or exchange == "auto"
+        assert {value for index, value in told if index != "dense"} == {wire} or exchange == "auto"
         # What is sent whole is rounded to int8 beside these; not between nodes.
-        whole = {value for index, value in told if index == "whole"}
+        whole = {value for index, value in told if index == "dense"}
         assert whole == (set() if exchange == "two-level" else {"int8"}) or exchange == "auto"
         return seen
 
@@ -121,7 +121,7 @@ def test_bytes_of_several_rounds_are_told_by_codec(exchange: str, wire: str) -> 
     for stats in on_ranks(3, SMALL, body):
         found = stats["wire"]
         assert sum(found.values()) == stats["bytes_sent"] and found["header"] > 0
-        values = {name.split("/")[1]: size for name, size in found.items() if "/" in name and "whole/" not in name}
+        values = {name.split("/")[1]: size for name, size in found.items() if "/" in name and "dense/" not in name}
         if exchange == "masked":
             assert found["votes"] > 0
         if exchange == "oktopk" or wire == "int8":

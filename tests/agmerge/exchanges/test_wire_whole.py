@@ -50,7 +50,7 @@ def test_what_is_rounded_off_is_kept_to_the_bit(wire: str, compression: str, mon
             assert any(kept.any() for kept in new.values())
             old = new
             seen.append(digest(model))
-        assert f"whole/{WHOLE[wire]}" in optimizer.stats()["wire"]
+        assert f"dense/{WHOLE[wire]}" in optimizer.stats()["wire"]
         return seen
 
     assert len(set(agreed(on_ranks(3, MODEL, body)))) == 4
@@ -75,7 +75,7 @@ def test_nothing_is_rounded_where_that_was_not_asked_for(options: dict[str, Any]
             backward(model, rank, step)
             optimizer.step()
         assert not any(tensor.any() for tensor in roundings(optimizer).values())
-        assert not [name for name in optimizer.stats()["wire"] if name.startswith("whole/")]
+        assert not [name for name in optimizer.stats()["wire"] if name.startswith("dense/")]
 
     on_ranks(2, MODEL, body)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -234,6 +235,7 @@ def test_g11_a_changed_parameter_is_found_by_name_at_the_next_check(name: str, s
     text = agreed(on_ranks(size, MODEL, body))
     assert f"first in parameter '{name}'" in text and text.startswith("AGM102: Step 9: ")
     assert f"on rank {rank}" in text and "broadcast_parameters" in text
+    assert len(set(re.findall(r"\b[0-9a-f]{32}\b", text))) == 2  # whole digests, so that they differ visibly
 
 
 @pytest.mark.parametrize(("options", "found"), [({}, [100]), ({"check_every": 0}, [])])

@@ -200,6 +200,6 @@ def test_stats_say_in_how_many_bits_and_why() -> None:
             optimizer.close()
         return found
 
-    named, open_ = "it was named", "candidates are tried until about step 70"
+    named, open_ = "you set it", "candidates are tried until about step 70"
     wanted = [("eden-3", 3, named), ("int8", 8, named), ("none", None, "no quantizer is in use")]
     assert agreed(on_ranks(2, MODEL, body)) == [*wanted, wanted[-1], ("int8", 8, open_)]

@@ -105,7 +105,7 @@ def test_nothing_is_lost_on_the_way(link: Link, monkeypatch: pytest.MonkeyPatch)
 
     (seen, plans), why = agreed(on_ranks(3, MODEL, body))
     assert {send_mode(plan).exchange for plan in plans} == {"auto", *SUMS} and len(set(seen)) == STEPS
-    assert "1e+03 ms a step with masked" in why and "3e+03 ms a step with sparse" in why
+    assert "1e+03 ms per step with masked" in why and "3e+03 ms per step with sparse" in why
 
 
 def test_training_goes_on_with_it_to_the_bit(link: Link) -> None:

@@ -70,11 +70,11 @@ def test_going_dense_for_good_is_in_the_figures_with_its_reason(
 
     with strict_warnings():
         is_dense, why = on_ranks(2, MODEL, body)[0]
-    assert is_dense and why.startswith("exchange='auto' compresses where that is faster: ")
-    assert ("ms a step with dense" in why) is trial and ("dense is predicted to end" in why) is not trial
+    assert is_dense and why.startswith("exchange='auto' compresses if that is faster: ")
+    assert ("ms per step with dense" in why) is trial and ("are predicted to be faster" in why) is not trial
     line = capsys.readouterr().err
-    assert line.startswith("agmerge: compression='topk' sends all of the gradients whole from step ")
-    assert why in line and line.endswith("to compare compressors, add exchange='sparse'\n") and line.count("\n") == 1
+    assert line.startswith("agmerge: compression='topk' sends all of the gradients uncompressed from step ")
+    assert why in line and line.endswith("To compare compressors, add exchange='sparse'\n") and line.count("\n") == 1
     _, alone = on_ranks(1, MODEL, body)[0]
     assert capsys.readouterr().err == ""
     assert alone.endswith("there is one worker, which sends nothing")

@@ -139,14 +139,14 @@ def test_the_most_exact_one_that_is_about_as_fast_is_taken_by_all_and_recorded(
         names, _, plan, quantiser, bits, why = agreed(on_ranks(size, MODEL, body))
     assert names[-1] == quantiser == name_of(plan) == name
     assert send_mode(plan).workers == size and bits == {"none": None, "eden-4": 4, "eden-2": 2}[name]
-    assert all(f"a step with {each}" in why for each in ("eden-4", "eden-2", "none"))
+    assert all(f"per step with {each}" in why for each in ("eden-4", "eden-2", "none"))
 
 
 @pytest.mark.parametrize(
     ("dense", "line"),
     [
         (1.0, r"eden-2 \(2 bits\) from step 11 on: 4\.\dx less traffic than DDP \(every other candidate .*\)"),
-        (1e-9, r"whole gradients from step 11 on, as DDP sends them \(every other candidate .*\)"),
+        (1e-9, r"uncompressed gradients from step 11 on, as DDP sends them \(every other candidate .*\)"),
     ],
 )
 def test_one_line_says_what_was_chosen_when_and_how_much_less_is_sent(

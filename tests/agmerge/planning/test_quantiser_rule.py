@@ -176,4 +176,4 @@ def test_a_plan_says_all_that_decides_about_bits_and_is_refused_where_that_diffe
 
 def test_reports_have_every_candidate_that_was_tried() -> None:
     tried = [candidate("eden-2"), candidate("none")]
-    assert why(tried, [0.5, 0.25]) == "500 ms a step with eden-2, 250 ms a step with none"
+    assert why(tried, [0.5, 0.25]) == "500 ms per step with eden-2, 250 ms per step with none"

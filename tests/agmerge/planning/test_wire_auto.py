@@ -206,9 +206,7 @@ def test_tables_and_traces_say_it(link: list[float], tmp_path: Path) -> None:
 
     for before, after in on_ranks(2, MODEL, body):
         assert "value format" not in before
-        assert re.search(
-            r"value format: (fp16|int8|int4) \(0\.\d+ of the energy that is selected arrives; .* ms", after
-        )
+        assert re.search(r"value format: (fp16|int8|int4) \(it keeps 0\.\d+ of the selected energy; .* ms", after)
     events = json.loads((tmp_path / "trace.rank1.json").read_text())["traceEvents"]
     changes = 2 * plan_trial.ROUNDS + 1  # to it and back in every round, and to it for good
     assert sum(event["name"].startswith("values in") for event in events) == changes

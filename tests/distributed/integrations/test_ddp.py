@@ -184,7 +184,7 @@ SAID = {
     "twice": "ValueError: .* already has a communication hook",
     "wrapped already": "ValueError: .* another DistributedOptimizer",
     "a wrapper": "TypeError: .* Wrap the plain optimizer",
-    "other parameters": "ValueError: AGM707: .* steps other parameters than",
+    "other parameters": "ValueError: AGM311: .* steps other parameters than",
     "embedding": "ValueError: .* sparse=False",
     "delayed": "ValueError: .* delay_all_reduce_named_params",
     "skipping": "ValueError: .* skip_all_reduce_unused_params",
