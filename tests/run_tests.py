@@ -6,6 +6,7 @@
 Without ``--all``: the unit tests, some of them once more as on a plain processor, and real workers, all but the tests
 that take minutes. With it: everything, and the unit tests once more for each level of arithmetic that is here.
 Paths among the arguments choose the part that they lie in. The status is 0 if every part passed or had nothing to run.
+At its end it prints the slowest files. ``build/test-times/`` keeps every test's seconds, in JUnit's format.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 NOTHING_TO_RUN = 5
+TIMES = Path("build/test-times")
+SLOWEST = 20  # files that are printed
 COUNTED = ("tests", "failures", "errors", "skipped")  # as JUnit's reports call them
 WORKERS = "tests/distributed"
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # that we may use
@@ -116,11 +118,29 @@ def choice(part: Part, arguments: Sequence[str]) -> list[str] | None:
 
 def run(part: Part, arguments: Sequence[str]) -> tuple[int, Count]:
     """One part, with its output where ours goes: pytest's status, and what it counted."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "results.xml"
-        command = [sys.executable, "-m", "pytest", *part.options, f"--junit-xml={file}", *arguments]
-        status = subprocess.run(command, env=environment(part), check=False).returncode
-        return status, counted(status, file)
+    file = report_of(part)
+    file.unlink(missing_ok=True)  # an earlier run's
+    command = [sys.executable, "-m", "pytest", *part.options, f"--junit-xml={file}", *arguments]
+    status = subprocess.run(command, env=environment(part), check=False).returncode
+    return status, counted(status, file)
+
+
+def report_of(part: Part) -> Path:
+    """Return the file that a part's report is written to."""
+    return TIMES / f"{part.name.replace(' ', '-')}.xml"
+
+
+def slowest(reports: Sequence[Path], most: int = SLOWEST) -> list[tuple[float, int, str]]:
+    """Return seconds, tests and name of the files whose tests took longest, by these reports; the slowest first."""
+    seconds: dict[str, list[float]] = {}
+    for report in reports:
+        if report.exists():
+            for case in ElementTree.parse(report).getroot().iter("testcase"):
+                # As "tests.agmerge.step.test_round" or, of a class in it, "tests.agmerge.step.test_round.TestRound".
+                module = case.get("classname", "").split(".Test")[0]
+                seconds.setdefault(module, []).append(float(case.get("time", 0.0)))
+    found = sorted(((sum(each), len(each), name) for name, each in seconds.items()), reverse=True)
+    return found[:most]
 
 
 def environment(part: Part) -> dict[str, str]:
@@ -151,6 +171,8 @@ def main(arguments: Sequence[str]) -> int:
         if given is not None:
             print(f"\n-- {part.name} --", flush=True)
             ended[part.name] = run(part, given)
+    for seconds, tests, name in slowest([report_of(part) for part in parts(everything) if part.name in ended]):
+        print(f"{seconds:7.1f} s in {tests} tests of {name}")
     print("\n" + "; ".join(f"{name}: {count}" for name, (_, count) in ended.items()))
     total = sum((count for _, count in ended.values()), Count())
     print(f"total: {total}", flush=True)

@@ -13,6 +13,12 @@ from run_tests import BITS, NOTHING_TO_RUN, WORKERS, Count, Part, choice, parts
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.fixture(autouse=True)
+def own_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep the reports of these tests apart from those of the run that they are part of."""
+    monkeypatch.setattr(run_tests, "TIMES", tmp_path / "times")
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
@@ -52,6 +58,15 @@ def test_all_parts_run_and_one_line_sums_them_up(
     assert by_part == "; ".join(f"{name}: {bad if name == failing else good}" for name in names)
     assert names[0] == "unit tests" and names[-1] == "real workers"
     assert total == "total: " + ("8 passed, 1 failed, 2 skipped" if failing else "9 passed, 0 failed, 3 skipped")
+
+
+def test_the_slowest_files_are_named_by_what_all_their_tests_took(tmp_path: Path) -> None:
+    cases = [("tests.test_a", 2.0), ("tests.test_b.TestOne", 1.5), ("tests.test_b", 1.0), ("tests.test_c", 0.1)]
+    report = tmp_path / "unit-tests.xml"
+    lines = "".join(f'<testcase classname="{name}" name="test_it" time="{time}" />' for name, time in cases)
+    report.write_text(f"<testsuites><testsuite>{lines}</testsuite></testsuites>")
+    found = run_tests.slowest([report, tmp_path / "of-a-part-that-did-not-run.xml"], most=2)
+    assert found == [(2.5, 2, "tests.test_b"), (2.0, 1, "tests.test_a")]
 
 
 def test_a_part_has_its_environment_and_keeps_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
