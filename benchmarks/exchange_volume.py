@@ -86,12 +86,12 @@ class Counting(LocalBackend):
         self.received[what] += received / 4  # type: ignore[assignment]
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
-        moved = link_bytes.all_reduce(tensor.nbytes, self.size)
+        moved = link_bytes.all_reduce_bytes(tensor.nbytes, self.size)
         self._note(name, moved, moved)
         return super().all_reduce(tensor, name, op)
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        moved = link_bytes.all_gather(tensor.nbytes, self.size)
+        moved = link_bytes.all_gather_bytes(tensor.nbytes, self.size)
         self._note(name, moved, moved)
         return super().all_gather(out, tensor, name)
 
@@ -105,7 +105,7 @@ class Counting(LocalBackend):
     ) -> Handle:
         width = tensor.element_size()
         sent, received = ([width * length for length in lengths] for lengths in (splits, out_splits))
-        self._note(name, *(link_bytes.all_to_all(sizes, self.rank) for sizes in (sent, received)))
+        self._note(name, *(link_bytes.all_to_all_bytes(sizes, self.rank) for sizes in (sent, received)))
         return super().all_to_all(out, tensor, out_splits, splits, name)
 
 

@@ -31,7 +31,7 @@ def loads(numel: ArrayLike, energy: ArrayLike, density: float, *, least: float =
     weights = energies / sizes
     top = weights.max(initial=0.0)
     if not top:
-        return _whole(density * sizes)
+        return _rounded(density * sizes)
     weights = weights / top
     wanted = density * sizes.sum()
     low, high = 0.0, 1.0 / max(float(weights[weights > 0].min()), 1e-300)
@@ -41,9 +41,9 @@ def loads(numel: ArrayLike, energy: ArrayLike, density: float, *, least: float =
             low = middle
         else:
             high = middle
-    return _whole(np.clip(high * weights, least, most) * sizes)
+    return _rounded(np.clip(high * weights, least, most) * sizes)
 
 
-def _whole(counts: Reals) -> Elements:
+def _rounded(counts: Reals) -> Elements:
     """Return the counts rounded down, those a rounding error below a whole number to that number."""
     return np.asarray(np.floor(counts * (1 + 1e-12) + 1e-9), dtype=np.int64)

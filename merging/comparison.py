@@ -66,7 +66,7 @@ def compare(measurements: Measurements) -> tuple[Row, ...]:
     )
 
 
-def table(rows: Sequence[Row]) -> str:
+def comparison_table(rows: Sequence[Row]) -> str:
     """Return the rows as aligned lines of text, in their order, under a line of headings; times in ms."""
     lines = [_HEADS]
     for row in rows:

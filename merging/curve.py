@@ -15,7 +15,7 @@ from merging import storage
 from merging.checks import Elements, Reals, whole
 from merging.checks import seconds as _checked
 
-_KIND = "merging.Curve"
+_CURVE = "merging.Curve"
 _FAR = 4  # the slope beyond the last point is over the last factor of 4 in elements: one noisy point does not set it
 
 
@@ -119,12 +119,12 @@ class Curve:
 
     def dumps(self) -> str:
         """Return the curve as JSON. Equal curves give equal text, on every rank and machine."""
-        return storage.seal(_KIND, asdict(self))
+        return storage.seal(_CURVE, asdict(self))
 
     @classmethod
     def loads(cls, text: str) -> Curve:
         """Return the curve of a text from ``dumps``. Raises ``ValueError`` if the text is damaged or edited."""
-        return storage.unseal(text, _KIND, cls)
+        return storage.unseal(text, _CURVE, cls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the curve to a file, atomically."""
@@ -133,7 +133,7 @@ class Curve:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Curve:
         """Return the curve in a file. Raises ``ValueError``, with the path, if the file is damaged or not a curve."""
-        return storage.read(path, _KIND, cls)
+        return storage.read(path, _CURVE, cls)
 
 
 def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:

@@ -49,9 +49,9 @@ def register(name: str, planner: type[Planner]) -> None:
     own = getattr(planner, "name", None)
     if own != name:
         raise ValueError(f"{planner.__name__}.name is {own!r}, which ranks compare. Register it under this name.")
-    for field in fields(planner):
-        if field.default is MISSING and field.default_factory is MISSING:
-            raise TypeError(f"planner {name!r} must have a default for its option {field.name!r}")
+    for option in fields(planner):
+        if option.default is MISSING and option.default_factory is MISSING:
+            raise TypeError(f"planner {name!r} must have a default for its option {option.name!r}")
     _planners[name] = planner
 
 
@@ -73,7 +73,7 @@ def get(name: str, /, **options: Any) -> Planner:
         hint = f"; did you mean {near}?" if near else ""
         raise ValueError(f"planner {name!r} is unknown{hint} (there are {', '.join(_planners)})")
     planner = _planners[meaning.planner]
-    accepted = sorted(field.name for field in fields(planner))
+    accepted = sorted(option.name for option in fields(planner))
     unknown = sorted(options.keys() - set(accepted))
     if unknown:
         raise TypeError(f"planner {name!r} has no option {unknown[0]!r}. Its options: {_listed(accepted)}")

@@ -35,7 +35,7 @@ class Reused:
     exact: bool  # the k largest were selected afresh: the threshold that was given did not fit, or was None
 
 
-def reuse(vector: Tensor, k: int, threshold: float | None) -> Reused:
+def reuse_threshold(vector: Tensor, k: int, threshold: float | None) -> Reused:
     """Select between 0.8 k and k of the largest magnitudes of `vector`, by a threshold where it fits.
 
     vector: floats [n] in CPU memory, not changed, n >= 1; 1 <= k <= n. threshold: of the last call,

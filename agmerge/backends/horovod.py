@@ -96,7 +96,7 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBacke
         for name, value in settings.items():
             os.environ.setdefault(name, value)
         timeouts.bounded(lambda: _init(hvd), timeout, "init()", STARTING if launched(env) else mpi.STARTING)
-    elif hvd.rank() == 0 and (advice := horovod_mpi.advice(os.environ, threads)):
+    elif hvd.rank() == 0 and (advice := horovod_mpi.thread_advice(os.environ, threads)):
         warnings.warn(advice, stacklevel=2)
     return HorovodBackend(hvd, None, "agmerge", owned=owned)
 
@@ -127,7 +127,9 @@ def _translated(name: str) -> Iterator[None]:
     except RuntimeError as error:
         if "Mismatched" in str(error):
             raise RankMismatchError(f"AGM101: {name}: {error}") from error
-        raise horovod_elastic.lost(f"AGM206: {name}: the exchange with the other ranks failed", str(error)) from error
+        raise horovod_elastic.as_lost_worker(
+            f"AGM206: {name}: the exchange with the other ranks failed", str(error)
+        ) from error
     except ValueError as error:
         if "same name as another tensor" not in str(error):
             raise

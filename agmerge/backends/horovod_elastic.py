@@ -17,7 +17,7 @@ def register(kind: type[Any], handler: type[Any]) -> None:
         state.set_handler_registry([(kind, handler), *registry])
 
 
-def lost(text: str, words: str) -> PeerLost:
+def as_lost_worker(text: str, words: str) -> PeerLost:
     """Return a :class:`agmerge.PeerLost` that ``hvd.elastic.run`` knows too: it restores, and goes on with fewer.
 
     ``text``: ours. ``words``: Horovod's own.

@@ -32,7 +32,7 @@ def waiting(env: Mapping[str, str], threads: int) -> dict[str, str]:
     return dict(SLEEPING) if crowded else {}
 
 
-def advice(env: Mapping[str, str], threads: int) -> str:
+def thread_advice(env: Mapping[str, str], threads: int) -> str:
     """Return advice for a script that has called ``hvd.init()`` too early for these settings; empty: none."""
     unset = [f"{name}={value}" for name, value in waiting(env, threads).items() if name not in env]
     if not unset:

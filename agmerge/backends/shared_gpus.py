@@ -19,7 +19,7 @@ SHARED = (
 _shared = False  # the same on every rank of the world; written by `settle` alone, whenever a world is joined
 
 
-def settle(rank: int, gather: Callable[[bytes, str], list[bytes]]) -> None:
+def settle_shared_gpus(rank: int, gather: Callable[[bytes, str], list[bytes]]) -> None:
     """Collective. Find out whether workers of this world share GPUs; rank 0 warns if so.
 
     ``gather``: returns every rank's text.
@@ -31,7 +31,7 @@ def settle(rank: int, gather: Callable[[bytes, str], list[bytes]]) -> None:
         warnings.warn(problem, stacklevel=2)
 
 
-def are_shared() -> bool:
+def gpus_are_shared() -> bool:
     """Return whether workers of this world share GPUs."""
     return _shared
 

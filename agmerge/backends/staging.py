@@ -53,10 +53,10 @@ class Copies:
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, device: torch.device, stream: Any) -> Any:
         """Queue a copy on ``stream`` of ``device``, where one of the tensors lies; return the event behind it."""
-        streams = _streams(device)
-        with streams.within(stream):
+        device_streams = _streams(device)
+        with device_streams.within(stream):
             to.copy_(source, non_blocking=True)
-        return streams.record(stream)
+        return device_streams.record(stream)
 
     def wait_on_host(self, device: torch.device, event: Any) -> None:
         """Wait until ``device`` has got to ``event``."""
@@ -206,7 +206,7 @@ class Line:
     def start(self, queued: Queued, device: torch.device) -> Call:
         """Hand ``queued`` to the thread, behind all earlier ones. ``device``: for the warning, which is given once."""
         if self._progress is None:
-            if not shared_gpus.are_shared():  # then rank 0 has said so
+            if not shared_gpus.gpus_are_shared():  # then rank 0 has said so
                 warnings.warn(SLOW.format(name=self.name, device=device), stacklevel=3)
             self._progress = Progress(f"agmerge {self.name} staging")
         return self._progress.start(queued.begin)

@@ -135,7 +135,7 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> TorchBackend
             torch_store.choose_interface(address)
             advice = torch_store.advice(address)
 
-    shared_gpus.settle(meeting.rank, meeting.gather)
+    shared_gpus.settle_shared_gpus(meeting.rank, meeting.gather)
 
     def connect() -> Any:
         with translated("init()"):
@@ -184,7 +184,7 @@ def _beside(dist: Any, env: Mapping[str, str], timeout: float) -> TorchBackend:
 
         return timeouts.bounded(call, timeout, "init()", advice)
 
-    shared_gpus.settle(dist.get_rank(), gather)
+    shared_gpus.settle_shared_gpus(dist.get_rank(), gather)
     return TorchBackend(dist, group, *_place(env, dist.get_rank(), gather))
 
 

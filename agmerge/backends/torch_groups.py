@@ -34,7 +34,7 @@ own: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that were made here; all
 
 def kinds(dist: Any) -> str:
     """Return the libraries that groups are made of, in torch's spelling."""
-    has_nccl = torch.cuda.is_available() and dist.is_nccl_available() and not shared_gpus.are_shared()
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available() and not shared_gpus.gpus_are_shared()
     return "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
 
 

@@ -25,7 +25,7 @@ from agmerge.errors import NoAnswer
 from agmerge.ops import Sum
 from agmerge.runtime import workers
 
-OWN = ("residuals", "momenta")  # a rank's own, linear in gradients
+RANKS_OWN = ("residuals", "momenta")  # a rank's own, linear in gradients
 
 
 class HandedOver(NamedTuple):
@@ -35,7 +35,7 @@ class HandedOver(NamedTuple):
     received: list[dict[str, Any]]  # what others have not sent, if this rank is to take it
 
 
-def let_go(reducer: AnyReducer, leaves: Callable[[], bool], regroup: Callable[[], None]) -> bool:
+def let_worker_go(reducer: AnyReducer, leaves: Callable[[], bool], regroup: Callable[[], None]) -> bool:
     """Collective. Let those leave that want to; return whether this rank is one of them, and is to end now.
 
     ``leaves``: returns whether this rank wants to. ``regroup``: forms a group of those that are there still. All are
@@ -82,7 +82,7 @@ def _await_end(world: Backend) -> None:
 def _unsent(reducer: AnyReducer) -> bytes:
     """Return what this rank has not sent; empty if that is nothing."""
     section = rank_state.save(reducer)
-    unsent: dict[str, Any] = {kind: section[kind] for kind in OWN}
+    unsent: dict[str, Any] = {kind: section[kind] for kind in RANKS_OWN}
     if section["updates"]:
         unsent["displacements"] = displacements(section["updates"], section["residuals"])
     return packed(unsent) if any(unsent.values()) else b""
@@ -91,7 +91,7 @@ def _unsent(reducer: AnyReducer) -> bytes:
 def _add(reducer: AnyReducer, unsent: dict[str, Any]) -> None:
     """Add what another rank has not sent to what this one has not."""
     own = rank_state.save(reducer)
-    other = {**own, **{kind: unsent[kind] for kind in OWN}, "window": {}}
+    other = {**own, **{kind: unsent[kind] for kind in RANKS_OWN}, "window": {}}
     if own["updates"]:
         other["updates"] = {**own["updates"], "own": {}, "displacements": unsent["displacements"]}
     both = redistribute([own, other], 0, 1, Sum)

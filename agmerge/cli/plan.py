@@ -35,7 +35,7 @@ def main(path: str, picture: str | None, save: str | None, planner: str) -> int:
         facts = "; ".join(f"{name} {value}" for name, value in measured.facts)
         elements = int(measured.profile.numel.sum())
         sys.stdout.write(f"{len(measured.profile)} tensors, {elements} elements, {measured.workers} workers; {facts}\n")
-        sys.stdout.write(f"{comparison.table(rows)}\n\n{LEGEND}\n")
+        sys.stdout.write(f"{comparison.comparison_table(rows)}\n\n{LEGEND}\n")
         if picture:
             Path(picture).write_text(drawing.svg(rows, measured), encoding="utf-8")
             sys.stdout.write(f"\nThe timelines of all planners are in {picture}.\n")

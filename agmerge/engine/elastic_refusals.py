@@ -21,7 +21,7 @@ SECOND = "Wrap both in one list, agmerge.DistributedOptimizer([first, second], .
 _process: weakref.ref[GradientExchange] | None = None  # the exchange of this process; written by admit alone
 
 
-def refuse(config: Config) -> None:
+def refuse_elastic(config: Config) -> None:
     """Raise ``ValueError`` for the first setting of ``config`` that an elastic job cannot have."""
     exchange, sync, updates, compressor = (
         config.merging.exchange, config.sync, config.sync.updates, config.compression.compressor,
@@ -47,7 +47,7 @@ def refuse_feature(what: str, instead: str = LEAVE_OUT) -> None:
         raise ValueError(REFUSED.format(what=what, instead=instead))
 
 
-def admit(exchange: GradientExchange) -> None:
+def admit_elastic(exchange: GradientExchange) -> None:
     """Raise ``ValueError`` where this process has another exchange that is in use: ranks could not tell them apart."""
     global _process
     if workers.bound() is not None:

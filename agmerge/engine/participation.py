@@ -65,11 +65,11 @@ def open_exchange(
         on_agreement: returns the maker of plans from measured times.
     """
     if workers.can_regroup():
-        elastic_refusals.refuse(config)
+        elastic_refusals.refuse_elastic(config)
     check_patterns(config, (members.name_of(parameter) for parameter in members.name_all()))
     exchange = GradientExchange(table, config, on_agreement, workers.current, _notices, survives=workers.can_regroup())
     if workers.can_regroup():
-        elastic_refusals.admit(exchange)
+        elastic_refusals.admit_elastic(exchange)
     if config.merging.plan is not None:
         config.merging.plan.check(len(exchange.agreed.members()))
     return exchange

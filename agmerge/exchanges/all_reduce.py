@@ -25,7 +25,7 @@ class Sum:
     name: str  # of its collectives
 
 
-def start(comm: Backend, message: torch.Tensor, received: torch.Tensor | None, name: str) -> Sum:
+def start_sum(comm: Backend, message: torch.Tensor, received: torch.Tensor | None, name: str) -> Sum:
     """Collective. Start the sum of ``message``, 1-D, over all ranks; in rank order with ``received``, of its length.
 
     Their length is then a multiple of ``comm.size``. In rank order the sum of an element does not depend on its place.
@@ -38,7 +38,7 @@ def start(comm: Backend, message: torch.Tensor, received: torch.Tensor | None, n
     return Sum(message, received, handle, size + size // comm.size, name)
 
 
-def wait(
+def wait_for_sum(
     comm: Backend, pending: Sum, timeout: float, wide: torch.dtype | None = None, *, on_stream: bool = False
 ) -> None:
     """Collective. Wait until the sum is in place; ``on_stream``: make the device's stream wait, and return at once.
@@ -55,7 +55,7 @@ def wait(
     wait_for(pending.handle)
     if pending.received is None:
         return
-    shard = in_rank_order(pending.received.view(comm.size, -1), wide).to(pending.message.dtype)
+    shard = sum_in_rank_order(pending.received.view(comm.size, -1), wide).to(pending.message.dtype)
     wait_for(comm.all_gather(pending.message, shard, f"{pending.name}/sum"))
 
 
@@ -64,7 +64,7 @@ def write_in_rank_order(out: torch.Tensor, rows: torch.Tensor, factor: float) ->
     if rows.dtype == out.dtype == torch.float32 and _is_one_launch(rows, out.dtype):
         gpu.add_whole(out, rows, 1.0, factor=factor)
     else:
-        out.copy_(in_rank_order(rows).mul_(factor))
+        out.copy_(sum_in_rank_order(rows).mul_(factor))
 
 
 def _is_one_launch(rows: torch.Tensor, wide: torch.dtype) -> bool:
@@ -72,7 +72,7 @@ def _is_one_launch(rows: torch.Tensor, wide: torch.dtype) -> bool:
     return gpu.is_fused(rows.device) and wide == torch.float32 and rows.dtype in (*NARROW, wide)
 
 
-def in_rank_order(rows: torch.Tensor, wide: torch.dtype | None = None) -> torch.Tensor:
+def sum_in_rank_order(rows: torch.Tensor, wide: torch.dtype | None = None) -> torch.Tensor:
     """Return the sum of ``rows``, (W, n), each contiguous, added from first to last: (n,).
 
     ``wide``: the dtype to add in; None: float32 for 16 bits, else their own. On a device with kernels float32 and 16

@@ -65,9 +65,10 @@ class DenseExchange(Exchange):
         write_tail(control, message[elements:end])
         received = self.keep(("received", name), length, dtype, message.device) if self.ordered else None
         sums = [
-            all_reduce.start(self.comm, load.work, None, f"{name}/dense {number}") for number, load in enumerate(large)
+            all_reduce.start_sum(self.comm, load.work, None, f"{name}/dense {number}")
+            for number, load in enumerate(large)
         ]
-        sums.append(all_reduce.start(self.comm, message, received, name))
+        sums.append(all_reduce.start_sum(self.comm, message, received, name))
         sent = sum(load.segment.numel for load in loads)
         size = sum(part.bytes for part in sums)
         return InFlight(name, loads, control, sums[0].handle, size, sent, message, message, sums)
@@ -101,7 +102,7 @@ class DenseExchange(Exchange):
     def wait(self, pending: InFlight) -> RoundHeader:
         """Collective. Wait for all sums, and return the merged header, from the numbers behind them."""
         for part in pending.extra:
-            all_reduce.wait(self.comm, part, self.timeout, pending.loads[0].work.dtype)
+            all_reduce.wait_for_sum(self.comm, part, self.timeout, pending.loads[0].work.dtype)
         return self.read(pending, [self._tail(pending)])
 
     def can_queue(self, pending: InFlight) -> bool:
@@ -110,7 +111,7 @@ class DenseExchange(Exchange):
     def wait_on_stream(self, pending: InFlight) -> None:
         """Collective. Queue the remaining collectives of all sums on the device."""
         for part in pending.extra:
-            all_reduce.wait(self.comm, part, self.timeout, pending.loads[0].work.dtype, on_stream=True)
+            all_reduce.wait_for_sum(self.comm, part, self.timeout, pending.loads[0].work.dtype, on_stream=True)
         pending.said.append(self._tail(pending))
 
     def _tail(self, pending: InFlight) -> torch.Tensor:

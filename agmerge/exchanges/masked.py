@@ -134,7 +134,7 @@ class MaskedExchange(MultiRoundExchange):
         state: _State = pending.extra
         control = None if state.votes is None else super().wait(pending)
         for part in state.sums:
-            all_reduce.wait(self.comm, part, self.timeout)
+            all_reduce.wait_for_sum(self.comm, part, self.timeout)
         return self._decode(pending, state) if control is None else control
 
     def phases(self, pending: InFlight) -> Phases[None]:
@@ -212,7 +212,9 @@ class MaskedExchange(MultiRoundExchange):
             if number == 0:
                 state.tail = sent_tail
             received = self.keep(("shards", name, number), length, dtype, message.device) if self.ordered else None
-            state.sums.append(all_reduce.start(self.comm, message, received, f"{name}/{number}" if number else name))
+            state.sums.append(
+                all_reduce.start_sum(self.comm, message, received, f"{name}/{number}" if number else name)
+            )
 
     def _decode(self, pending: InFlight, state: _State) -> RoundHeader:
         """Return the merged header behind the values; :class:`agmerge.MessageError` if masks differ."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from agmerge.backends import Handle
-from agmerge.exchanges.all_reduce import in_rank_order
+from agmerge.exchanges.all_reduce import sum_in_rank_order
 from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.message.pairs import IndexValuePairs, PairFormat, by_codec, read, unread, write
@@ -181,7 +181,7 @@ class MultiRoundExchange(Exchange):
             pending, what, IndexValuePairs(places, values), [held] * workers, [parts] * workers
         )
         share = slice(parts[rank].start, parts[rank].stop)
-        own = IndexValuePairs(places[share], in_rank_order(torch.stack([piece.values for piece in pieces])))
+        own = IndexValuePairs(places[share], sum_in_rank_order(torch.stack([piece.values for piece in pieces])))
         sums, read_of_own, fault = yield from self.all_gather_pairs(
             pending, f"{what} added up", own, held, parts, sound=not fault
         )

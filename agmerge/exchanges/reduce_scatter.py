@@ -92,7 +92,7 @@ class ScatterExchange(DenseExchange):
         """Add up the rows that arrived, if sums are in rank order; else the backend has added them."""
         if self.ordered:
             rows = pending.received.view(self.comm.size, -1)
-            pending.extra.copy_(all_reduce.in_rank_order(rows, pending.loads[0].work.dtype))
+            pending.extra.copy_(all_reduce.sum_in_rank_order(rows, pending.loads[0].work.dtype))
 
     def _tail(self, pending: InFlight) -> torch.Tensor:
         """Return the numbers behind this rank's shard: a view."""

@@ -136,7 +136,7 @@ class SparseExchange(Exchange):
 
     def _take_on_device(self, load: SegmentBuffers, offer: Deferred, section: Section, message: torch.Tensor) -> bool:
         """Write and subtract with kernels, which select while they write; False: nothing was done."""
-        places = fused.places(section, message)
+        places = fused.fused_places(section, message)
         if places is None or not self.store.write_and_subtract(load.segment, functools.partial(offer.write, *places)):
             return False
         self.store.observe(places[0].values, offer.count)
@@ -201,8 +201,8 @@ class SparseExchange(Exchange):
         messages = pending.received.view(self.comm.size, -1)
         for number, (load, section) in enumerate(zip(pending.loads, layout.sections, strict=True)):
             total = self.accumulator(load)
-            if fused.adds(section, total):
-                good = fused.add(layout, number, messages, total, self.scale)
+            if fused.fused_adds(section, total):
+                good = fused.fused_add(layout, number, messages, total, self.scale)
                 pending.said += [] if good is None else [good]
             elif section.index is None or section.value is None:
                 rows = layout.whole(messages, section).to(total.dtype) * self.scale

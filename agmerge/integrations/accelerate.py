@@ -115,7 +115,7 @@ def _add_to_log(accelerator: Accelerator, number: int, compressed: ddp.Compresse
 
 def _elastic(accelerator: Accelerator, model: torch.nn.Module, options: dict[str, Any]) -> ElasticOptimizer:
     """Distribute the one optimizer that ``accelerator`` has prepared for ``model``, in an elastic job."""
-    accelerate_elastic.check(accelerator)
+    accelerate_elastic.check_elastic(accelerator)
     inner: Any = getattr(model, "_orig_mod", model)  # of a compiled model
     plain = _optimizers_of(accelerator, inner)
     if len(plain) != 1:
@@ -124,7 +124,7 @@ def _elastic(accelerator: Accelerator, model: torch.nn.Module, options: dict[str
             "supports one. Prepare the model with one optimizer, or write the loop without Accelerate."
         )
     prepared = next(one for one in accelerator._optimizers if one.optimizer is plain[0])
-    prepared.optimizer = distributed = accelerate_elastic.distribute(accelerator, plain[0], inner, options)
+    prepared.optimizer = distributed = accelerate_elastic.distribute_elastic(accelerator, plain[0], inner, options)
     _add_to_log(accelerator, 0, distributed)
     return distributed
 

@@ -47,7 +47,7 @@ class ElasticOptimizer(DistributedOptimizer):
         return self.no_sync() if self._reducer.combines_gradients else nullcontext()
 
 
-def check(accelerator: Accelerator) -> None:
+def check_elastic(accelerator: Accelerator) -> None:
     """Raise ``ValueError`` where this process has been launched, or scales its loss."""
     if accelerator.distributed_type != DistributedType.NO:
         raise ValueError(LAUNCHED.format(found=accelerator.distributed_type.value))
@@ -55,14 +55,14 @@ def check(accelerator: Accelerator) -> None:
         raise ValueError(SCALED)
 
 
-def distribute(
+def distribute_elastic(
     accelerator: Accelerator, optimizer: Any, model: torch.nn.Module, options: dict[str, Any]
 ) -> ElasticOptimizer:
     """Return a distributed optimizer around a plain one, which ``accelerator`` is to step.
 
-    ``options``: of :class:`agmerge.DistributedOptimizer`. Raises what :func:`check` raises.
+    ``options``: of :class:`agmerge.DistributedOptimizer`. Raises what :func:`check_elastic` raises.
     """
-    check(accelerator)
+    check_elastic(accelerator)
     distributed = ElasticOptimizer(optimizer, model.named_parameters(), **options)
 
     for name in ("clip_grad_norm_", "clip_grad_value_"):

@@ -58,7 +58,7 @@ class ElasticTraining(TrainerExchange):
     compressed: accelerate_elastic.ElasticOptimizer | None
 
     def __init__(self, trainer: Trainer, options: dict[str, Any]) -> None:
-        accelerate_elastic.check(trainer.accelerator)
+        accelerate_elastic.check_elastic(trainer.accelerator)
         if trainer.args.max_steps <= 0:
             raise ValueError(NEEDS_STEPS)
         super().__init__(trainer, options)
@@ -147,7 +147,7 @@ class ElasticTraining(TrainerExchange):
             yield
         trainer: Any = self._trainer
         if self.compressed is None:
-            self.compressed = trainer.optimizer = accelerate_elastic.distribute(
+            self.compressed = trainer.optimizer = accelerate_elastic.distribute_elastic(
                 trainer.accelerator, trainer.optimizer, trainer.model, self._options
             )
 

@@ -17,26 +17,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def all_reduce(size: int, workers: int) -> int:
+def all_reduce_bytes(size: int, workers: int) -> int:
     """Return the bytes that a rank sends to add up ``size`` bytes over all ranks; fractions are rounded up."""
     return -(-2 * (workers - 1) * size // workers)
 
 
-def all_gather(size: int, workers: int) -> int:
+def all_gather_bytes(size: int, workers: int) -> int:
     """Return the bytes that a rank sends so that every rank gets every other one's ``size`` bytes."""
     return (workers - 1) * size
 
 
-def all_to_all(sizes: Sequence[int], rank: int) -> int:
+def all_to_all_bytes(sizes: Sequence[int], rank: int) -> int:
     """Return the bytes that ``rank`` sends of ``sizes``, those for each rank: all but its own."""
     return sum(sizes) - sizes[rank]
 
 
-def reduce_scatter(size: int, workers: int) -> int:
+def reduce_scatter_bytes(size: int, workers: int) -> int:
     """Return the bytes that a rank sends so that each gets a W-th of the sum of ``size`` bytes; rounded up."""
     return -(-(workers - 1) * size // workers)
 
 
-def broadcast(size: int, workers: int, rank: int, root: int) -> int:
+def broadcast_bytes(size: int, workers: int, rank: int, root: int) -> int:
     """Return the bytes that ``rank`` sends so that every rank gets the ``size`` bytes of ``root``, along a chain."""
     return 0 if (rank + 1) % workers == root else size

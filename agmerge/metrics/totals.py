@@ -77,7 +77,7 @@ class Totals:
             self.whole.end()
         self.whole.begin()
         self.bytes_dense += 4 * tensors
-        self.link_bytes_dense += link_bytes.all_reduce(4 * tensors, self.workers)
+        self.link_bytes_dense += link_bytes.all_reduce_bytes(4 * tensors, self.workers)
 
     @property
     def reduction(self) -> float:

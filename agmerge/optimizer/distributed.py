@@ -483,10 +483,10 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         self._reducer.close()
 
 
-def _of_gradients(reducer: Reducer | UpdateReducer, call: str) -> Reducer:
-    """Return ``reducer``, if it combines gradients. Raises ``ValueError`` where it exchanges updates."""
-    if reducer.combines_gradients:
-        return reducer
+def _of_gradients(combining: Reducer | UpdateReducer, call: str) -> Reducer:
+    """Return ``combining``, if it combines gradients. Raises ``ValueError`` where it exchanges updates."""
+    if combining.combines_gradients:
+        return combining
     raise ValueError(NOT_OF_UPDATES.format(call=call))
 
 

@@ -41,7 +41,7 @@ def cast_name(compression: Any) -> str | None:
     if isinstance(compression, Compression):
         return compression.value
     own = published.cast(compression) if isinstance(compression, str) else None
-    name = horovod_names.compression(compression) or own
+    name = horovod_names.horovod_compression(compression) or own
     return name if name in CASTS else None
 
 

@@ -155,7 +155,7 @@ def _check_low_rank(options: Options, compressor: sparsifiers.Compressor) -> Non
 
 def _reduction(op: Any) -> ReduceOp:
     """Return ``op`` as ours, also where the script gives a constant of Horovod's; ``ValueError`` for other sums."""
-    name = op.value if isinstance(op, ReduceOp) else horovod_names.reduction(op)
+    name = op.value if isinstance(op, ReduceOp) else horovod_names.horovod_reduction(op)
     if name in ("average", "sum"):
         return ReduceOp(name)
     raise ValueError(

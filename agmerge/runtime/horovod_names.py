@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 
-def reduction(op: object) -> str | None:
+def horovod_reduction(op: object) -> str | None:
     """Return the meaning of a constant of Horovod's ("average", "sum", "adasum", ...); None for anything else."""
     hvd = sys.modules.get("horovod.torch")
     if hvd is None or type(op) is not int:
@@ -19,7 +19,7 @@ def reduction(op: object) -> str | None:
     return next((name.lower() for name in names if getattr(hvd, name, None) == op), None)
 
 
-def compression(given: object) -> str | None:
+def horovod_compression(given: object) -> str | None:
     """Return the name of one of Horovod's own compressors ("none", "fp16"); None for anything else."""
     if getattr(given, "__module__", None) != "horovod.torch.compression":
         return None

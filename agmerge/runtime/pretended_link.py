@@ -85,13 +85,13 @@ class LinkedBackend(DelegatingBackend):
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
         """Collective. See :meth:`Backend.all_reduce`."""
-        size = link_bytes.all_reduce(self._inner.summed_bytes(tensor), self.size)
+        size = link_bytes.all_reduce_bytes(self._inner.summed_bytes(tensor), self.size)
         return self._held(name, self._inner.all_reduce(tensor, name, op), size)
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         """Collective. See :meth:`Backend.all_gather`."""
         return self._held(
-            name, self._inner.all_gather(out, tensor, name), link_bytes.all_gather(tensor.nbytes, self.size)
+            name, self._inner.all_gather(out, tensor, name), link_bytes.all_gather_bytes(tensor.nbytes, self.size)
         )
 
     def all_to_all(
@@ -104,14 +104,14 @@ class LinkedBackend(DelegatingBackend):
     ) -> Handle:
         """Collective. See :meth:`Backend.all_to_all`."""
         width = tensor.element_size()
-        sent = link_bytes.all_to_all([width * length for length in splits], self.rank)
-        received = link_bytes.all_to_all([width * length for length in out_splits], self.rank)
+        sent = link_bytes.all_to_all_bytes([width * length for length in splits], self.rank)
+        received = link_bytes.all_to_all_bytes([width * length for length in out_splits], self.rank)
         return self._held(name, self._inner.all_to_all(out, tensor, out_splits, splits, name), max(sent, received))
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         """Collective. See :meth:`Backend.reduce_scatter`."""
         whole = self._inner.scatters_by_all_reduce(tensor)
-        moved = link_bytes.all_reduce if whole else link_bytes.reduce_scatter
+        moved = link_bytes.all_reduce_bytes if whole else link_bytes.reduce_scatter_bytes
         size = moved(self._inner.summed_bytes(tensor), self.size)
         return self._held(name, self._inner.reduce_scatter(out, tensor, name), size)
 

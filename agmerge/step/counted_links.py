@@ -30,12 +30,12 @@ class CountedBackend(DelegatingBackend):
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
         """Collective. See :meth:`Backend.all_reduce`."""
-        self._count(link_bytes.all_reduce(self._inner.summed_bytes(tensor), self.size))
+        self._count(link_bytes.all_reduce_bytes(self._inner.summed_bytes(tensor), self.size))
         return self._inner.all_reduce(tensor, name, op)
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         """Collective. See :meth:`Backend.all_gather`."""
-        self._count(link_bytes.all_gather(tensor.nbytes, self.size))
+        self._count(link_bytes.all_gather_bytes(tensor.nbytes, self.size))
         return self._inner.all_gather(out, tensor, name)
 
     def all_to_all(
@@ -48,17 +48,17 @@ class CountedBackend(DelegatingBackend):
     ) -> Handle:
         """Collective. See :meth:`Backend.all_to_all`."""
         width = tensor.element_size()
-        self._count(link_bytes.all_to_all([width * length for length in splits], self.rank))
+        self._count(link_bytes.all_to_all_bytes([width * length for length in splits], self.rank))
         return self._inner.all_to_all(out, tensor, out_splits, splits, name)
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         """Collective. See :meth:`Backend.reduce_scatter`."""
         whole = self._inner.scatters_by_all_reduce(tensor)
-        moved = link_bytes.all_reduce if whole else link_bytes.reduce_scatter
+        moved = link_bytes.all_reduce_bytes if whole else link_bytes.reduce_scatter_bytes
         self._count(moved(self._inner.summed_bytes(tensor), self.size))
         return self._inner.reduce_scatter(out, tensor, name)
 
     def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
         """Collective. See :meth:`Backend.broadcast`."""
-        self._count(link_bytes.broadcast(tensor.nbytes, self.size, self.rank, root))
+        self._count(link_bytes.broadcast_bytes(tensor.nbytes, self.size, self.rank, root))
         return self._inner.broadcast(tensor, root, name)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from agmerge.exchanges import Noise
-from agmerge.exchanges.all_reduce import in_rank_order
+from agmerge.exchanges.all_reduce import sum_in_rank_order
 from agmerge.exchanges.base import AHEAD
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.node_shards import NodeShards
@@ -121,7 +121,7 @@ class TwoLevelRound(Round):
 
     def _of_all_shards(self, noises: Sequence[Noise]) -> list[Noise]:
         """Collective. Return the noise of all shards of this node, added up from that of each rank's own shard."""
-        own = in_rank_order(torch.stack([noise.squares for noise in noises]))
+        own = sum_in_rank_order(torch.stack([noise.squares for noise in noises]))
         squares, size = self._shards.add_up(own)
         self.totals.sent(size, 0)
         return [replace(noises[0], squares=squares)]

@@ -72,7 +72,7 @@ class AdTopK(Keyed):
         if request.step % 2 == 0:
             return _row_wise(vector, request, request.step // 2)
         known = self._recall(request.key, vector.numel()) if self.reuse else None
-        reused = threshold_reuse.reuse(vector, request.k, known[0] if known else None)
+        reused = threshold_reuse.reuse_threshold(vector, request.k, known[0] if known else None)
         if self.reuse and reused.threshold is not None:
             self._keep(request.key, vector.numel(), reused.threshold)
         return padded(reused.indices, request.k)

@@ -17,7 +17,7 @@ from sparsifiers.exact_topk import scan
 from sparsifiers.largest import select_in_kernels
 from sparsifiers.magnitude import bit_view, magnitude_mask
 from sparsifiers.stateful import Keyed
-from sparsifiers.threshold_reuse import key_from, reuse
+from sparsifiers.threshold_reuse import key_from, reuse_threshold
 
 
 class Threshold(Keyed):
@@ -28,7 +28,7 @@ class Threshold(Keyed):
     nothing at all may be sent. It must suit the scale of the gradients, which changes during training: too
     low a tau is topk, too high a one sends nothing and delays everything.
 
-    Without tau (the default), tau follows k, per key (`threshold_reuse.reuse`): while the last threshold lets 0.8 k
+    Without tau (the default), tau follows k, per key (`threshold_reuse.reuse_threshold`): while the last threshold lets 0.8 k
     to 1.25 k elements through it is used again, cut to k and nudged; outside that band the exact k are
     selected in the same call and the smallest of them is the next threshold. A steady gradient costs one pass
     and no sample: the cheapest method that keeps to k. On a device the last threshold starts a bisection,
@@ -54,7 +54,7 @@ class Threshold(Keyed):
             bits, floor = bit_view(vector).numpy(), key_from(self.tau, vector.dtype) - 1
             return padded(scan(bits, magnitude_mask(vector.dtype), request.k, floor), request.k)
         kept = self._recall(request.key, vector.numel())
-        reused = reuse(vector, request.k, None if kept is None else float(kept[0]))
+        reused = reuse_threshold(vector, request.k, None if kept is None else float(kept[0]))
         if reused.threshold is not None:
             self._keep(request.key, vector.numel(), reused.threshold)
         return padded(reused.indices, request.k)

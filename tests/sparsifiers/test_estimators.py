@@ -70,7 +70,7 @@ def gaussiank(x: Tensor, wanted: Tensor) -> Tensor:
     return corrected(x, wanted, *normal_quantile(x, wanted), EVALUATIONS)
 
 
-def sidco(x: Tensor, wanted: Tensor, stages: int, law: Law) -> Tensor:
+def selected_by_sidco(x: Tensor, wanted: Tensor, stages: int, law: Law) -> Tensor:
     eta = staged(x, wanted, stages, law)
     return corrected(x, wanted, eta, tail_slope(x, eta), 3)
 
@@ -111,7 +111,7 @@ def test_sidco_gp_in_two_stages() -> None:
     for name, density, x, wanted in tries([*CONTINUOUS], (0.1, 0.01)):
         assert 0.75 <= ratio(x, staged(x, wanted, 2, "gp"), wanted) <= 1.30, (name, density)
     for name, density, x, wanted in tries([*CONTINUOUS], DENSITIES):
-        assert 0.80 <= ratio(x, sidco(x, wanted, 2, "gp"), wanted) <= 1.20, (name, density)
+        assert 0.80 <= ratio(x, selected_by_sidco(x, wanted, 2, "gp"), wanted) <= 1.20, (name, density)
 
 
 def test_sidco_ignores_zeros() -> None:
@@ -224,6 +224,6 @@ def test_degenerate_samples_raise_nothing(values: list[float]) -> None:
     assert float(sample.wanted) > 0
     for stages in (1, 2, 5):
         for law in ("e", "gp", "gamma"):
-            sidco(sample.x, sample.wanted, stages, law)
+            selected_by_sidco(sample.x, sample.wanted, stages, law)
     for estimate in (gaussiank, bisected, functools.partial(trimmed, decrement=0.2)):
         assert estimate(sample.x, sample.wanted).shape == ()

@@ -180,7 +180,7 @@ class LowRankExchange(MultiRoundExchange):
         torch.cat([part.to(dtype) for part in parts], out=message[:used])
         received = self.keep(("received", name), length, dtype, message.device) if self.ordered else None
         views = torch.split(message[:used], lengths)
-        return all_reduce.start(self.comm, message, received, name), views
+        return all_reduce.start_sum(self.comm, message, received, name), views
 
     @property
     def can_poll(self) -> bool:
@@ -206,7 +206,7 @@ class LowRankExchange(MultiRoundExchange):
     def _wait_for_first(self, pending: InFlight, state: _State) -> RoundHeader:
         """Collective. Wait for the sums of the first round, and return the merged header of all ranks."""
         assert state.first is not None and state.tail is not None
-        all_reduce.wait(self.comm, state.first, self.timeout)
+        all_reduce.wait_for_sum(self.comm, state.first, self.timeout)
         control = decode(state.tail.tolist(), pending.control, pending.name)
         state.is_full = bool(control.flags & Flag.FULL)
         state.control = replace(control, flags=control.flags & ~Flag.FULL)
@@ -269,7 +269,7 @@ class LowRankExchange(MultiRoundExchange):
         pending.count({"plain": total.bytes})
         pending.elements += sum(view.numel() for view in views)
         yield total.handle
-        all_reduce.wait(self.comm, total, self.timeout)
+        all_reduce.wait_for_sum(self.comm, total, self.timeout)
 
     # -- 3. into an update ------------------------------------------------------------------------------------------
 
@@ -322,10 +322,10 @@ def _find_empty_on_device(matrices: Sequence[Matrix]) -> torch.Tensor | None:
     """Set what is empty of matrices on a device, and return it of all of them, 1-D; None: there are no matrices."""
     if not matrices:
         return None
-    bases = [matrix.basis.rows for matrix in matrices]
+    basis_rows = [matrix.basis.rows for matrix in matrices]
     sides, works = [matrix.basis.side for matrix in matrices], [matrix.work for matrix in matrices]
-    empty = factors.empty_lanes_on_device(sides, bases, works)
-    for matrix, lanes in zip(matrices, torch.split(empty, [basis.shape[1] for basis in bases]), strict=True):
+    empty = factors.empty_lanes_on_device(sides, basis_rows, works)
+    for matrix, lanes in zip(matrices, torch.split(empty, [basis.shape[1] for basis in basis_rows]), strict=True):
         matrix.empty = lanes
     return empty
 

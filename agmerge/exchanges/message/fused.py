@@ -18,7 +18,7 @@ def writes(section: Section, device: torch.device) -> bool:
     return section.index is not None and section.index.layout is not None and gpu.is_fused(device)
 
 
-def places(section: Section, message: Tensor) -> tuple[gpu.Slots, gpu.IndexSection] | None:
+def fused_places(section: Section, message: Tensor) -> tuple[gpu.Slots, gpu.IndexSection] | None:
     """Return where kernels write a section into ``message``, uint8[size]; None: they do not write all of it.
 
     They do where values travel as they are, or rounded.
@@ -53,12 +53,12 @@ def encode_indices(section: Section, indices: Tensor, count: int | Tensor, messa
     gpu.encode_indices(indices, count, gpu.IndexSection(section.index.layout, words))
 
 
-def adds(section: Section, total: Tensor) -> bool:
+def fused_adds(section: Section, total: Tensor) -> bool:
     """Return whether kernels add up a section into ``total``, fp32[length]."""
     return gpu.has_kernels(total) and (section.index is None or section.index.layout is not None)
 
 
-def add(layout: Format, number: int, messages: Tensor, total: Tensor, scale: float) -> Tensor | None:
+def fused_add(layout: Format, number: int, messages: Tensor, total: Tensor, scale: float) -> Tensor | None:
     """Write the sum of ``scale`` times all ranks' values of section ``number`` into ``total``, fp32[length].
 
     ``messages``: uint8[W, size]. Returns which ranks' indices were right, int32[W]: 1 or 0; None for a dense section.

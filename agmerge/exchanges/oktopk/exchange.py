@@ -151,7 +151,7 @@ class OkTopkExchange(MultiRoundExchange):
         tallies = yield from self.all_gather_ints(pending, "tally", tally)
         check_faults(name, [faulty for _, _, faulty in tallies], cuts)
         takes = histogram.allotted([at_edge for _, at_edge, _ in tallies], room)
-        own = own.where(histogram.kept(bins, edge, takes[rank]))
+        own = own.where(histogram.kept_in_bins(bins, edge, takes[rank]))
         own = IndexValuePairs(own.indices, own.values.to(dtype))
 
         # 4. Balance and all-gather.

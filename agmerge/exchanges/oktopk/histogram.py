@@ -51,7 +51,7 @@ def allotted(at_edge: Sequence[int], room: int) -> list[int]:
     return [min(max(room - earlier, 0), own) for earlier, own in zip(before, at_edge, strict=False)]
 
 
-def kept(bins: torch.Tensor, edge: int, take: int) -> torch.Tensor:
+def kept_in_bins(bins: torch.Tensor, edge: int, take: int) -> torch.Tensor:
     """Return which elements are above bin ``edge``, or the first ``take`` of it: bool, in the shape of ``bins``."""
     mask = bins > edge
     mask[(bins == edge).nonzero().view(-1)[:take]] = True

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agmerge.backends import Handle
-from agmerge.exchanges.all_reduce import in_rank_order
+from agmerge.exchanges.all_reduce import sum_in_rank_order
 from agmerge.exchanges.base import ExchangeContext, InFlight, Noise
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.quantised.exchange import QuantisedExchange, State, quantised_slots, refuse_damaged
@@ -51,7 +51,7 @@ class GatheredExchange(QuantisedExchange):
         shard = state.layout.first[0]
         control = shard.header.read_headers(rows, pending.control, pending.name, sealed=sealed)
         refuse_damaged(pending.name, self._damaged(shard, rows, pending, sealed=sealed))
-        state.squares = in_rank_order(shard.squares(rows).view(-1, 1))  # each rank adds: processors must agree
+        state.squares = sum_in_rank_order(shard.squares(rows).view(-1, 1))  # each rank adds: processors must agree
         return control
 
     def finish(self, pending: InFlight) -> None:

@@ -83,7 +83,7 @@ def reduction(op: Any, average: Any, call: str) -> ReduceOp:
         raise ValueError(f"{call}: The op parameter supersedes average. Please provide only one of them.")
     if op is None:
         return Sum if average is not None and not average else Average
-    name = horovod_names.reduction(op)
+    name = horovod_names.horovod_reduction(op)
     if name is not None:
         op = ReduceOp(name)
     if not isinstance(op, ReduceOp):

@@ -41,7 +41,7 @@ def greedy(profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
         for stop in sorted({*stops.tolist(), len(profile)}):
             found.append((yield from _follow(profile, costs, mode, stop)))
     soonest = min(float(ends.min()) for ends, _ in found) * (1 + _EQUAL)
-    plans = [_plan(marks[:, f]) for ends, marks in found for f in _fewest(ends, marks, soonest)]
+    plans = [_plan_of_marks(marks[:, f]) for ends, marks in found for f in _fewest(ends, marks, soonest)]
     return min(plans, key=lambda plan: len(plan.counts))
 
 
@@ -95,7 +95,7 @@ def _fewest(ends: Reals, marks: Marks, soonest: float) -> list[int]:
     return [int(lanes[np.count_nonzero(marks[:, lanes], axis=0).argmin()])] if len(lanes) else []
 
 
-def _plan(marks: Marks) -> Plan:
+def _plan_of_marks(marks: Marks) -> Plan:
     """Return the plan with merge buffers that end at the marked tensors; 2 marks a dense one."""
     stops = np.flatnonzero(marks)
     return Plan(tuple(np.diff(stops, prepend=-1).tolist()), tuple((marks[stops] == 2).tolist()))

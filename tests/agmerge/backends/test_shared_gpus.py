@@ -48,7 +48,7 @@ def test_a_world_with_shared_gpus_is_made_without_nccl_and_rank_0_says_why(
     monkeypatch.setattr(shared_gpus, "_shared", False)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        shared_gpus.settle(rank, lambda own, name: [own, own, json.dumps(others).encode()])
+        shared_gpus.settle_shared_gpus(rank, lambda own, name: [own, own, json.dumps(others).encode()])
     assert torch_groups.kinds(DIST) == kinds and torch_groups.has_nccl(DIST) is ("nccl" in kinds)
     shared = kinds == "gloo"
     assert ["3 workers share 2 GPUs" in str(one.message) for one in said] == [True] * (shared and rank == 0)
@@ -57,8 +57,8 @@ def test_a_world_with_shared_gpus_is_made_without_nccl_and_rank_0_says_why(
 def test_a_world_without_gpus_shares_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_gpus, "_shared", True)  # of a world before
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    shared_gpus.settle(0, lambda own, name: [own, own])
-    assert not shared_gpus.are_shared()
+    shared_gpus.settle_shared_gpus(0, lambda own, name: [own, own])
+    assert not shared_gpus.gpus_are_shared()
 
 
 @pytest.mark.parametrize("hosts, shared", [(["", ""], True), (["a", "a"], True), (["a", "b"], False)])

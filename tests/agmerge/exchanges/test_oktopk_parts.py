@@ -121,7 +121,7 @@ def test_ranks_keep_the_k_largest_together(rows: list[list[int]], k: int) -> Non
     assert isinstance(counts, torch.Tensor) and counts.dtype == torch.int32
     edge, room = histogram.crossing(counts, k)
     takes = histogram.allotted([int((row == edge).sum()) for row in ranks], room)
-    masks = [histogram.kept(row, edge, take) for row, take in zip(ranks, takes, strict=True)]
+    masks = [histogram.kept_in_bins(row, edge, take) for row, take in zip(ranks, takes, strict=True)]
     whole = torch.cat(ranks).tolist()
     expected = sorted(range(len(whole)), key=lambda i: (-whole[i], i))[:k]
     assert torch.cat(masks).nonzero().view(-1).tolist() == sorted(expected)
