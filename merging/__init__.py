@@ -12,16 +12,13 @@ needs only the standard library and NumPy.
 
 from __future__ import annotations
 
-from merging.costs import Cost, Costs
-from merging.curve import Curve
-from merging.measured import Measurements, best
-from merging.message_split import divide
+from merging.costs import Cost, Costs, Profile
+from merging.measured import Curve, Measurements, best
 from merging.pieces import Pieces, in_pieces
 from merging.plan import Plan
 from merging.planner import Planner
-from merging.profile import Profile
 from merging.registry import get, names, register
-from merging.timeline import MODES, Span, Timeline, predict
+from merging.timeline import MODES, Span, Timeline, divide, predict
 
 __all__ = [
     "MODES",

@@ -18,9 +18,7 @@ needs only torch, NumPy and the standard library. It imports neither `agmerge` n
 
 from __future__ import annotations
 
-from sparsifiers.arguments import Request, budget
-from sparsifiers.base import Selection, Sparsifier
-from sparsifiers.by_name import ByName
+from sparsifiers.base import ByName, Compressor, Kind, Request, Selection, Sparsifier, budget
 from sparsifiers.catalogue import (
     get,
     is_low_rank,
@@ -38,10 +36,8 @@ from sparsifiers.catalogue import (
     register_quantiser,
     register_quantizer,
 )
-from sparsifiers.compensation import Momentum, Rate
-from sparsifiers.compressor import Compressor, Kind
 from sparsifiers.low_rank import ACPSGD, LowRank, PowerSGD
-from sparsifiers.memories import Memory
+from sparsifiers.memories import Memory, Momentum, Rate
 from sparsifiers.quantising.base import Quantiser, Quantizer
 
 # Names with "quantis" are the old spelling of those with "quantiz".

@@ -12,13 +12,12 @@ May import backends/, tensors/ and the package ``sparsifiers``.
 
 from __future__ import annotations
 
-from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, Noise, Ranks, SegmentBuffers
+from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, Noise, Ranks, SegmentBuffers, Store
 from agmerge.exchanges.dense import DenseExchange
 from agmerge.exchanges.low_rank.exchange import LowRankExchange
 from agmerge.exchanges.masked import MaskedExchange
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
 from agmerge.exchanges.sparse import SparseExchange
-from agmerge.exchanges.store import Store
 
 __all__ = [
     "DenseExchange",

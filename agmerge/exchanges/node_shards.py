@@ -16,12 +16,10 @@ import torch
 
 from agmerge.backends import Handle
 from agmerge.backends.topology import Nodes
-from agmerge.exchanges.all_reduce import sum_in_rank_order
-from agmerge.exchanges.dense import decode, tail_length, tail_of
+from agmerge.exchanges.dense import decode, sum_in_rank_order, tail_length, tail_of
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.routing import group_by_dtype
-from agmerge.tensors.arena import Arena, move_to_update
-from agmerge.tensors.handed_out import HandedOut
+from agmerge.tensors.arena import Arena, HandedOut, move_to_update
 from agmerge.tensors.layout import Layout, Segment, Slot, TensorClass
 
 

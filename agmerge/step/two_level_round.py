@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from agmerge.exchanges import Noise
-from agmerge.exchanges.all_reduce import sum_in_rank_order
 from agmerge.exchanges.base import AHEAD
+from agmerge.exchanges.dense import sum_in_rank_order
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.node_shards import NodeShards
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.round import GradientOf, Round
-from agmerge.tensors.difference import Difference, as_tensor
+from agmerge.tensors.arena import Difference, as_tensor
 from agmerge.tensors.layout import Slot
 from agmerge.tensors.nonfinite import is_finite
-from sparsifiers.compensation import Alongside
+from sparsifiers.memories import Alongside
 
 
 class TwoLevelRound(Round):

@@ -12,8 +12,7 @@ from support.planning_problems import measured
 
 import merging
 from merging import Curve, Measurements, Plan, Profile, predict
-from merging.comparison import Row, compare, comparison_table
-from merging.drawing import svg, ticks
+from merging.drawing import Row, compare, comparison_table, svg, ticks
 from merging.measured import step_end
 
 SVG = "{http://www.w3.org/2000/svg}"

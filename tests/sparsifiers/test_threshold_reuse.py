@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsifiers import exact_topk, threshold_reuse
-from sparsifiers.magnitude import bit_view, magnitude_mask
-from sparsifiers.threshold_reuse import key_from, reuse_threshold, value_of
+from sparsifiers import candidates, exact_topk
+from sparsifiers.candidates import key_from, reuse_threshold, value_of
+from sparsifiers.exact_topk import bit_view, magnitude_mask
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -121,7 +121,7 @@ def counting_passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             passes.append(name)
             return inner(*arguments)
 
-        monkeypatch.setattr(threshold_reuse.exact_topk, name, counted)
+        monkeypatch.setattr(candidates.exact_topk, name, counted)
     return passes
 
 
@@ -160,5 +160,5 @@ def test_under_error_feedback(drift: float, most_exact: float, rows: bool) -> No
 def test_all_are_sent_where_all_are_wanted() -> None:
     """Also those below a threshold of an earlier step: density 1 is the dense exchange."""
     vector = torch.arange(1, 101, dtype=torch.float32)
-    found = threshold_reuse.reuse_threshold(vector, 100, threshold=50.0)
+    found = candidates.reuse_threshold(vector, 100, threshold=50.0)
     assert found.exact and len(found.indices) == 100

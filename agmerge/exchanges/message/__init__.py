@@ -8,9 +8,8 @@ side, for later rounds. ``offers``: selections, as codecs take them. ``bits``: p
 
 from __future__ import annotations
 
-from agmerge.exchanges.message.codec import ValueCodec
 from agmerge.exchanges.message.indices import Bitmap, Blocks, Everything, IndexCodec, Int32, candidates, smallest
-from agmerge.exchanges.message.values import VALUES, Cast, value_codec
+from agmerge.exchanges.message.scaled import VALUES, Cast, ValueCodec, value_codec
 
 __all__ = [
     "VALUES",

@@ -11,10 +11,8 @@ from __future__ import annotations
 from agmerge.runtime.collectives.alltoalls import alltoall, alltoall_async
 from agmerge.runtime.collectives.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_, root_of
 from agmerge.runtime.collectives.gather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from agmerge.runtime.collectives.joins import join
-from agmerge.runtime.collectives.objects import allgather_object, barrier, broadcast_object
-from agmerge.runtime.collectives.operation import poll, synchronize
-from agmerge.runtime.collectives.raw import as_bytes
+from agmerge.runtime.collectives.objects import allgather_object, barrier, broadcast_object, join
+from agmerge.runtime.collectives.operation import as_bytes, poll, synchronize
 from agmerge.runtime.collectives.reduce import (
     allreduce,
     allreduce_,
