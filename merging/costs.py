@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs of sparsifying and exchanging, in seconds, as functions of a number of elements."""
+"""Costs of sparsifying and exchanging, in seconds, by the number of elements; and the profile of a model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from numpy.typing import ArrayLike
 
 from merging import storage
 from merging.plan import Elements, Reals, elements, reals, tensor_names
-
-# Profile of one model: measured sizes and times per tensor, in readiness order.
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)

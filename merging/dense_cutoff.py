@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partial sparsification, corrected: layers that are too small to select from are sent dense, inside the budget.
+"""Loads of tensors inside one budget: important ones send more, and those too small to select from go dense.
 
 ADTopk, "Partial sparsification" (the extended paper, after HPDC 2024): tensors of up to p elements, the size cut, are
-not sparsified, and the density of the others falls so far that the volume stays. Published code takes
-rho' = max(rho, ...), which is always rho and exceeds the budget, and multiplies the load by the density twice; here
-neither. rho is the density, S the elements of all tensors, F those of dense tensors.
+not sparsified, and the density of the others falls so far that the volume stays. Published code takes rho' = max(rho,
+...), which is always rho and exceeds the budget, and multiplies the load by the density twice; here neither. rho is the
+density, S the elements of all tensors, F those of dense tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from merging.measured import Measurements, best, step_end
 from merging.plan import Elements, Reals
 from merging.planner import Planner
 
-# Budgets: how many elements each tensor may send, when important tensors are to send more.
+# Budgets, when important tensors are to send more.
 
 
 def loads(numel: ArrayLike, energy: ArrayLike, density: float, *, least: float = 0.0, most: float = 1.0) -> Elements:
@@ -62,6 +62,8 @@ def _rounded(counts: Reals) -> Elements:
     """Return the counts rounded down, those a rounding error below a whole number to that number."""
     return np.asarray(np.floor(counts * (1 + 1e-12) + 1e-9), dtype=np.int64)
 
+
+# Size cuts.
 
 SHARE = 0.5  # of the budget, at most, is spent on dense tensors: the others keep half of their density at least
 MOST = 16  # cuts that are planned for; more are thinned out evenly

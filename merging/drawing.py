@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picture of the timelines of several plans: overlap and exposed time."""
+"""Plans side by side on the same measurements: a table of all planners, and a picture of overlap and exposed time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from merging.planners.exact import BUDGET
 from merging.registry import get, names
 from merging.timeline import predict
 
-# Comparison of all planners on the same measurements, side by side.
+# The table.
 
 _HEADS = ("planner", "mode", "finish (ms)", "finish / best", "exposed (ms)", "merge buffers", "uncompressed")
 
@@ -84,6 +84,8 @@ def comparison_table(rows: Sequence[Row]) -> str:
         text.append("  ".join((*left, *right)))
     return "\n".join(text)
 
+
+# The picture.
 
 _LEFT, _WIDTH, _RIGHT = 150, 800, 90  # labels, the time axis, finish times; in pixels
 _TOP, _ROW, _BAR = 84, 40, 13

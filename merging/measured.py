@@ -19,7 +19,7 @@ from merging.plan import seconds as _checked
 from merging.planner import Planner
 from merging.timeline import MODES, check_mode, choose_dense, predict
 
-# Cost curves of measured points: seconds as a function of element counts, by straight lines between the points.
+# Curves: seconds as a function of element counts, by straight lines between measured points.
 
 _CURVE = "merging.Curve"
 _FAR = 4  # the slope beyond the last point is over the last factor of 4 in elements: one noisy point does not set it
@@ -157,6 +157,8 @@ def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
         pools.append(pool)
     return [mean for mean, _, many in pools for _ in range(many)]
 
+
+# Measurements.
 
 _KIND = "merging.Measurements"
 CURVES = ("sparsify", "exchange", "dense", "message")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ordered partition of all tensors into merge buffers, as a value that can be agreed on and recorded."""
+"""Ordered partition of all tensors into merge buffers, as a value that can be agreed on and recorded.
+
+The checks of arguments stand before it, for all of the package.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from merging import storage
 
-# Checks of a caller's arguments: they become tuples and read-only arrays, or an error that names the tensor.
+# Arguments of callers: they become tuples and read-only arrays, or an error that names the tensor.
 
 Elements = NDArray[np.int64]
 Reals = NDArray[np.float64]
@@ -128,6 +131,8 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
     array.setflags(write=False)
     return array
 
+
+# The plan.
 
 _KIND = "merging.Plan"
 

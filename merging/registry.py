@@ -18,9 +18,7 @@ from merging.planners.papers.mgwfbp import MGWFBP
 from merging.planners.papers.omgs import OMGS
 from merging.planners.simple import Count, Layerwise, Single, Threshold
 
-# Names of planners in papers and their code: the one table of these, for scripts and command lines.
-#
-# Other packages have the names of compressors and exchanges.
+# Names in papers and their code: the one table of these, for scripts and command lines.
 
 ALIKE = 0.7  # least similarity of two names for one to be a misspelling of the other
 
@@ -92,6 +90,8 @@ def _likeness(first: str, second: str) -> float:
         first, second = first.removesuffix("sgd"), second.removesuffix("sgd")
     return SequenceMatcher(None, first, second).ratio()
 
+
+# The registry.
 
 _planners: dict[str, type[Planner]] = {}  # by canonical name, in the order in which they were registered
 

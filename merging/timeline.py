@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted times at which each merge buffer is ready, starts and ends: the quantity that every planner minimises."""
+"""Predicted times at which each merge buffer is ready, starts and ends: the quantity that every planner minimises.
+
+For a given partition, which merge buffers go dense and in how many messages follows from these times.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +182,7 @@ def _totals(values: Elements, plan: Plan) -> Elements:
     return np.add.reduceat(values, [start for start, _ in plan.bounds])
 
 
-# Choice between dense and sparse, merge buffer by merge buffer, for a given partition.
+# Dense or sparse, merge buffer by merge buffer.
 
 WIDEST = 256  # states kept of a prefix
 Indices = NDArray[np.int64]
@@ -243,7 +246,7 @@ def unbeaten(clock: Reals, channel: Reals, flags: Indices) -> Indices:
     return kept if len(kept) <= WIDEST else kept[np.linspace(0, len(kept) - 1, WIDEST).astype(int)]
 
 
-# Choice of the number of messages of each merge buffer, for a given partition.
+# The number of messages of each merge buffer.
 
 MOST = 8
 SMALLEST = 2**18  # elements of work: selected from in 0.1 to 0.3 ms (measured), about the start-up of a message
@@ -292,7 +295,7 @@ def divide(plan: Plan, profile: Profile, costs: Costs, mode: str, most: int = MO
     return plan
 
 
-# Size limit of merge buffers: indices in a message are int32.
+# The size limit of merge buffers: indices in a message are int32.
 
 LIMIT = 2**31
 

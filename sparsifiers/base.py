@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contract of a sparsifier: `Sparsifier`, the base class, and `Selection`, its result."""
+"""Contracts of compressors: the base class of all, one by name of parameters, and `Sparsifier` with its `Selection`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from sparsifiers.candidates import Candidates
 from sparsifiers.gpu import Scratch
 from sparsifiers.name_patterns import compiled
 
-# Check the arguments of sparsifiers, in one place.
-#
-# Each check raises before anything is computed, and says what was wrong, where (the sparsifier and the key of the
-# vector) and what to do. `owner` and `key` only name that place; they are formatted when a check fails.
+# Arguments of sparsifiers, checked in one place before anything is computed. Errors say what was wrong, where (the
+# sparsifier and the key of the vector) and what to do. `owner` and `key` only name that place; they are formatted when
+# a check fails.
 
 NUMEL_LIMIT = 2**31  # indices travel as int32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of vectors
@@ -158,7 +157,7 @@ def _where(owner: object, key: str) -> str:
     return f"{owner}, key {key!r}" if key else f"{owner}"
 
 
-# Write one text for one configuration: ranks compare these texts to find out that their settings differ.
+# One text for one configuration: ranks compare these texts to find out that their settings differ.
 
 
 def canonical(name: str, options: Mapping[str, object]) -> str:
@@ -183,10 +182,9 @@ def _text(name: str, option: str, value: object) -> str:
     )
 
 
-# Common base of compressors: a name, a kind, options, and state that survives a restart.
-#
-# A sparsifier sends some of the elements of a vector, a cast sends all of them in fewer bits, a low-rank compressor
-# sends two thin factors. The code that plans, checks and saves a training needs this one type.
+# Compressors, the one type that the code needs which plans, checks and saves a training. A sparsifier sends some of the
+# elements of a vector, a cast or a quantiser sends all of them in fewer bits, a low-rank compressor sends two thin
+# factors.
 
 
 class Kind(enum.Enum):
@@ -298,9 +296,6 @@ class Compressor(ABC):
         return canonical(self.name, dict(sorted(self.options().items())))
 
 
-# Compress some tensors by one compressor, and others by another: top-k for embeddings, low rank for matrices.
-
-
 class ByName(Compressor):
     """Compress different parameters with different compressors.
 
@@ -389,6 +384,9 @@ class ByName(Compressor):
 
     def __repr__(self) -> str:
         return canonical(self.name, self.options())
+
+
+# Sparsifiers.
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Note the largest elements of a vector while it is written, so that selection need not read it again.
+"""Selection without a search of all: from elements noted while a vector is written, or by the last step's threshold.
 
 A pass that writes a vector piece by piece notes position and key of elements that exceed a floor, a little below the
 last selection's smallest key. If k or more are held at last, the k largest of them are the k largest of the vector,
@@ -23,14 +23,13 @@ from torch import Tensor
 from sparsifiers import exact_topk, kernel
 from sparsifiers.exact_topk import INTEGERS, bit_view, magnitude_mask, workspace
 
-# Reuse a threshold from one step to the next, corrected by the number of elements that it finds.
+# Thresholds, reused from one step to the next, and corrected by the number of elements that they find.
 #
-# Which threshold is carried over is ADTopk's idea (HPDC'24); the rule is ours. Theirs reuses a threshold for a
-# number of steps with any count, which under a drifting scale was measured to send up to six times k; here
-# every count is known before it is sent. A count within [0.8 k, 1.25 k] is accepted, any other is answered with
-# the exact k largest in the same step. The gain stays low because error feedback empties the tail above the last
-# threshold: a count says less about the next one than the distribution would have it, and a Newton step
-# oscillates.
+# Which threshold is carried over is ADTopk's idea (HPDC'24); the rule is ours. Theirs reuses a threshold for a number
+# of steps with any count, which under a drifting scale was measured to send up to six times k; here every count is
+# known before it is sent. A count within [0.8 k, 1.25 k] is accepted, any other is answered with the exact k largest in
+# the same step. The gain stays low because error feedback empties the tail above the last threshold: a count says less
+# about the next one than the distribution would have it, and a Newton step oscillates.
 
 GAIN = 0.1  # exponent of count / k by which a threshold is corrected; see above why it is low
 
@@ -80,6 +79,8 @@ def value_of(key: int, dtype: torch.dtype) -> float:
     """Return the magnitude of `dtype` that has this key."""
     return float(torch.tensor(key, dtype=INTEGERS[dtype]).view(dtype))
 
+
+# Candidates.
 
 ROOM = 3  # times k: as many are held at most, of 8 bytes each
 RARE = 16  # elements for each that is selected, at least: the lists take 1.5 bytes an element at most

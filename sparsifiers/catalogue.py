@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressors and memories by name. A new one is a file of its own, and an import and a line here."""
+"""Compressors and memories by name, their own or a published one.
+
+A new one is a file of its own, and an import and a line here.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,8 @@ from sparsifiers.quantising.onebit import OneBit
 from sparsifiers.quantising.stochastic import QSGD, TernGrad
 from sparsifiers.randomk import RandomK
 
-# Names of compressors in papers and their code: the one table of these, for scripts and command lines.
-#
-# Keys are spelled as `sparsifiers.catalogue.spelling` does. Names of planners and exchanges are the business of
-# other packages.
+# Names in papers and their code: the one table of these, for scripts and command lines. Keys are spelled as `spelling`
+# does. Names of planners and exchanges are the business of other packages.
 
 # Other names for the canonical ones: accepted, not listed.
 SPARSIFIERS = {
@@ -89,7 +90,7 @@ NEAREST_QUANTISER = {
 }
 
 
-# Registry of factories by name, with errors that list names and options.
+# The registry.
 
 Made = TypeVar("Made")
 ALIKE = 0.7  # how similar two names are, at least, for the one to be a slip of the pen for the other
@@ -203,6 +204,8 @@ class Registry(Generic[Made]):
                 f"{', '.join(accepted) or 'none'}"
             )
 
+
+# Sparsifiers, low-rank compressors, quantizers and memories.
 
 _sparsifiers: Registry[Sparsifier] = Registry("sparsifier", Sparsifier, SPARSIFIERS, NEAREST_SPARSIFIER)
 _sparsifiers.register("topk", TopK)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the values read of a quantiser's records: zeros, extremes, errors, means, and sums of several messages."""
+"""Checks of the values read of a quantiser's records: zeros, extremes, errors, means, and sums of several messages.
+
+Helpers that other checks of the contract need stand first.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from sparsifiers.exact_topk import bit_view
 from sparsifiers.quantising.base import Quantiser, blocks_in
 from sparsifiers.quantising.draws import Draws, key_of
 
-# Helpers that the checks of the contract have in common.
+# Helpers of all checks.
 
 
 def require(holds: bool, what: str, where: str) -> None:
@@ -32,7 +35,7 @@ def generators() -> tuple[object, ...]:
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(words).tobytes(), position
 
 
-# Write and read the records of a quantiser, as its checks do, and make the vectors that it is checked on.
+# Records, written and read as the checks do, and the vectors that are checked.
 
 DRAWS = Draws(key_of(2024), first=5)
 
@@ -71,6 +74,8 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     """Return whether all bits are the same, but that 0 and -0 are equal."""
     return torch.equal(bit_view(left + 0.0), bit_view(right + 0.0))
 
+
+# The checks.
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of values
 BIASED = 0.03  # share of a vector, and of its coordinates beside the largest, that its mean over draws may lack

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Select by an estimated threshold: a sample to fit, a count that decides, exact selection where it fails.
+"""Selection by an estimated threshold: a sample to fit, a count that decides, exact selection where it fails.
 
 An estimator is a pure function (x, wanted) -> eta on tensors: x float32 [m] >= 0 are sampled magnitudes in units of a
 power of two, sorted once so that each count is a binary search; wanted (0-dim) is how many of them should reach the
-threshold eta (0-dim). It reads no value on the host and has no shape that depends on data, so the same code serves
-all devices. It only starts the search: with any estimate, 0.8 k to k indices are selected.
+threshold eta (0-dim). It reads no value on the host and has no shape that depends on data, so the same code serves all
+devices. It only starts the search: with any estimate, 0.8 k to k indices are selected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparsifiers.device import bracket, keys_of, take
 from sparsifiers.exact_topk import INTEGERS, bit_view, largest_magnitudes, magnitude_mask, scan
 from sparsifiers.largest import select_in_kernels
 
-# Prepare a small sample of a vector, to fit a threshold to it, without waiting for a device.
+# Samples, prepared without waiting for a device.
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def normalised(elements: Tensor, density: float) -> Sample:
     return Sample((x / unit).float(), unit.double(), wanted.float())
 
 
-# State that belongs to a vector: by key, and forgotten where the key comes back with another length.
+# State by key, forgotten where the key comes back with another length.
 
 
 class Keyed(Sparsifier):
@@ -127,7 +127,7 @@ class Keyed(Sparsifier):
         self._kept = {key: kept for key, kept in self._kept.items() if key in wanted}
 
 
-# Count a sample against a threshold, and move the threshold until the count is the wanted one.
+# Counts of a sample against a threshold, which moves until the count is the wanted one.
 
 SLOPES = (-1e5, -0.25)  # of ln count against ln eta: a tail that ends, and one heavier than any with a mean
 
@@ -188,6 +188,8 @@ def corrected(x: Tensor, wanted: Tensor, eta: Tensor, slope: Tensor, evaluations
         place = torch.where(inside, following, (low + high) / 2)
     return best.exp()
 
+
+# The sparsifier.
 
 SAMPLES = 1 << 16  # elements, at least
 REACHED = 256  # sampled elements above the threshold, at least: their count is then right to 6 %

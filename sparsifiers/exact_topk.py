@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the k largest magnitudes of a vector in CPU memory, exactly, with scratch in the size of k.
+"""Exact search for the k largest magnitudes of a vector in CPU memory, with scratch in the size of k.
 
-The vector is read once, in blocks that stay in the cache. Keys above a floor are kept with their positions;
-when more than twice k are held they are cut back to the k largest, and the floor rises to the smallest of
-these. It may rise so far because positions ascend: of two equal keys the later one loses. A first floor
-guessed from a sample makes the cuts rare, and has no say in the result. Vectors that `kernel` can read are scanned and
-cut by compiled loops, with the same result.
+The vector is read once, in blocks that stay in the cache. Keys above a floor are kept with their positions; when more
+than twice k are held they are cut back to the k largest, and the floor rises to the smallest of these. It may rise so
+far because positions ascend: of two equal keys the later one loses. A first floor guessed from a sample makes the cuts
+rare, and has no say in the result. Vectors that `kernel` can read are scanned and cut by compiled loops, with the same
+result.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from sparsifiers import kernel
 
-# Read magnitudes as integers: the bits of a float without its sign bit.
+# Keys: magnitudes as integers, the bits of a float without its sign bit.
 #
-# Sign-magnitude formats (IEEE 754 and bfloat16) are laid out so that these integers rise with |a|: zeros of both
-# signs are 0, subnormals, normals and inf follow in order, and NaN comes after inf. One integer comparison therefore
-# serves every dtype, and does not depend on the flush-to-zero mode of the thread. It treats NaN as the largest value
-# without a special case (two NaNs compare by their payload).
+# Sign-magnitude formats (IEEE 754 and bfloat16) are laid out so that these integers rise with |a|: zeros of both signs
+# are 0, subnormals, normals and inf follow in order, and NaN comes after inf. One integer comparison therefore serves
+# every dtype, and does not depend on the flush-to-zero mode of the thread. It treats NaN as the largest value without a
+# special case (two NaNs compare by their payload).
 
 INTEGERS = {  # of the same width, by float
     torch.float16: torch.int16,
@@ -46,9 +46,8 @@ def magnitude_mask(dtype: torch.dtype) -> int:
     return int(torch.iinfo(INTEGERS[dtype]).max)
 
 
-# Guess the k-th largest magnitude from a small sample, low on purpose.
-#
-# The guess only has to be cheap and seldom too high: its callers count the elements above it.
+# A floor: the k-th largest magnitude, guessed from a small sample, low on purpose. The guess only has to be cheap and
+# seldom too high, because its callers count the elements above it.
 
 SAMPLES = 5.0  # times cbrt(k * n); for a key carried in vain that costs five times a sample (measured)
 COMPILED_SAMPLES = 0.8  # the same where the loops of `kernel` carry it for a tenth of a sample
@@ -98,6 +97,8 @@ def places(n: int, m: int) -> NDArray[np.int64]:
     starts = number.astype(np.int64) * n // m
     return starts + (fraction.astype(np.uint64) * np.uint64(n // m) >> np.uint64(32)).astype(np.int64)
 
+
+# The search.
 
 BLOCK = 1 << 16  # elements; keys and flags of a block fit the second-level cache for every dtype
 KEPT = 1 << 20  # slots of the compiled scan that a thread keeps for the next, 12 MB at most

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Select the largest of a vector: on a device in kernels, or in torch's operations; on the host from candidates."""
+"""Exact selection of the largest, `topk`: on a device in kernels or torch's operations, on the host from candidates."""
 
 from __future__ import annotations
 

@@ -150,6 +150,9 @@ def advance(gradient: Tensor, momentum: Momentum, rate: Rate) -> bool:
     return nesterov
 
 
+# Memories.
+
+
 class Memory:
     """Base class of error feedback: how a residual and a gradient become the vector to select from.
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the quality of selections: the residual that they leave, and the rows of a vector that they reach.
+"""Measured quality of selections: the residual that they leave, and the rows of a vector that they reach.
 
 ADTopk (HPDC'24) argues with these figures, and its `proofs/` measure them. Convergence with error feedback rests on a
 contraction, ||a - C(a)||^2 <= (1 - k/n) ||a||^2 (Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS
 2018): topk keeps to it at every step, randomk and rows that take turns on average. Ours: coverage and waiting in
-training, and the contraction of the vector itself (the reference compares with a reshaped one, and finds no
-residual). This is a measuring tool: it reads a device's values and waits for them.
+training, and the contraction of the vector itself (the reference compares with a reshaped one, and finds no residual).
+This is a measuring tool: it reads a device's values and waits for them.
 """
 
 from __future__ import annotations
@@ -128,9 +128,6 @@ class Proof:
             "rows_reached": reached / rows if rows else 1.0,
             "longest_wait": self._wait,
         }
-
-
-# Watch a sparsifier at work: make its selections, and keep figures of their quality.
 
 
 class Observed(Sparsifier):

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from sparsifiers.base import Request, Selection, Sparsifier
 
-# Permute [0, n) by a key, so that any subset of images can be computed by itself.
-#
-# Numpy's generators may change their streams between versions; ranks must not draw different indices because
-# their numpy differs, so this one is written out.
+# A permutation of [0, n) by a key, of which any subset of images can be computed by itself. Numpy's generators may
+# change their streams between versions; ranks must not draw different indices because their numpy differs, so this one
+# is written out.
 
 
 def permuted(n: int, count: int, key: str) -> NDArray[np.uint32]:

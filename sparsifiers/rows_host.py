@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the largest of each row in CPU memory, with scratch for a few rows.
-
-Keys of as many rows as fit the cache are copied and searched together; a row that does not fit is searched as
-a vector of its own. Columns of a C-order matrix are copied in strips at least a cache line wide. Tables that `kernel`
-can read, and has room for, are searched by compiled loops, with the same result.
-"""
+"""Largest of each row: the rows of tensors, k dealt to them, and the search on a device and in CPU memory."""
 
 from __future__ import annotations
 
@@ -22,13 +17,13 @@ from sparsifiers import kernel
 from sparsifiers.device import largest_magnitudes_on_device
 from sparsifiers.exact_topk import BLOCK, bit_view, largest, largest_magnitudes, magnitude_mask
 
-# Find the rows of the tensors in a vector, and deal k to them.
+# Rows of the tensors in a vector, and k dealt to them.
 #
-# A tensor of two or more dimensions [O, I, ...] is the C-order matrix [O, I * ...], and its longer axis is the
-# one that is searched: its rows are that matrix's rows, or its columns if O > I * ... (ADTopk, HPDC'24, so that
-# the fewest rows are forced to send; of the reference, `proofs/` does this and the library does not). Any other
-# tensor is one row. Dealing is ours: the reference sends max(1, int(cols * density)) of every row, which exceeds
-# the budget wherever rows are short.
+# A tensor of two or more dimensions [O, I, ...] is the C-order matrix [O, I * ...], and its longer axis is the one that
+# is searched: its rows are that matrix's rows, or its columns if O > I * ... (ADTopk, HPDC'24, so that the fewest rows
+# are forced to send; of the reference, `proofs/` does this and the library does not). Any other tensor is one row.
+# Dealing is ours: the reference sends max(1, int(cols * density)) of every row, which exceeds the budget wherever rows
+# are short.
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples fill a circle of length CIRCLE most evenly
 CIRCLE = 1 << 64
@@ -127,10 +122,8 @@ def sum_of_floors(count: int, start: int) -> int:
         count, start, circle, step = last // circle, last % circle, step, circle
 
 
-# Find the largest of each row on a device, without waiting for the device.
-#
-# Shapes and constants depend on k, the turn and the tensors' shapes alone and no value is read by the host, so
-# the calls only queue work.
+# On a device, without waiting for it. Shapes and constants depend on k, the turn and the tensors' shapes alone and no
+# value is read by the host, so the calls only queue work.
 
 
 def largest_in_rows_on_device(vector: Tensor, k: int, turn: int, shapes: Sequence[Sequence[int]]) -> Tensor:
@@ -193,6 +186,12 @@ def _maxima(keys: Tensor, matrix: Matrix) -> Tensor:
     place = table(keys, matrix).argmax(1)  # the first of equals
     return matrix.offset + (place * matrix.rows + row if matrix.columns else row * matrix.length + place)
 
+
+# In CPU memory, with scratch for a few rows.
+#
+# Keys of as many rows as fit the cache are copied and searched together; a row that does not fit is searched as a
+# vector of its own. Columns of a C-order matrix are copied in strips at least a cache line wide. Tables that `kernel`
+# can read, and has room for, are searched by compiled loops, with the same result.
 
 LINE = 16  # fp32 elements of a cache line
 STRIP = 64  # columns copied together where a column is long: fewer visits to every memory page

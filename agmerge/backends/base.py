@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contract of backends: the calls that each of them offers.
+"""Contract of backends, the calls that each of them offers; and the check that no public function hides one.
 
-All collectives are asynchronous: they return a :class:`Handle` at once, and the tensors handed in must
-stay alive and unchanged until ``wait`` has returned. Every rank of a backend makes the same calls in
-the same order; ``name`` is the same on all of them and tells in errors which call it was. Its text from
-`` (`` on is for errors alone and may differ between ranks: :func:`matched` cuts it off.
+All collectives are asynchronous: they return a :class:`Handle` at once, and the tensors handed in must stay alive and
+unchanged until ``wait`` has returned. Every rank of a backend makes the same calls in the same order; ``name`` is the
+same on all of them and tells in errors which call it was. Its text from `` (`` on is for errors alone and may differ
+between ranks: :func:`matched` cuts it off.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ import torch
 from agmerge.backends import status
 from agmerge.errors import AGMergeError
 
-# Check that no function hides a collective: a rank that skips one makes all others wait for it.
-#
-# The docstring of every public function of this library that starts a collective, itself or through other functions,
-# opens with the word "Collective.". The in-memory backend can check that of all functions on the call stack when a
-# collective starts, so that tests find functions without the mark.
+# Check that no function hides a collective: a rank that skips one makes all others wait for it. When a collective
+# starts, the in-memory backend looks at the functions on the call stack: the docstring of each public one opens with
+# "Collective.".
 
 MARK = "Collective."
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -87,6 +85,8 @@ def _attributes(frame: FrameType) -> list[object]:
     name, first = frame.f_code.co_name, frame.f_code.co_varnames[: frame.f_code.co_argcount][:1]
     return [vars(kind)[name] for key in first for kind in type(frame.f_locals.get(key)).__mro__ if name in vars(kind)]
 
+
+# The contract.
 
 Gather = Callable[[bytes, str], list[bytes]]  # (text, name of the call) -> every rank's text
 # (rank, gather, environment) -> this rank's address if ranks are spread over several machines, else None
@@ -276,7 +276,7 @@ class Backend(ABC):
         """Release this communicator's resources. It cannot be used afterwards."""
 
 
-# Backend around another one, for those that do something more where collectives start or end.
+# Base of a backend around another one, for those that do something more where collectives start or end.
 
 
 class DelegatingBackend(Backend):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move bytes by Horovod: NCCL for tensors on a GPU (that has not run yet), MPI or Gloo for those on the CPU.
+"""Horovod as a backend: NCCL for tensors on a GPU (that has not run yet), MPI or Gloo for those on the CPU.
 
 Horovod matches calls by name, so every communicator puts its own prefix in front of stable names. Of a GPU's tensor it
 notes, on the thread and in the stream of the call, when it is ready, so calls are made where that stream is current. A
@@ -23,7 +23,7 @@ from agmerge.backends.base import Backend, Handle, Listen, matched
 from agmerge.backends.status import ProbeResult, Row, built_in
 from agmerge.errors import AGMergeError, CollectiveTimeout, NoAnswer, PeerLost, RankMismatchError
 
-# Connect Horovod's elastic training with ours.
+# Horovod's elastic training: what its ``TorchState`` saves of ours, and a lost worker as it knows one.
 
 
 def register(kind: type[Any], handler: type[Any]) -> None:
@@ -47,12 +47,12 @@ def as_lost_worker(text: str, words: str) -> PeerLost:
     return error
 
 
-# Make Horovod's thread sleep while it waits in Open MPI, where workers have no cores to spare for that.
+# Waits of Horovod's thread, which sleeps in Open MPI where workers have no cores to spare.
 #
 # MPI waits for a message by polling alone. Horovod's thread is in MPI for much of the time, and takes a whole core
-# meanwhile: a trainer's, unless there is one for it. ``sched_yield``, which Open MPI can call between two looks, is
-# no cure: the thread is always ready to run, so the kernel may put both trainers on one core and both threads that
-# wait on another, and leave them there. Sleeping is (docs/backends.md).
+# meanwhile: a trainer's, unless there is one for it. ``sched_yield``, which Open MPI can call between two looks, is no
+# cure: the thread is always ready to run, so the kernel may put both trainers on one core and both threads that wait on
+# another, and leave them there. Sleeping is (docs/backends.md).
 
 # Open MPI 5 sleeps between two looks, for so many nanoseconds and the 50 microseconds of the kernel's timers. Open
 # MPI 4 knows the first of these alone, and yields.
@@ -90,6 +90,8 @@ def cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
+
+# The backend.
 
 SIZES: tuple[str, ...] = ("HOROVOD_SIZE", *mpi.SIZES)
 READS_SLURM = False

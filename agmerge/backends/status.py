@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record the activity of this rank, and complete errors with it and with that of the other ranks.
+"""Status of a rank: its activity, which completes errors, and its rows in the doctor's table.
 
 A backend's handle notes which collective it waits for; an optimizer notes in which phase of which step it is. When a
-wait fails, :func:`annotate` adds the step to the error and, where ranks are processes, what the other ranks answer
-when they are asked (:mod:`agmerge.runtime.peers.monitor`).
+wait fails, :func:`annotate` adds the step to the error and, where ranks are processes, what the other ranks answer when
+they are asked (:mod:`agmerge.runtime.peers.monitor`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from dataclasses import dataclass, field, replace
 from agmerge.backends import limits
 from agmerge.errors import AGMergeError, NoAnswer
 
-# Results of trying a backend on this machine, as backends give them to ``python -m agmerge doctor``.
-#
-# A backend hands over a program to be tried in a process of its own (``PROBE``) and makes a row of the doctor's table
-# from what that found (``diagnose``).
+# The doctor's table, ``python -m agmerge doctor``: a backend hands over a program to be tried in a process of its own
+# (``PROBE``), and makes a row of its result (``diagnose``).
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,9 @@ def built_in(facts: Mapping[str, object]) -> str:
     present = [name for fact, name in names.items() if facts.get(fact)]
     absent = [name for fact, name in names.items() if fact in facts and not facts[fact]]
     return ", ".join(present or ["nothing"]) + (f" (no {', no '.join(absent)})" if absent else "")
+
+
+# Activity of this rank.
 
 
 @dataclass

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams and events of devices. No other module names them, so that a test can stand in for a device.
+"""Devices: their streams and events, whether workers share them, and a thread that makes a library's calls.
 
-A device runs the work of one stream in order, and streams side by side. An event marks a place in a stream:
-another stream, or the host, can wait until the device has got there.
+No other module names streams and events, so that a test can stand in for a device. A device runs the work of one stream
+in order, and streams side by side. An event marks a place in a stream: another stream, or the host, can wait until the
+device has got there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-# Make the calls of a library on a thread of its own, one after the other, and poll those that are under way.
+# Thread for the calls of a library: it makes them one after the other, and polls those that are under way.
 
 PAUSE = 5e-5  # seconds between two looks at calls under way: costs little, and adds little to a message
 
@@ -101,7 +102,7 @@ class Progress:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(call))
 
 
-# GPUs that several workers share. NCCL refuses two ranks on one GPU, so tensors go through the host's memory there.
+# GPUs that several workers share: NCCL takes one rank for each GPU, so tensors go through the host's memory there.
 
 SHARED = (
     "AGM708: {workers} workers share {gpus} on this host. NCCL needs one GPU per worker; falling back to Gloo, which "
@@ -149,6 +150,8 @@ def why_shared(seen: Sequence[Sequence[str]]) -> str:
             return SHARED.format(workers=workers, gpus="one GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs")
     return ""
 
+
+# Streams and events.
 
 SHORTEST, LONGEST = 20e-6, 1e-3  # seconds that the host sleeps between two looks at an event
 SHARE = 0.01  # of the seconds waited so far: the next sleep, so that a wait ends by so much too late at most

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move bytes by torch.distributed: Gloo for tensors on the CPU, NCCL for tensors on a GPU."""
+"""torch.distributed as a backend: Gloo for tensors on the CPU, NCCL for tensors on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agmerge.backends.status import ProbeResult, Row, built_in
 from agmerge.backends.torch_errors import translated
 from agmerge.errors import AGMergeError, NoAnswer
 
-# Connect the ranks of a communicator before its first message, where a library would do so during that.
+# Warm-up: ranks are connected before the first message, where a library would do so during that.
 #
 # NCCL makes a communicator at the first call on a device, and connections at the first call of a kind. For that it
 # allocates memory, which may wait until all kernels of the device have ended. In a hook some of these wait for other
@@ -51,6 +51,8 @@ def _calls(comm: Backend, device: torch.device) -> Iterator[Handle]:
     yield comm.all_gather(rows, row, f"{NAME}/gather")
     yield comm.all_to_all(torch.zeros_like(rows), rows, each, each, f"{NAME}/all to all")
 
+
+# The backend.
 
 OF_THE_WORLD = (
     "AGM305: {}: torch.distributed creates groups with all of its workers only, so exchange='two-level' with "

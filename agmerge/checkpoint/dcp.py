@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residuals in a checkpoint of ``torch.distributed.checkpoint``: a key for every rank and tensor."""
+"""Residuals of all ranks in one checkpoint: a file that rank 0 saves, or keys of ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agmerge.checkpoint.tensor_stream import replaced
 from agmerge.engine.optimizer_group import load_state
 from agmerge.runtime import workers
 
-# State of all ranks in one file, which a group of any size can load.
+# One file with the state of all ranks, which a group of any size can load.
 
 
 def gather_state(optimizer: Wrapper) -> dict[str, Any] | None:
@@ -78,6 +78,8 @@ def gather_parts(comm: Backend, data: bytes, root: int, name: str, timeout: floa
             part += received.numpy().tobytes()
     return [bytes(part) for part in parts] if comm.rank == root else None
 
+
+# ``torch.distributed.checkpoint``: a key for every rank and tensor.
 
 _METADATA = "rest"  # all but the tensors of KINDS, as the bytes of torch.save
 _SET = "ranks="  # begins the section of a key with the ranks of a process set

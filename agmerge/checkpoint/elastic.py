@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a worker in an elastic job: what newcomers are handed, and where they are let in.
+"""State and samples of a worker in an elastic job: what newcomers are handed, and what a worker that leaves hands over.
 
 ``agmerge.elastic.State`` is for jobs of ``agmerge.init(elastic=True)``; an elastic Horovod has a state of its own.
 """
@@ -26,14 +26,13 @@ from agmerge.ops import Sum
 from agmerge.runtime import workers
 from agmerge.step.kept_results import Settled
 
-# Hand over what a worker that leaves an elastic job has not sent, so that nothing is lost.
+# Hand-over: what a worker that leaves an elastic job has not sent goes to the oldest worker that stays.
 #
-# It goes to the oldest worker that stays: residuals, and momenta of own gradients, are added to its own. A step is a
-# mean over workers, and all residuals are scaled to the new number of workers afterwards, so the sum of what is
-# applied and what is kept stays the same.
+# There residuals, and momenta of own gradients, are added to its own. A step is a mean over workers, and all residuals
+# are scaled to the new number of workers afterwards, so the sum of what is applied and what is kept stays the same.
 #
-# Where a worker is lost meanwhile, either all survivors count on the hand-over or none does: nothing is added, and
-# none leaves, before all have heard of its end (:mod:`agmerge.step.kept_results`).
+# Where a worker is lost meanwhile, either all survivors count on the hand-over or none does: nothing is added, and none
+# leaves, before all have heard of its end (:mod:`agmerge.step.kept_results`).
 
 RANKS_OWN = ("residuals", "momenta")  # a rank's own, linear in gradients
 
@@ -109,7 +108,7 @@ def _add(reducer: AnyReducer, unsent: dict[str, Any]) -> None:
     rank_state.load(reducer, {**both, **kept}, own=True)
 
 
-# Samples of a data set, dealt out anew where workers of an elastic job come or go.
+# Samples, dealt out again where workers of an elastic job come or go.
 
 NOT_GIVEN = (
     "AGM219: agmerge.elastic.Sampler: samples are not counted. Pass it to agmerge.elastic.State(sampler=...), whose "
@@ -246,6 +245,8 @@ class Sampler(torch.utils.data.Sampler[int]):
             )
         self._at = state["epoch"], state["taken"]
 
+
+# The state of a job.
 
 P = ParamSpec("P")
 T = TypeVar("T")

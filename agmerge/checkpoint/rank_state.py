@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section of one rank in ``optimizer.state_dict()``: saving and loading."""
+"""Section of one rank in ``optimizer.state_dict()``: its check, saving and loading."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.tensors import nonfinite
 from agmerge.tensors.parameters import is_dtensor, like, local_of, set_gradient, shard_of
 
-# Check of a checkpoint's section before it is loaded: errors name the key that is missing or of a wrong type.
-#
-# A rank that loads changes much, and cannot go back half-way. The meaning of the keys is in
-# :mod:`agmerge.checkpoint.rank_state`.
+# Check of a section before it is loaded, for a rank that loads changes much, and cannot go back half-way. Errors name
+# the key that is missing or of a wrong type.
 
 Test = Callable[[Any], bool]
 DAMAGED = (
@@ -152,6 +150,8 @@ def _check(found: Any, where: str, required: Mapping[str, Test], optional: Mappi
         if key in found and not test(found[key]):
             raise ValueError(DAMAGED.format(where=where, problem=f"has {key!r}: {found[key]!r:.40}"))
 
+
+# Saving and loading. The constants have the meaning of the keys.
 
 SECTION = "agmerge"
 VERSION = 4  # the only one that can be loaded

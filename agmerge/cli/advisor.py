@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch over one script: its steps, what exchanges in them, and the advice at their end."""
+"""Watch over one script, for ``python -m agmerge advise``: its steps, their exchanges, the advice at their end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from agmerge.step.config import AUTO, UPDATES
 from sparsifiers.catalogue import spelling
 from sparsifiers.quantising.base import NONE
 
-# A turn of ``sync="updates"`` in a script's steps, after which model and optimizer are as they were; and its cost.
+# A turn of ``sync="updates"``, after which model and optimizer are as they were; and its cost in loss.
 
 # With its defaults: workers, and % of the loss with AdamW, from "Exchanging updates" in benchmarks/notebook/parity.md.
 COSTS = ((2, 0.2), (4, 1.1), (8, 4.7))
@@ -96,7 +96,7 @@ def told_cost_of_updates(workers: int, optimizer: torch.optim.Optimizer) -> str:
     return f"{percent:g} % higher with {number} workers in our tests"
 
 
-# Turns of compressors in the steps of a training script: each has some steps, several times, and is timed.
+# Turns of compressors: each has some steps, several times, and is timed.
 
 WARM = 3  # steps before anything is timed: first touches of memory, first connections
 TURN = 4  # steps of a turn that are timed; one before them is not
@@ -194,6 +194,8 @@ def leave_out_notices() -> None:
     """Hide this library's warnings from now on: they are about compressors that the script has not named itself."""
     warnings.filterwarnings("ignore", message=r"AGM\d{3}: ")
 
+
+# The watch.
 
 # No plan changes while steps are timed.
 STILL: dict[str, Any] = {"merging": "threshold", "check_every": 0}

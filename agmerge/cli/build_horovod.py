@@ -34,10 +34,10 @@ from agmerge.backends.horovod import cores
 from agmerge.cli import cuda_toolkit, nccl
 from agmerge.errors import AGMergeError
 
-# Keep wheels that were built here, and take back only those that no other user can have put there.
+# Wheels that were built here are kept, and only those are taken back that no other user can have put there.
 #
-# Installed code runs with the rights of the user who installs it. So a wheel, its folder and the folder of all of
-# them have to belong to this user and be writable by no other. The wheel must be the one that was kept, by its hash.
+# Installed code runs with the rights of the user who installs it. So a wheel, its folder and the folder of all of them
+# have to belong to this user and be writable by no other. The wheel must be the one that was kept, by its hash.
 
 OTHERS = stat.S_IWGRP | stat.S_IWOTH  # the rights of all but the owner to write
 
@@ -98,6 +98,8 @@ def _hash_of(file: Path) -> str:
     """Return the SHA-256 of a file, as hex digits."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
+
+# The build.
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"

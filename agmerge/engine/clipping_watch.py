@@ -27,7 +27,7 @@ from agmerge.step.gradient_exchange import Combined, GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.parameters import is_dtensor
 
-# Samples of updates, for comparison with the gradients when the optimizer steps.
+# Samples of updates, to be compared with the gradients when the optimizer steps.
 
 TENSORS, ELEMENTS = 4, 4096  # compared tensors, elements of each: at a density of 1 % some hundred are not zero
 
@@ -135,7 +135,7 @@ def norms_of(parameters: Iterable[torch.Tensor]) -> Norms:
     return Norms(torch.stack(norms), torch.stack(counts), sizes.clamp_(min=1.0))
 
 
-# Derive from a few elements by which factor gradients were scaled, and from their norms whether to a bound.
+# Factors and bounds: by which factor a few elements were scaled, and by their norms, whether to a bound.
 #
 # Clipping leaves one norm behind, however large it was before. A division by a constant has one factor, and one by a
 # number of samples, or a warm-up, has neither.
@@ -210,6 +210,8 @@ def _tolerance(dtype: torch.dtype) -> float:
     """Return by how much, relatively, norms to one bound may differ: ``clip_grad_norm_`` computes them in ``dtype``."""
     return 1e-3 if torch.finfo(dtype).eps < 1e-6 else 2e-2
 
+
+# The watch.
 
 WHOLE = 0.9  # a dense gradient's norm, relative to the one seen, from which on no warning is given
 VELOCITY = (

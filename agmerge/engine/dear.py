@@ -40,7 +40,7 @@ from agmerge.step.gradient_exchange import Combined
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.parameters import ParameterTable, gradient_dtype
 
-# Times of forward passes, and DeAR plans made from them: its all-gathers travel while the next forward runs.
+# Times of forward passes, and plans made from them.
 
 
 class ForwardTimed(Protocol):
@@ -153,7 +153,7 @@ class ForwardTimes:
         self._passes = [*self._passes[1 - KEEP :], seconds]
 
 
-# Updates of one step that DeAR applies under the next forward, for a few parameters at a time.
+# Updates of one step, applied for a few parameters at a time.
 
 _PLAIN = (bool, int, float, str, tuple, type(None))  # values of a group that compare with ==
 
@@ -296,6 +296,8 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a group that compare with ``==``."""
     return {key: value for key, value in group.items() if isinstance(value, _PLAIN)}
 
+
+# The reducer.
 
 STALE = (
     "AGM116: Parameter {name!r} got a gradient before its last update was applied, because no forward pass of its "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on parameters that report gradients to a reducer, and detection of gradients that the script changes later."""
+"""Gradients between backward and a reducer: hooks on parameters, counted passes, and a check that none changes."""
 
 from __future__ import annotations
 
@@ -227,9 +227,6 @@ def _hook(
             tell(parameter)
 
     return hook
-
-
-# Backward passes of one step: counted by parameter, with each gradient handed over after the last of them.
 
 
 class BackwardPasses:

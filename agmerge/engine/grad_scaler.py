@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Support of ``torch.amp.GradScaler``: residuals have no scale, ``p.grad`` has it, so that recipes need no change.
+"""Gradients with a loss scale (``torch.amp.GradScaler``), and sparse gradients (``torch.optim.SparseAdam``).
 
-A gradient is divided by the scale when it is handed over, and the combined update multiplied by it. Changes of the
-scale then do not reach residuals, and the scaler finds the gradients that it expects: with its scale, and the same on
-all ranks.
+Residuals have no scale, ``p.grad`` has it, so that recipes need no change: a gradient is divided by the scale when it
+is handed over, and the combined update multiplied by it. Changes of the scale then do not reach residuals, and the
+scaler finds the gradients that it expects: with its scale, and the same on all ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from agmerge.step.config import Config
 from agmerge.tensors.nonfinite import RAISE, is_finite
 from agmerge.tensors.parameters import ParameterInfo, ParameterTable, local_of, optimizers_of
 
-# Combine the gradients of an optimizer that accepts only sparse ones: all ranks' indices and values are gathered.
+# Sparse gradients of an optimizer that accepts no others: all ranks' indices and values are gathered.
 #
-# That is ``torch.optim.SparseAdam``, for embeddings with ``sparse=True``. As in Horovod, gathered values are added
-# up; they are not compressed, not merged, and leave no residual. Gradients of sparse layout elsewhere, where the
-# optimizer accepts dense ones too, are made dense, or are an error.
+# That is ``torch.optim.SparseAdam``, for embeddings with ``sparse=True``. As in Horovod, gathered values are added up;
+# they are not compressed, not merged, and leave no residual. Gradients of sparse layout elsewhere, where the optimizer
+# accepts dense ones too, are made dense, or are an error.
 
 NOT_FINITE = (
     "AGM106: Gradients are infinite or NaN: {where}. Parameters and residuals are unchanged. Call zero_grad() to "
@@ -126,6 +126,8 @@ def _added(parameter: Any, gradients: list[dict[str, torch.Tensor]], factor: flo
     values = torch.cat([gradient["values"] for gradient in gradients]) * factor
     return torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce().to(parameter.device)
 
+
+# Loss scales.
 
 NOT_ATTACHED = (
     "AGM115: GradScaler.step(): the scaler is not attached. Pass scaler=scaler to DistributedOptimizer, or call "

@@ -19,7 +19,7 @@ from agmerge.engine.followed_optimizer import complete_hooks
 from agmerge.engine.optimizer_wrapper import OF_SCALER, SEVERAL, check_optimizer
 from agmerge.tensors.parameters import optimizers_of
 
-# States of several optimizers that step together: access, saving and loading.
+# States of optimizers that step together: access, saving and loading.
 
 SECTIONS = "optimizers"  # in a state: a list of each optimizer's own state_dict()
 # A key of a state with more sections than a plain optimizer loads, which keeps unknown keys. Keys are numbers of
@@ -172,6 +172,8 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Any) -> None:
             raise ValueError(f"optimizers[{number}] ({type(each).__name__}): {error}") from None
     unmark(optimizer)
 
+
+# The group.
 
 OneOrSeveral = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 ADD_GROUP = (

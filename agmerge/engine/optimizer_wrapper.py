@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrapper of an optimizer by composition: the inner optimizer keeps all that is its own."""
+"""Wrapper of an optimizer by composition, which keeps all that is its own; and methods that wrappers have beside it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agmerge.options.typed import Options
 from agmerge.step.treatments import check_patterns
 from agmerge.tensors.parameters import optimizers_of
 
-# Access to the shared parameters of all workers, where each worker may be ahead with its own.
+# Methods of all that exchanges for a script: of wrappers, and of models in DistributedDataParallel.
 
 
 class SharingMixin:
@@ -56,9 +56,6 @@ class SharingMixin:
         pass would apply them, and ranks need not call this together. With other settings it does nothing.
         """
         self._reducer.flush()
-
-
-# Change of the compressor, in the middle of training.
 
 
 class SwappingMixin:
@@ -105,6 +102,8 @@ class SwappingMixin:
         self._options = changed.options
         defaults.warn_of_changes(reducer.exchange, optimizer, before)
 
+
+# The wrapper.
 
 OF_SCALER = ("grad_scale", "found_inf")  # attributes that a GradScaler sets of an optimizer that takes a scale
 SEVERAL = "there are several optimizers ({}). Use optimizer.optimizers, the list of them."
@@ -211,7 +210,7 @@ class OptimizerWrapper(OptimizerHolder, torch.optim.Optimizer):
     register_load_state_dict_post_hook = _registering("register_load_state_dict_post_hook")
 
 
-# Modules of optimizers that exchange gradients by themselves, and the advice for each.
+# What cannot be wrapped. Here by module: optimizers that exchange gradients by themselves, with the advice for each.
 OF_OTHERS = {
     "deepspeed.runtime": (
         "DeepSpeed averages gradients in its own engine. With ZeRO stage 0, remove DeepSpeed and use "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Participation of one optimizer in its group of workers: connect, announce, compare, plan anew, leave."""
+"""Participation of one optimizer in its group of workers: connect, announce, compare replicas, plan anew, leave."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from agmerge.tensors.parameters import ParameterTable, fingerprints, local_of
 from agmerge.version import __version__
 from sparsifiers import Kind
 
-# Settings with which an exchange does not go on without a worker that is lost: refused in an elastic job, by name.
+# Settings that are not supported in an elastic job, because an exchange with them needs every worker to the end.
 
 REFUSED = "AGM308: {what} is not supported in elastic training (init(elastic=True)). {instead} See docs/elastic.md."
 LEAVE_OUT = "Remove it, or call agmerge.init() without elastic=True."
@@ -89,7 +89,7 @@ def admit_elastic(exchange: GradientExchange) -> None:
     _process = weakref.ref(exchange)
 
 
-# Replicas compared to the bit, by name (guarantee G11), and made equal again.
+# Replicas: compared to the bit (guarantee G11), and made equal again.
 
 DIGEST_BYTES = 16
 WRITTEN = (
@@ -193,6 +193,8 @@ class SyncedReplica:
             if name in base:
                 local_of(parameter).copy_(base[name])
 
+
+# Participation.
 
 T = TypeVar("T")
 TOO_FEW = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reducer of the gradients of one optimizer, as its backward passes make them, from step to step."""
+"""Reducer of the gradients of one optimizer, as its backward passes make them, from step to step; and ``join()``."""
 
 from __future__ import annotations
 
@@ -362,7 +362,7 @@ def _surviving() -> str:
     return "" if error is None else f" ({type(error).__name__}: {shortened(str(error))})"
 
 
-# Training on uneven data: a rank without batches goes on taking part until no rank has any.
+# ``join()``, training on uneven data: a rank without batches goes on taking part until no rank has any.
 #
 # A rank that has joined sends all messages, made from its residuals alone, and takes the same steps as the others.
 # Every message says whether its rank still trains; the first round in which none does is the last one, on every rank,

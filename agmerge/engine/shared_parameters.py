@@ -23,7 +23,7 @@ from agmerge.tensors.arena import Difference
 from agmerge.tensors.layout import Segment, Slot
 from sparsifiers import kernel_updates
 
-# Pieces of tensors that were sent, and the combined updates applied to them: functions of flat tensors.
+# Pieces of tensors that were sent, and combined updates applied to them: functions of flat tensors.
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # indices and values
 
@@ -170,6 +170,8 @@ def _ascending(indices: torch.Tensor, values: torch.Tensor) -> Pair:
     indices, order = indices.sort(stable=True)
     return indices, values[order]
 
+
+# Shared parameters.
 
 Tensors = dict[str, torch.Tensor]  # by name of the parameter
 

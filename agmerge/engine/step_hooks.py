@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of an optimizer that the script or a framework steps, with the work of ``sync="updates"`` around a step."""
+"""Hooks around the steps of an optimizer that a script or a framework calls.
+
+They do the work of ``sync="updates"``, withhold momentum that a memory has applied, and know nested calls.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.step.momentum import check_dampening, rate, rates
 from agmerge.tensors.parameters import ParameterTable, local_of, optimizers_of
 
-# Detect the outermost of nested calls of an optimizer's step, so that later actions happen once.
+# Nested calls of a step, of which the outermost counts, so that later actions happen once.
 #
 # torch runs the hooks of a step around the ``step`` of every class of which there has been an object. So where a
 # subclass calls ``super().step()`` they run twice, or once, depending on the other optimizers that the process has
@@ -64,8 +67,8 @@ def _hook_runner() -> FrameType:
 
 # Momentum that a memory has applied before selection, and that the inner optimizer does not apply again.
 #
-# ``param_groups`` show the momentum that the script gave, to schedulers, hooks and checkpoints; only the arithmetic
-# of the inner optimizer's step sees 0.
+# ``param_groups`` show the momentum that the script gave, to schedulers, hooks and checkpoints; only the arithmetic of
+# the inner optimizer's step sees 0.
 
 GONE = (
     "AGM405: No parameter group of {optimizer} has a momentum any more, so memory={memory!r} applies none. If the "
@@ -196,6 +199,8 @@ def take_over(exchange: GradientExchange, members: ParameterTable, optimizer: to
     if dropped and exchange.group.comm.rank == 0:
         warnings.warn(SHARDS.format(optimizer=type(optimizer).__name__), stacklevel=4)
 
+
+# Exchanges around steps, for ``sync="updates"``.
 
 TWICE = (
     "AGM122: {early} stepped twice before {late} stepped once. With sync='updates', call step() of every optimizer "

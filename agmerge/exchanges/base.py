@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contract of an exchange: ``start`` sends, ``wait`` receives, ``finish`` writes the update.
 
-An exchange never touches a residual. It tells its :class:`agmerge.exchanges.Store` this rank's contribution to the
-update as soon as that is known: in ``start`` where it is the sent values (dense, sparse), in ``finish`` where the ranks
-decide together (a global threshold, an agreed mask, low-rank factors). So every exchange conserves gradients.
+An exchange never touches a residual. It tells its :class:`Store` this rank's contribution to the update as soon as that
+is known: in ``start`` where it is the sent values (dense, sparse), in ``finish`` where the ranks decide together (a
+global threshold, an agreed mask, low-rank factors). So every exchange conserves gradients.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from agmerge.ops import ReduceOp
 from agmerge.tensors.arena import Unwritten, Write
 from agmerge.tensors.layout import Segment, Slot
 from sparsifiers import Kind, Quantiser, Selection
-
-# Contract of the owner of residuals and updates: an exchange tells it what was sent of a segment.
 
 
 class Store(ABC):

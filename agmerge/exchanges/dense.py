@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combine dense segments by an all-reduce, as they are or cast to 16 bits: ``dense``.
+"""Dense exchanges: gradients as they are, or cast to 16 bits, in an all-reduce or in its two halves.
 
-The all-reduce has no room for a header, so it travels as a few numbers behind the gradients that mean
-the same after summing: a flag is raised if the sum is not zero. Step and buffer are one-hot, so that
-ranks that are not at the same place show up as two hot positions. Large segments are summed where they lie, by an
-all-reduce of their own: a copy would cost as much memory as the gradients.
+An all-reduce has no room for a header, so it travels as a few numbers behind the gradients that mean the same after
+summing: a flag is raised if the sum is not zero. Step and buffer are one-hot, so that ranks that are not at the same
+place show up as two hot positions. Large segments are summed where they lie, by an all-reduce of their own: a copy
+would cost as much memory as the gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, SegmentB
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from sparsifiers import Selection, gpu
 
-# All-reduces: sums over ranks, added as the backend does or in rank order.
+# Sums over ranks, added as the backend does or in rank order.
 
 NARROW = torch.float16, torch.bfloat16  # dtypes that are added in float32
 LARGE = 1 << 18  # elements from which on a segment is not copied: the all-reduce of 1 MB takes longer than one more
@@ -101,6 +101,8 @@ def sum_in_rank_order(rows: torch.Tensor, wide: torch.dtype | None = None) -> to
         total += row
     return total
 
+
+# The all-reduce: ``dense``.
 
 _HOT = 8  # positions of a one-hot number
 _FLAGS = 8
@@ -287,10 +289,9 @@ def decode(tail: Sequence[float], own: RoundHeader, name: str) -> RoundHeader:
     return replace(own, flags=flags, used=used)
 
 
-# Cut the all-reduce of a dense segment into its two halves, with time between them.
-#
-# The reduce-scatter runs under backward, the all-gather under the next forward. Headers must not wait that long, so
-# every shard carries a copy of the control numbers: with its own shard a rank has those of all ranks.
+# The all-reduce in two halves, with time between them: the reduce-scatter runs under backward, the all-gather under the
+# next forward. Headers must not wait that long, so every shard carries a copy of the control numbers: with its own
+# shard a rank has those of all ranks.
 
 
 class ScatterExchange(DenseExchange):

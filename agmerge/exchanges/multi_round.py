@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges of several rounds: a generator makes those behind the first, and all messages advance together."""
+"""Exchanges of several rounds: a generator makes those behind the first, and all messages advance together.
+
+What they send in later rounds are pairs of indices and values.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from agmerge.exchanges.message.indices import in_order
 from agmerge.exchanges.oktopk.regions import shares
 from agmerge.tensors.layout import aligned
 
-# Write pairs of indices and values as bytes: ``checksum | indices | values``.
+# Pairs of indices and values as bytes: ``checksum | indices | values``.
 #
 # Both ends know the range of the indices, their number, and the codec of the values. Indices stand in the smallest
 # codec for so many of that range, and count from its start. The writer of values keeps their quantisation error.
@@ -164,6 +167,8 @@ def _sealed(form: PairFormat, parcel: torch.Tensor) -> bool | torch.Tensor:
         return bits.crc_fits(parcel)
     return (parcel[: bits.CRC_BYTES] == 0).all()
 
+
+# The exchange.
 
 T = TypeVar("T")
 Phases = Generator[Handle, None, T]  # yields each collective that it starts; goes on when that has ended

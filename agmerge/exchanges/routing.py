@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide which segments of a merge buffer share a message, and its exchange: pure, the same on every rank."""
+"""Route of a merge buffer: how it is sent, which of its segments share a message, and by which exchange.
+
+All functions are pure, with the same results on every rank.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from merging import Curve
 from sparsifiers import Kind
 from sparsifiers.quantising.base import VERSION
 
-# How merge buffers are sent: the one record of it, and its text as the label of a merge buffer in a plan.
+# Send modes: the one record of how merge buffers are sent, and its text as the label of a merge buffer in a plan.
 #
 # A label is words with spaces between them; without any, a buffer has the default mode, until times are measured. So
 # whatever stores a plan, a checkpoint or the user's cache, stores its send modes with it.
@@ -129,7 +132,7 @@ def why_labels_are_wrong(plan: merging.Plan) -> str:
     return ""
 
 
-# Cut a merge buffer into several messages: pure, the same on every rank.
+# A merge buffer cut into several messages.
 
 
 def why_parts_impossible(plan: merging.Plan) -> str:
@@ -193,12 +196,12 @@ def _nearest(slot: Slot, goal: float, step: int) -> int:
     return min(slot.offset + round((goal - slot.offset) / step) * step, slot.end)
 
 
-# Traffic of exchanges, by the number of workers: pure functions, for predictions.
+# Traffic of exchanges by the number of workers, for predictions.
 #
 # A selection travels as indices and values. With W workers, k elements, i bytes an index and v bytes a value, a rank
 # receives ``(W - 1) k (i + v)`` bytes of an all-gather (``sparse``). A sparse all-reduce (``oktopk``) brings it ``2 k
-# (i + v) (W - 1) / W``. Where all agree on the indices (``masked``), it receives ``k (i + 2 v) (W - 1) / W``. Each
-# may send as many, so a link that is shared has W times that.
+# (i + v) (W - 1) / W``. Where all agree on the indices (``masked``), it receives ``k (i + 2 v) (W - 1) / W``. Each may
+# send as many, so a link that is shared has W times that.
 
 WORD = 4  # bytes
 
@@ -250,6 +253,8 @@ def exchanged_by(exchange: str, sparse: Curve, workers: int, index: float, value
             points[round(as_many)] = start + seconds
     return Curve(tuple(points), tuple(points.values()))
 
+
+# Messages, and the segments that share one.
 
 # Bytes that dense segments in a sparse message may add to those a rank receives, in place of an all-reduce of their
 # own, which goes round twice: 2 (W-1) hops, each of which waits for a thread of another process. With four ranks on two

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather every rank's selection in one all-gather, and add them up in rank order: ``sparse``.
+"""Sparse exchange, ``sparse``: one all-gather of every rank's selection, added up in rank order.
 
-Dense segments may share the message: for a few small tensors that is cheaper than an
-all-reduce of their own.
+Dense segments may share the message: for a few small tensors that is cheaper than an all-reduce of their own.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ from agmerge.tensors.layout import Segment
 from sparsifiers import Selection, gpu, kernel, kernel_message, kernel_updates
 from sparsifiers.deferred import Deferred
 
-# Write and read sections in few passes, or kernels of the device, where it has them: the same bytes and the same
-# sums.
-#
-# Kernels of ``sparsifiers.gpu`` take a launch or two where torch's operations take dozens.
+# Sections in few passes, or kernels of the device where it has them, which take a launch or two where torch's
+# operations take dozens: the same bytes and the same sums.
 
 
 def writes(section: Section, device: torch.device) -> bool:
@@ -97,7 +94,7 @@ def fused_add(layout: Format, number: int, messages: Tensor, total: Tensor, scal
     return good
 
 
-# Convert selections to the form that codecs take, on the host and on devices.
+# Selections in the form that codecs take.
 
 
 def without_zeros(offer: Selection, values: torch.Tensor) -> tuple[Selection, torch.Tensor]:
@@ -146,6 +143,8 @@ def spread_on_device(offer: Selection, values: torch.Tensor, length: int) -> tup
     good = ((places[1:] > places[:-1]) | ~live[1:]).all()
     return values.new_zeros(length + 1).scatter_(0, places.long(), values)[:-1], good * length
 
+
+# The exchange.
 
 Part = tuple[torch.Tensor, torch.Tensor]  # indices (int32) and values of one rank
 

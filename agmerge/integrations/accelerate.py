@@ -33,10 +33,8 @@ from agmerge.step.config import UPDATES
 if TYPE_CHECKING:
     from typing import Unpack
 
-# Distribute the optimizer of an ``accelerate.Accelerator`` of one process, in a job with workers that die and come.
-#
-# The Accelerator accumulates, clips and steps as it does alone; gradients of the last backward pass of a step travel,
-# and are combined before they are clipped.
+# In an elastic job: the Accelerator of one process accumulates, clips and steps as it does alone. Gradients of the last
+# backward pass of a step travel, and are combined before they are clipped.
 
 LAUNCHED = (
     "AGM309: A launcher set a fixed number of workers for accelerate ({found}), which an elastic job does not "
@@ -103,6 +101,8 @@ def _combining(accelerator: Accelerator, optimizer: ElasticOptimizer, clip: Call
 
     return clipped
 
+
+# ``compress``.
 
 _OWN_ENGINES = {
     DistributedType.DEEPSPEED: "DeepSpeed averages gradients in its own engine",

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compress averages of torch's DistributedDataParallel: ``compressed = ddp.compress(model, compression="topk")``."""
+"""Compression of torch's DistributedDataParallel: ``compressed = ddp.compress(model, compression="topk")``.
+
+A hook gives the model's buckets to a reducer, and others show the parameters that all ranks share where that is due.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,8 @@ from agmerge.tensors.parameters import ParameterTable, optimizers_of
 if TYPE_CHECKING:
     from typing import Unpack
 
-# Communication hook of a DistributedDataParallel: its buckets go to a reducer, and come back combined.
-#
-# Its annotations are evaluated: DistributedDataParallel compares those of a hook with its own types.
+# Communication hook. Annotations here are evaluated, because DistributedDataParallel compares those of a hook with its
+# own types.
 
 FEWER = (
     "AGM603: join(divide_by_initial_world_size=False) is not supported, because residuals of ranks that joined still "
@@ -174,12 +176,12 @@ def _marking(used: set[int]) -> Callable[[torch.Tensor], None]:
     return mark
 
 
-# Show the parameters that all ranks have in common where a model is evaluated or saved in ``eval()`` mode.
+# Shared parameters, shown where a model is evaluated or saved in ``eval()`` mode.
 #
 # With ``sync="updates"`` a worker's own parameters are ahead of these. One rule holds for forward passes, with
-# gradients or without, and for ``state_dict()``: parameters that the script has written since the last step (an
-# average of weights, the best ones) are shown as they are; else a worker's own in training mode, and the shared ones
-# in ``eval()`` mode.
+# gradients or without, and for ``state_dict()``: parameters that the script has written since the last step (an average
+# of weights, the best ones) are shown as they are; else a worker's own in training mode, and the shared ones in
+# ``eval()`` mode.
 
 
 def show_shared(module: torch.nn.Module, reducer: UpdateReducer) -> Callable[[], None]:
@@ -308,6 +310,9 @@ class _Hook:
 
 def _nothing(*_: Any) -> None:
     """Do nothing."""
+
+
+# ``compress``, and the handle that it returns.
 
 
 def compress(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train by a ``transformers.Trainer`` in a job with workers that die and come (docs/elastic.md).
+"""Training by a ``transformers.Trainer`` in a job with workers that die and come (docs/elastic.md).
 
 Every worker has a Trainer of one process. Its optimizer is distributed, samples are dealt out among the workers that
 there are, and newcomers are let in between two steps, with the place that the others' Trainers have reached.
@@ -30,12 +30,12 @@ from agmerge.runtime import workers
 from agmerge.runtime.broadcast import broadcast_parameters
 from agmerge.runtime.collectives.objects import broadcast_object
 
-# Make what Trainers of an elastic job decide from their evaluations the same on all workers.
+# Decisions from evaluations, made the same on all workers.
 #
 # Each worker evaluates, with the oldest one's buffers, and takes the oldest one's metrics: machines of another kind
 # compute other ones, and early stopping would stop some workers and not others. The oldest saves, and the others wait
-# until the checkpoint is there: they may be asked for the best one. All that survives the death of any worker: the
-# next oldest does it then.
+# until the checkpoint is there: they may be asked for the best one. All that survives the death of any worker: the next
+# oldest does it then.
 #
 # Only the Trainer's own evaluations at the end of a step count, which all workers make, and what is saved with them.
 # Others, such as those of a callback or of the script, are each worker's own.
@@ -128,6 +128,8 @@ class Decisions(TrainerCallback):
         if buffers and self._trainer.args.ddp_broadcast_buffers is not False:
             self._together(lambda: broadcast_parameters(buffers))
 
+
+# Training with the other workers.
 
 # Of a TrainerState: what a newcomer is handed.
 CARRIED = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of one step of this rank: when tensors were ready and merge buffers selected, sent and received.
+"""Times of this rank's steps, and in each the moments at which tensors were ready, selected, sent and received.
 
 Marks in time are made on the host or in the stream of a device; making one never waits for anything.
 """
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-# Times of whole steps, from the end of one to the end of the next, as a user sees them.
+# Whole steps, from the end of one to the end of the next, as a user sees them.
 
 KEEP = 50  # steps: the median is of no more
 
@@ -40,6 +40,8 @@ class WholeSteps:
         """Return the median in seconds; 0 before the first step has ended."""
         return statistics.median(self._seconds) if self._seconds else 0.0
 
+
+# One step.
 
 Seconds = NDArray[np.float64]  # durations, or times since an origin that the context names
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Totals of the exchange so far."""
+"""Totals of the exchange so far, and the bytes that collectives make a rank send."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from dataclasses import dataclass, field
 
 from agmerge.metrics.step_times import WholeSteps
 
-# Compute the bytes that leave a rank in each collective, by its usual algorithm: pure functions.
+# Bytes that leave a rank in each collective, by its usual algorithm.
 #
 # Bytes are those of the whole tensor that is handed over, the same on all ranks. A lone rank sends nothing.
 #
-# * An all-reduce is a ring, or halves that are exchanged and then doubled, which move as much: ``2 (W-1)/W`` of it. *
-# A gather is a ring: each rank passes on W - 1 messages. By doubling it is as much. * An all-to-all goes straight to
-# its destinations, and a rank's own piece goes nowhere. * A reduce-scatter is the first half of a ring. Where a
-# backend has none of its own it is a whole all-reduce. * A broadcast is a chain from the root on: all ranks but the
-# last send it once, and so do those of a tree on average.
+# * An all-reduce is a ring, or halves that are exchanged and then doubled, which move as much: ``2 (W-1)/W`` of it.
+# * A gather is a ring: each rank passes on W - 1 messages. By doubling it is as much.
+# * An all-to-all goes straight to its destinations, and a rank's own piece goes nowhere.
+# * A reduce-scatter is the first half of a ring. Where a backend has none of its own it is a whole all-reduce.
+# * A broadcast is a chain from the root on: all ranks but the last send it once, and so do those of a tree on average.
 #
-# Counted by the kernel's packets Gloo moves that much with 2, 3 and 4 workers, and 0.1 to 1 % more, which are
-# headers.
+# Counted by the kernel's packets Gloo moves that much with 2, 3 and 4 workers, and 0.1 to 1 % more, which are headers.
 
 
 def all_reduce_bytes(size: int, workers: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn ``compression=``, ``memory=`` and ``density=`` into objects."""
+"""Arguments turned into objects: what is compressed, by which compressor, how much is sent, in which merge buffers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from agmerge.step.density_policy import NAME, DenseCutoff, Schedule
 from sparsifiers import Kind, catalogue
 from sparsifiers.name_patterns import compiled
 
-# Check ``dense=``: which parameters are always sent uncompressed, or, as ``"partial"``, up to which size.
+# ``dense=``: which parameters are always sent uncompressed, or, as ``"partial"``, up to which size.
 
 Patterns = tuple[re.Pattern[str], ...]
 
@@ -85,7 +85,7 @@ def _patterns(dense: Iterable[Any]) -> Patterns:
     return tuple(patterns)
 
 
-# Change the density by step: warm-up, and schedules of the script's own.
+# ``warmup=``: a density by step.
 
 START = 0.25  # density at which every warm-up begins
 RUNGS = (0.25, 0.0625, 0.015625, 0.004, 0.001)  # Lin et al., ICLR 2018, section 4.1
@@ -141,7 +141,7 @@ def _geometric(part: float, target: float) -> float:
     return target if part >= 1.0 or target >= START else START * (target / START) ** part
 
 
-# Check ``merging=`` and ``groups=``: a planner, a plan, or groups of the script's own; and what goes with these.
+# ``merging=`` and ``groups=``: a planner, a plan, or groups of the script's own; and what goes with these.
 
 NO_GROUPS = "groups should be a non-negative integer or a list of list of torch.Tensor."
 
@@ -268,6 +268,8 @@ def parse_groups(groups: Any, num_groups: Any) -> Groups | None:
         seen.add(tensor)
     return Groups(listed=tuple(listed))
 
+
+# ``compression=``, ``memory=`` and ``density=``.
 
 DENSE = (
     "AGM704: compression=Compression.none sends uncompressed gradients, as in Horovod. To compress, remove it or set "

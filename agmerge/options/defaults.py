@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults of options that a script leaves out, by compressor and optimizer; plain constants are in ``Options``.
+"""Defaults of options that a script leaves out, by compressor and optimizer, and warnings about what was chosen.
 
 The compressor is one that costs its optimizer less than 1 % of the loss: ``auto`` takes, of the candidates for an
 optimizer, the most exact one with a step of about the time of the fastest one's. Which candidates these are was
-measured: benchmarks/notebook/parity.md, "Defaults".
+measured: benchmarks/notebook/parity.md, "Defaults". Plain constants are in ``Options``.
 """
 
 from __future__ import annotations
@@ -237,10 +237,8 @@ def _say_once(text: str) -> None:
         warn(text, workers.rank())
 
 
-# Look up the measured cost of a compressor with the optimizer of a script.
-#
-# The figures are data, in one table: docs/compressor_reference.md shows it, and a test holds the two against each
-# other.
+# Measured costs of compressors by optimizer. The figures are data, in one table: docs/compressor_reference.md shows it,
+# and a test holds the two against each other.
 
 WARNED = 5.0  # % of the loss from which on a script that names the compressor is warned
 MOMENTUM = "SGD with momentum"
@@ -361,7 +359,7 @@ def _named(config: Any) -> Iterator[tuple[str, str, float | None]]:
         yield quantised.name, quantised.name, None
 
 
-# Warn a script once, on one rank, of effects of compression that it may not expect.
+# Warnings, given once and on one rank, of effects of compression that a script may not expect.
 
 TAKEN = (
     "AGM707: memory={memory!r} applies the momentum of {optimizer} ({momenta}) before selection, and {optimizer} does "

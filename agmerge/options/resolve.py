@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check every option of :class:`agmerge.DistributedOptimizer`, and make the config of a step out of them.
+"""Checks of all options of :class:`agmerge.DistributedOptimizer` together, and the config of a step made of them.
 
-Mistakes and combinations without meaning are refused; nothing is accepted and ignored.
+Every wrapper calls ``prepare``. Mistakes and combinations without meaning are refused; nothing is accepted and ignored.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from agmerge.step.density_policy import DENSITY, IMPORTANCE, DensityPolicy
 from agmerge.tensors.nonfinite import POLICIES
 from sparsifiers import Kind, catalogue
 
-# Check the options of ``sync="updates"``: the optimizer's updates of parameters are exchanged, not gradients.
+# ``sync="updates"``: the optimizer's updates of parameters are exchanged, not gradients.
 
 # Options of sync="updates" alone, with their neutral values.
 _OWN = {"carry": ("apply", None), "every": (1,), "fragments": (1,), "overlap": (0,), "decay": (1.0,), "outer": (None,)}
@@ -153,6 +153,9 @@ def _check_together(options: Options, carry: str) -> None:
             "decay is not supported with carry='apply', because the carried values are part of the parameters. Pass "
             "carry='hold'."
         )
+
+
+# The config of a step, record by record.
 
 
 def resolve(options: Options) -> Config:
@@ -323,9 +326,8 @@ def _scales(scaler: Any) -> bool:
     return scaler is not None and scaler.is_enabled()
 
 
-# Preparation of a script's options, the same for every wrapper: checks, decisions, and the config of a step.
-#
-# An option that is None has not been given, so nothing can disagree with it.
+# Preparation, the same for every wrapper: checks, decisions, and the config. An option that is None has not been given,
+# so nothing can disagree with it.
 
 KEPT = (
     "AGM707: compression={name!r} uses memory='residual' with {optimizer}, because memory={memory!r} cannot apply the "

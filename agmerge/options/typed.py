@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of options, for editors and type checkers: words with fixed values, and the ``**options`` of each function.
+"""Arguments of a wrapper as a script gives them, keywords that are unknown, and types for editors and type checkers.
 
 A ``TypedDict`` has what its function passes on; what a function has as a parameter of its own is left out there. Types
 are those of :class:`agmerge.DistributedOptimizer`, which has the defaults, too.
@@ -19,7 +19,7 @@ import torch
 from agmerge.ops import Average, ReduceOp
 from sparsifiers.catalogue import alike
 
-# Arguments of a wrapper as a script gave them, before they are checked; and checks of single values.
+# Arguments before they are checked, and checks of single values.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,7 +104,7 @@ def is_whole(value: Any, least: float = -math.inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-# Answer unknown keyword arguments: those of other projects with the line to write, slips with the right name.
+# Unknown keywords: those of other projects are answered with the line to write, slips with the right name.
 
 KNOWN = ("optimizer", "named_parameters", *(field.name for field in fields(Options)))
 _PLANNER = 'merging=merging.get("threshold", bytes={} * 2**20)'
@@ -185,6 +185,8 @@ def _text(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 and "<" not in text else "..."
 
+
+# Types: words with fixed values, and the ``**options`` of each function.
 
 Sparsify = Literal["auto", "ahead", "behind"]
 ExchangeName = Literal["auto", "fastest", "sparse", "oktopk", "masked", "two-level"]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the value codec: the fewest seconds per delivered share of the energy. Pure functions, for rank 0.
+"""Choice of the best plan, and of the value codec, for given measurements: pure functions, for rank 0.
 
-Quantisation errors are sent later, so a step that delivers the share d counts for d: of all codecs the one with the
-least seconds / d is chosen, if that is clearly less than with the gradient's own dtype. A codec that delivers too
-little is excluded: see ``LEAST``.
+Of codecs the one with the fewest seconds per delivered share of the energy is best. Quantisation errors are sent later,
+so a step that delivers the share d counts for d: of all codecs the one with the least seconds / d is chosen, if that is
+clearly less than with the gradient's own dtype. A codec that delivers too little is excluded: see ``LEAST``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from merging import Curve, Measurements
 from merging.pieces import pieces_of
 from merging.plan import Elements
 
-# Choice of the best plan for given measurements, and its prediction: pure functions.
-#
-# ``planner`` is the one in training, ``buffers`` the merge buffers in use; neither is changed.
+# The best plan, and its prediction. ``planner`` is the one in training, ``buffers`` the merge buffers in use; neither
+# is changed.
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -74,6 +73,8 @@ def predicted_exchange_seconds(plan: merging.Plan, measured: Measurements) -> Se
     timeline = merging.predict(plan, measured.profile, measured.costs, mode_of(plan, measured))
     return np.array([span.end - span.start for span in timeline.spans])
 
+
+# The value codec.
 
 FAR = 1 << 31  # elements: where a curve of one point has another one
 GAIN = 0.01  # share of a step's seconds: a codec that rounds has to gain more

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what selection and the exchange cost here, on the messages, the collective and the packing in use.
+"""Probes of what selection and the exchange cost here, on the messages, the collective and the packing in use.
 
-Probes are spread over steps, within a :class:`agmerge.planning.cost_probe.Budget`: no step shall be much longer for
-them. Functions that return a generator yield where they have to wait for the end of the next step.
+They are spread over steps, within a :class:`Budget`: no step shall be much longer for them. Functions that return a
+generator yield where they have to wait for the end of the next step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agmerge.tensors.layout import Layout, Segment, TensorClass
 from merging import Curve
 from sparsifiers import Kind, Selection, Sparsifier
 
-# Time one message, selected, packed and sent as in a step.
+# One message, timed.
 
 PIECE_OF_WORK = torch.ones(128, 128)  # its product with itself takes about a tenth of a millisecond
 BURST = 4  # small messages in a row
@@ -245,6 +245,8 @@ class Budget:
         """Return whether so many more seconds and bytes fit into ``part``, a share of the whole budget."""
         return self.seconds + seconds <= part * self._seconds and self.bytes + sent <= part * self._bytes
 
+
+# The probes.
 
 GROWTH = 2.0  # of the sizes, at least
 RUNS = 6  # of one size in one visit, at most

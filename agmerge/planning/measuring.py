@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input of planners: the tensors with their times and loads, and the costs that all ranks have measured."""
+"""Input of planners: the tensors with their times and loads, and the costs that all ranks have measured.
+
+Beside them are the bounds that training's own messages set to probes, and whether times have drifted since.
+"""
 
 from __future__ import annotations
 
@@ -84,6 +87,8 @@ class DriftDetector:
         confirmed = len(recent) == CONFIRMATIONS and Finding.KEEP not in recent
         return max(recent) if confirmed else Finding.KEEP
 
+
+# Measurements of all ranks, as a planner takes them.
 
 LOW_RANK, BY_NAME = "low rank", "by name"  # a fact of measurements, and its value where tensors have different ranks
 
@@ -234,15 +239,14 @@ def bytes_of_quantised(buffers: MergeBuffers, tensor_class: TensorClass, quantis
 # Bounds on the results of probes: how long training's own messages took to be made and to travel.
 #
 # Probes are short, and most of them small. On a slow link they end before the sizes of training's messages. On a busy
-# machine one delayed probe makes every larger size look costly: a message was predicted to take 1 s, not 0.04.
-# Training has sent its messages in many steps, so the seconds that all of one step took together are known well. They
-# bound every curve. Messages in one take no longer than one after the other, and beside its start-up a message of a
-# share of the elements takes about that share of the seconds.
+# machine one delayed probe makes every larger size look costly: a message was predicted to take 1 s, not 0.04. Training
+# has sent its messages in many steps, so the seconds that all of one step took together are known well. They bound
+# every curve. Messages in one take no longer than one after the other, and beside its start-up a message of a share of
+# the elements takes about that share of the seconds.
 #
 # Dense messages are much larger than those that training has sent. What the curve of these says so far beyond them is
-# no bound: on a busy machine probes of small messages take as long as training's messages, so the curve is flat, and
-# a dense exchange of 0.5 s would take 28 ms. As many seen messages as have its bytes, one after the other, are a
-# bound.
+# no bound: on a busy machine probes of small messages take as long as training's messages, so the curve is flat, and a
+# dense exchange of 0.5 s would take 28 ms. As many seen messages as have its bytes, one after the other, are a bound.
 
 SLACK = 2.0  # times its share of the seconds seen: limit of a message beside its start-up
 
@@ -384,7 +388,7 @@ def bounded_dense(dense: Curve, whole: int, seconds: float) -> Curve:
     return within if within(whole) <= most else _ending(within, whole, most)
 
 
-# Measurements for plans, made between steps: the times of steps, and the results of probes.
+# The measurer: times of steps and results of probes, between steps.
 
 
 class Look(NamedTuple):

@@ -38,9 +38,8 @@ from merging.pieces import go_on
 from sparsifiers import Kind
 from sparsifiers.quantising.base import NONE
 
-# Choose, once the first steps are measured, budgets by importance and the dense cutoff, for good.
-#
-# Rank 0 chooses, and tells every rank. Nothing here changes merge buffers: the caller applies the answer.
+# First choices, made once the first steps are measured, and for good: budgets by importance and the dense cutoff. Rank
+# 0 chooses, and tells every rank. Nothing here changes merge buffers: the caller applies the answer.
 
 
 def choose_budgets(buffers: MergeBuffers) -> tuple[int, ...]:
@@ -92,7 +91,7 @@ def choose_cutoff(buffers: MergeBuffers, planner: merging.Planner, measured: mer
     return DenseCutoff(decision["elements"], final=True)
 
 
-# What planning does on one rank, what is in use, and why: the record for reports.
+# The record for reports: what planning does on one rank, what is in use, and why.
 
 NONE_SELECTED = "no sparsifier is in use"
 ALONE = "there is one worker, which sends nothing"
@@ -169,6 +168,8 @@ def _why_undecided(buffers: MergeBuffers, chosen: str, now: Activity, until: int
         return "the plan is fixed"
     return chosen or ("" if now is Activity.SETTLED else UNTIL.format(until=until))
 
+
+# The replanner.
 
 FIRST = 10  # steps that are measured before the first plan
 LIKELY = 70  # steps after which the first choice has been made, in most runs: measuring, probing, a trial of three

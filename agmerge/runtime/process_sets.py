@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of ranks that communicate by themselves: ``process_set=`` of an optimizer and of a single collective."""
+"""Groups of ranks that communicate by themselves: ``process_set=`` of an optimizer and of a single collective.
+
+Before a collective of the module's own, the ranks of its group compare their next calls.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ from agmerge.backends.handshake import Fact, first_difference, gather_bytes, gat
 from agmerge.errors import AGMergeError, RankMismatchError
 from agmerge.runtime import workers
 
-# Compare the ranks' next calls, before any tensor travels.
+# Agreement on the ranks' next calls, before any tensor travels.
 #
-# All agreements of a communicator are one call to the backend, whatever they are about: ranks that make different
-# calls meet here, and all of them get the same error.
+# All agreements of a communicator are one call to the backend, whatever they are about: ranks that make different calls
+# meet here, and all of them get the same error.
 
 JOINED = bytes(16)  # in the place of a digest: this rank makes no more calls
 ADVICE = "Every rank must make the same call."
@@ -76,10 +79,10 @@ def share_numbers(comm: Backend, label: str, numbers: Sequence[int]) -> list[lis
     return [np.frombuffer(packed, dtype=np.int64).tolist() for packed in gathered]
 
 
-# Recognise objects of Horovod that scripts pass: its constants, its compressors and its process sets.
+# Objects of Horovod that scripts pass: its constants, its compressors and its process sets.
 #
-# Objects are known by where they come from, and Horovod is never imported: a script that passes one of its objects
-# has imported it already.
+# They are known by where they come from, and Horovod is never imported: a script that passes one of its objects has
+# imported it already.
 
 
 def horovod_reduction(op: object) -> str | None:
@@ -105,6 +108,9 @@ def is_process_set(given: object) -> bool:
     makes a communicator over it by :meth:`agmerge.backends.Backend.over`.
     """
     return type(given).__module__ == "horovod.common.process_sets"
+
+
+# Process sets.
 
 
 def _checked_ranks(given: Any) -> list[int]:

@@ -12,7 +12,7 @@ from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
 from sparsifiers import Kind, Selection, Sparsifier
 from sparsifiers.memories import Alongside
 
-# Accumulation of small tensors, and of all on devices, merge buffer by merge buffer: one call each would cost more.
+# Batches, because one call each would cost too much for small tensors, and for all on devices.
 
 Batch = list[tuple[Slot, "torch.Tensor | None"]]  # tensors of one class, with their gradients
 

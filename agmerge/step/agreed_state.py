@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that the ranks of one exchange have agreed on: tensors, merge buffers, plan, and what is measured of them."""
+"""State that the ranks of one exchange have agreed on: tensors, merge buffers, plan, and what is measured of them.
+
+Rank 0 decides: :func:`decide_on_rank_0`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from sparsifiers import Kind, Sparsifier
 from sparsifiers.gpu import is_fused
 from sparsifiers.proof import Observed
 
-# Agreement, before an exchange, on members, their order, and the plan, which rank 0 makes.
+# The agreement, before an exchange, on members, their order, and the plan, which rank 0 makes.
 
 RESIZED = (
     "parameter {name!r} changed its shape from {before} to {now}, so its residual does not fit. Set the shapes before "
@@ -243,6 +246,8 @@ def _free(elements: Any) -> Any:
     """Return 0 seconds for each number of elements."""
     return 0.0 * elements
 
+
+# The state.
 
 _UNMEASURED = merging.Costs(sparsify=_free, exchange=_free)  # planners that go by tensors and bytes read no costs
 

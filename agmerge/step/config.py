@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a step: the arguments of :class:`agmerge.DistributedOptimizer`, resolved.
+"""Options of a step: the arguments of :class:`agmerge.DistributedOptimizer`, resolved, in four records.
 
 ``options/`` checks them and makes a :class:`Config`; this file has what can be asked of one.
 """
@@ -31,7 +31,7 @@ from sparsifiers import Kind
 from sparsifiers.memories import Decaying, HandBack, NoMemory, Residual
 from sparsifiers.quantising.base import NONE
 
-# Plan by Horovod's ``groups=``: the script decides which parameters share a message.
+# ``groups=``, as Horovod has it: the script decides which parameters share a message.
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Groups:
         return merging.Plan(tuple(len(group) for group in groups), names=tuple(n for group in groups for n in group))
 
 
-# Options of ``sync="updates"``: the optimizer's updates of parameters are exchanged, not gradients.
+# ``sync="updates"``: the optimizer's updates of parameters are exchanged, not gradients.
 
 GRADIENTS, UPDATES = SYNCS = ("gradients", "updates")
 APPLY, HOLD = CARRIES = ("apply", "hold")
@@ -138,9 +138,7 @@ def planner_for(updates: Updates, planner: merging.Planner | None, numel: int) -
     return merging.get("threshold", bytes=max(1, 4 * numel // updates.fragments))
 
 
-# The four records of :class:`agmerge.step.config.Config`: compression, merging, synchronisation and guards.
-#
-# ``resolve`` makes them of what a script says, each in one function. A field's name occurs in one of them alone.
+# The four records. ``resolve`` makes each in one function, and a field's name occurs in one of them alone.
 
 DenseRule = Callable[[str, torch.Tensor], bool]
 
@@ -194,6 +192,8 @@ class Guards:
     nonfinite: str  # policy for a step in which a rank has a gradient that is infinite or NaN
     scaled: bool  # by an attached GradScaler
 
+
+# The config.
 
 MERGING = "agmerge"  # the default planner
 AUTO = "auto"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide how many elements of each tensor a step sends, by ``density=`` and ``warmup=``."""
+"""Budgets of a step, elements to send of each tensor: by ``density=``, ``warmup=`` and ``dense="partial"``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from merging import dense_cutoff
 from merging.dense_cutoff import loads
 from sparsifiers import Kind
 
-# Choose for ``dense="partial"`` which tensors go dense beside the exempt ones, so that the volume stays.
+# ``dense="partial"``: which tensors go dense beside the exempt ones, so that the volume stays.
 #
 # The cut only ever falls. It starts at the largest feasible one, when no tensor has a residual; a smaller one makes
 # dense tensors sparse. If it rose, a residual would be left without messages that send it.
@@ -106,6 +106,8 @@ def _sizes_and_exempt(members: Sequence[ParameterInfo], exempt: Exempt) -> tuple
     return sizes, [exempt(member.name, member.local) for member in members]
 
 
+# ``density=`` and ``warmup=``.
+
 DENSITY = 0.01  # the default
 IMPORTANCE = "importance"  # density=, by the energy of gradients
 
@@ -176,7 +178,7 @@ class DensityPolicy:
         ]
 
 
-# Energy of gradients for ``density="importance"``, and how many elements each tensor may send by it.
+# ``density="importance"``: the energy of gradients, and how many elements each tensor may send by it.
 
 Energies = NDArray[np.float64]  # squared L2 norms, one a tensor
 SPREAD = 10.0  # a tensor's density is at most so many times the mean, and at least 1 / so many
@@ -217,9 +219,6 @@ def budgets_by_energy(slots: Sequence[Slot], energies: Energies, density: float)
     for slot, count in zip(sparse, counts.tolist(), strict=True):
         budgets[slot.index] = max(1, count)
     return tuple(budgets)
-
-
-# Budgets: how many elements a step sends of each tensor and of each segment that is selected from.
 
 
 class Budgets:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat buffers of all tensor classes between two agreements, and where gradients and updates of parameters lie."""
+"""Flat buffers of all tensor classes between two agreements: messages over them, places of updates, sent values."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def presparsified(messages: list[list[Message]], plan: merging.Plan) -> dict[int
     return found
 
 
-# Places of the updates of whole tensors: in the arenas, or over gradients, where every rank has whole tensors.
+# Places of updates: in the arenas, or over gradients, where every rank has whole tensors.
 #
 # With ``exchange="two-level"`` a :class:`agmerge.exchanges.node_shards.NodeShards` takes the place of
 # :class:`InArenas`: there a rank's arenas have shards, and whole updates are gathered inside the node.
@@ -128,6 +128,8 @@ class InArenas:
         """Return 0, the bytes sent: updates are whole already."""
         return 0
 
+
+# The buffers.
 
 State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
 
@@ -328,7 +330,7 @@ def _tensor_class(member: ParameterInfo) -> TensorClass:
     return TensorClass(member.device, member.dtype, member.kind, member.density)
 
 
-# Log of what a round sends and receives of flat buffers: subtracted at once, or recorded for the caller.
+# The log of a round: what it sends and receives is subtracted at once, or recorded for the caller.
 
 # Of a segment: indices (None: all elements) and values that were sent (None: exactly those of `work`).
 Sent = tuple[Segment, "torch.Tensor | None", "torch.Tensor | None"]

@@ -36,8 +36,6 @@ from agmerge.tensors.arena import Difference
 from agmerge.tensors.layout import Slot
 from agmerge.tensors.nonfinite import SKIP
 
-# Result of one round of an exchange, as its callers read it.
-
 
 class Combined:
     """Result of one round. Tensors are views, valid until the next round begins.
@@ -106,9 +104,8 @@ class Combined:
         )
 
 
-# Error that has ended an exchange: after it ranks are at different places, and nothing can be exchanged.
-#
-# In an elastic group a lost rank ends nothing: the others meet in the next group, and go on.
+# The error that has ended an exchange: after it ranks are at different places, and nothing can be exchanged. In an
+# elastic group a lost rank ends nothing: the others meet in the next group, and continue.
 
 
 class Fault:
@@ -160,10 +157,8 @@ class Fault:
                 raise
 
 
-# Common decision of all ranks about gradients that are infinite or NaN, at the same step.
-#
-# It is made once all messages of a step have arrived. Nothing of an attempt is kept before ``step()``, so there is
-# little to undo.
+# The verdict of all ranks on gradients that are infinite or NaN, at the same step. It comes once all messages of the
+# step have arrived. Nothing of an attempt is kept before ``step()``, so there is little to undo.
 
 MOST_IN_A_ROW = 100  # skipped steps: a scaler halves its scale at each, and has found the right one long before
 GIVEN_UP = (
@@ -221,6 +216,8 @@ def _described(names_by_rank: Iterable[list[str]]) -> str:
     """Return a text that names the parameters that each rank has found."""
     return "; ".join(f"rank {rank}: {and_more(names)}" for rank, names in enumerate(names_by_rank) if names)
 
+
+# The exchange.
 
 Due = Callable[[int], Collection[int]]  # of so many merge buffers, the numbers of those that are exchanged
 

@@ -26,7 +26,7 @@ from agmerge.errors import AGMergeError
 from agmerge.exchanges import Noise
 from sparsifiers import kernel
 
-# Sums of squares of tensors, added in one order, so that every processor gets the same bits.
+# Squares of tensors, summed in one order, so that every processor gets the same bits.
 
 CLASSES, RUN = 16, 256  # as in kernel_squares.c
 PART = 1 << 16  # elements that are widened at once, whole runs: they stay in the cache
@@ -94,6 +94,8 @@ def _runs_of(flat: Tensor) -> Tensor:
         classes = classes[:, :half] + classes[:, half : 2 * half]
     return classes[:, 0]
 
+
+# The norm.
 
 NO_GRADIENT = (
     "AGM701: grad_norm() is not available before the first step. Call it after optimizer.synchronize() or "

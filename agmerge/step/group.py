@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group of ranks that exchange with each other: their communicators, and this rank's place among them."""
+"""Group of ranks that exchange with each other: communicators, counted bytes, clocks and side streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agmerge.metrics.step_times import Clock, Seconds
 from agmerge.step.config import TWO_LEVEL, Config
 from agmerge.step.kept_results import KeptBackend, KeptResults
 
-# Clocks of a step: a device has its own, and all else goes by the host's.
+# Clocks: a device has its own, and all else goes by the host's.
 
 
 class HostClock(Clock):
@@ -117,7 +117,7 @@ class CountedBackend(DelegatingBackend):
         return self._inner.broadcast(tensor, root, name)
 
 
-# Side streams, in which an exchange works on devices beside the script's work and in order with it.
+# Side streams.
 
 ELSEWHERE = (
     "AGM703: Tensors are on {device}, which is not the current device of this process, so other libraries and pinned "
@@ -182,6 +182,9 @@ class SideStreams:
         """Make work that this thread queues from now on wait for all that was queued within. The host does not wait."""
         for device, kind in self._kinds.items():
             kind.wait(kind.current(device), kind.record(self._side[device]))
+
+
+# The group.
 
 
 class Group:

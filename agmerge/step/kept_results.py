@@ -19,16 +19,16 @@ from agmerge.backends.base import DelegatingBackend, matched
 from agmerge.backends.handshake import broadcast_bytes, gather_texts
 from agmerge.errors import AGMergeError, NoAnswer, PeerLost
 
-# What a rank does between two steps, as the survivors of a lost worker hear of it.
+# Between two steps: what a rank does there, as the survivors of a lost worker hear of it.
 #
 # Functions that survivors call again, all of them or none, are counted: one that has ended on any rank has ended for
 # all.
 #
-# The hand-over of workers that leave on purpose is one in two parts. First they give away what they have not sent,
-# then all ranks hear that this is over, and only then do they go: who went with the news alone would leave others
-# that know nothing of it. Where a worker is lost, and all that leave are still there, nothing has happened yet, and
-# all begin again; so it does not matter whether the lost one was to receive something. If one of those that leave is
-# missing it may have gone, so what has been given away is counted on where any rank knows that it was.
+# The hand-over of workers that leave on purpose is one in two parts. First they give away what they have not sent, then
+# all ranks hear that this is over, and only then do they go: who went with the news alone would leave others that know
+# nothing of it. Where a worker is lost, and all that leave are still there, nothing has happened yet, and all begin
+# again; so it does not matter whether the lost one was to receive something. If one of those that leave is missing it
+# may have gone, so what has been given away is counted on where any rank knows that it was.
 
 
 class Between(NamedTuple):
@@ -133,6 +133,8 @@ class BetweenSteps:
         gone, self._gone = self._gone, 0
         return gone
 
+
+# Kept results.
 
 Results = Mapping[str, torch.Tensor]  # by name of the collective: uint8[bytes]
 
@@ -264,11 +266,11 @@ class KeptBackend(DelegatingBackend):
             return KeptHandle(matched(name), None, error, out, self._kept)
 
 
-# Survivors of a lost worker agree on where they are, and a rank that is ahead gives its results to the others.
+# Settling: survivors agree on where they are, and a rank that is ahead gives its results to the others.
 #
 # Of one group two ranks differ by one round at most, for a round needs a message of everybody. What anybody has
-# received counts, with the contribution of the lost one; what none has comes to nothing, and is exchanged again. So
-# it is with functions between two steps (:mod:`agmerge.step.kept_results`).
+# received counts, with the contribution of the lost one; what none has comes to nothing, and is exchanged again. So it
+# is with functions between two steps.
 
 
 class Position(NamedTuple):

@@ -28,7 +28,7 @@ from agmerge.tensors.layout import Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard
 from sparsifiers import Kind, Selection
 
-# Headers of a round's messages on devices, brought to the host in one wait.
+# Headers of messages on devices, brought to the host in one wait.
 #
 # Until then only the devices wait for the messages and write their updates: the host merely queues that. No result is
 # visible, for an update becomes a gradient only after all headers were checked.
@@ -61,7 +61,7 @@ def said_by_all(messages: Iterable[InFlight], timeout: float) -> dict[int, list[
     return found
 
 
-# Messages of a round that have left: their bytes, their arrival, their headers and their updates.
+# Messages under way.
 
 SentMessage = tuple[Message, InFlight]
 
@@ -186,6 +186,8 @@ class MessagesUnderWay:
             self._totals.sent(in_flight.bytes - size, in_flight.elements - elements, by_codec)
             self._counted[id(in_flight)] = (in_flight.bytes, in_flight.elements, dict(in_flight.codecs))
 
+
+# The round.
 
 # Called with the name of a tensor that was not handed over.
 GradientOf = Callable[[str], "torch.Tensor | Difference | None"]

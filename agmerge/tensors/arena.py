@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat buffers of one tensor class (tensor class): two halves, one update, and the only writer of residuals.
+"""Flat buffers of one tensor class: two halves, one update, and the only writer of residuals.
 
 A hook writes ``work = residual + gradient``, in front; what was sent is subtracted; in ``step()`` the halves change
 places, so that ``work`` is the next residual. Until then no bit of the residual changes, whatever happens. Where the
@@ -21,7 +21,7 @@ from sparsifiers import Memory, Momentum, Rate, kernel, kernel_message
 from sparsifiers.gpu import LargestKey, Momenta, Scratch, TensorTable, compensate, has_kernels
 from sparsifiers.memories import NOTHING, SUM, Alongside
 
-# Difference of two tensors that is written where it is needed, without a temporary.
+# Differences, which are written where they are needed, without a temporary.
 
 
 class Difference(NamedTuple):
@@ -52,7 +52,7 @@ def as_tensor(gradient: torch.Tensor | Difference | None) -> torch.Tensor | None
     return gradient.tensor() if isinstance(gradient, Difference) else gradient
 
 
-# Memory of flat buffers: how it is taken and returned, views of tensors in it, and two halves that change places.
+# Flat memory: how it is taken and returned, views of tensors in it, and two halves that change places.
 
 LINE = 64  # bytes
 
@@ -115,7 +115,7 @@ def view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
     return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
 
-# Flat memory of updates, which a script gets as ``p.grad``: who still refers to it when the next step writes there.
+# Memory of updates, which a script gets as ``p.grad``: who still refers to it when the next step writes there.
 #
 # As in plain torch, a gradient that a script keeps by reference after ``step()`` and ``zero_grad()`` stays as it is:
 # the next updates are written elsewhere. Use counts show that, at some tens of nanoseconds a tensor.
@@ -162,6 +162,8 @@ class HandedOut:
 
 UNSHARED = references({0: torch.empty(0)}.values())  # count of a tensor that only a dictionary refers to
 
+
+# The arena.
 
 MOMENTA = ("averaged_momentum", "momentum")  # kinds of state: equal on all ranks, and of this rank's own gradients
 
@@ -427,7 +429,7 @@ class Arena:
         return Momentum(momenta.back_of[slot.index], momenta.front_of[slot.index], self.rate_of(slot))
 
 
-# Accumulation of several tensors of one class at once: in few launches on a device, in few calls on the host.
+# Several tensors of one class at once: in few launches on a device, in few calls on the host.
 
 Gradients = Sequence[tuple[Slot, "torch.Tensor | None"]]  # of tensors of one class; None: the tensor has none
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the parameters of an optimizer, and the list of those that take part."""
+"""Parameters of an optimizer: their names, those that take part, this rank's shards of them, and fingerprints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparsifiers import Kind, kernel
 from sparsifiers.kernel_message import checksum
 
-# Local shards of DTensors; a plain tensor is its own local tensor.
+# Shards of DTensors. A plain tensor is its own shard.
 #
 # FSDP2 makes parameters and gradients DTensors. Their class belongs to ``torch.distributed``, which this room may not
 # import: they are recognised by ``to_local``, a method that a plain tensor does not have.
@@ -139,7 +139,7 @@ def _text(placements: Any) -> str:
     return f"({', '.join(map(str, placements))})"
 
 
-# Fingerprints of tensors, computed on their own device: replicas compare them in place of the tensors.
+# Fingerprints, computed on a tensor's own device: replicas compare them in place of the tensors.
 
 WORD = 8  # bytes
 CHUNK = 1 << 19  # words that are read at a time without compiled loops: each takes three times its own memory
@@ -180,6 +180,9 @@ def _checksum_by_torch(octets: torch.Tensor) -> torch.Tensor:
         weights = torch.arange(len(words), device=octets.device) * 2 + (2 * first // WORD + 1)
         total = total + (words * weights).sum()
     return total
+
+
+# Names, and parameters that take part.
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planner of the optimum under the cost model."""
+"""Planners of the optimum under the cost model: `exact` of all plans, `agmerge` of phases with fixed tensors."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from merging.planner import Planner
 from merging.planners.search.frontier import Bounds, Found, Path, Spent, Work, bound, edges_of, greedy, search, turned
 from merging.planners.search.tables import Tables, tables
 from merging.timeline import MOST
+
+# `exact`.
 
 _ROUNDING = 1e-9  # share of a finish by which sums in another order may differ
 # Weights of ever closer bounds, and extensions that the search of the remaining plans may then try.
@@ -109,7 +111,7 @@ def _soonest(*found: Found | None) -> Found:
     return min((one for one in found if one is not None), key=itemgetter(1))
 
 
-# AGMerge planner: the same tensors in every merge phase on all workers, and phases sized for the most overlap.
+# `agmerge`: the same tensors in every merge phase on all workers.
 
 SOLVERS = ("exact", "greedy")
 LARGEST = 1000  # tensors up to which the optimum is searched: its tables grow with the square

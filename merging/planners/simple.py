@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planner with merge buffers that leave as soon as they are large enough."""
+"""Planners by a simple rule: so many tensors, each tensor by itself, all of them, or so many bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import ClassVar
 from merging.costs import Costs, Profile
 from merging.plan import Plan, whole
 from merging.planner import Planner
-
-# Planner with the same number of tensors in every merge buffer.
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -39,9 +37,6 @@ def even_counts(n: int, tensors: int) -> tuple[int, ...]:
     return (tensors,) * full + (last,) * (last > 0)
 
 
-# Planner of wait-free backpropagation: every tensor leaves by itself, as soon as it is ready.
-
-
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Layerwise(Planner):
     """Planner with a merge buffer for every tensor: the most overlap, and n start-ups.
@@ -55,9 +50,6 @@ class Layerwise(Planner):
 
     def partition(self, profile: Profile, costs: Costs, mode: str) -> Plan:
         return Plan((1,) * len(profile))
-
-
-# Planner of one message per step.
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

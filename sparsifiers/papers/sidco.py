@@ -12,11 +12,11 @@ from torch import Tensor
 from sparsifiers.base import Request
 from sparsifiers.estimated import Estimated, Sample, above, corrected, off
 
-# Fit the distributions of SIDCo to magnitudes, each as: which threshold does a fraction `delta` exceed?
+# Distributions, fitted to magnitudes: which threshold does a fraction `delta` exceed?
 #
 # Abdelmoniem, Elzanaty, Alouini and Canini, "An Efficient Statistical-based Gradient Compression Technique for
-# Distributed Training Systems" (SIDCo), MLSys 2021. Everything is 0-dim float32 on any device unless said
-# otherwise; delta is in (0, 1]. All are equivariant: c times the data gives c times the threshold.
+# Distributed Training Systems" (SIDCo), MLSys 2021. Everything is 0-dim float32 on any device unless said otherwise;
+# delta is in (0, 1]. All are equivariant: c times the data gives c times the threshold.
 
 SHAPES = (-4.0, 0.45)  # of the Pareto: its variance, from which the shape is read, is finite below 0.5
 POINTS, ROUNDS = 64, 4  # 63**4 intervals of the range of ln quantile: 2e-6
@@ -77,6 +77,8 @@ def gamma_quantile(alpha: Tensor, delta: Tensor) -> Tensor:
         width = width / (POINTS - 1)
     return (low + width / 2).exp()
 
+
+# The sparsifiers.
 
 Law = Literal["e", "gp", "gamma"]
 FIRST = 0.25  # fraction that the first of several stages lets through

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common base of quantisers: blocks become bytes, and bytes the same numbers on every machine."""
+"""Common base of quantisers: tensors become blocks, blocks bytes, and bytes the same numbers on every machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparsifiers.gpu import records
 from sparsifiers.gpu.block_table import BlockRun, BlockTable
 from sparsifiers.quantising.draws import Draws, key_within
 
-# Cut tensors into blocks that share a scale: a pure function of the shape.
+# Blocks, which share a scale: a pure function of the shape.
 
 VERSION = 2  # of blocks, levels, scales and random words: with another one the same gradients become other bits
 LARGEST = 256  # coordinates of a block; 1024 and 4096 cost 1 % of a small GPT's loss, 64 to 256 nothing
@@ -43,7 +43,7 @@ def blocks_in(numel: int, size: int) -> int:
     return -(-numel // size)
 
 
-# Choice among several compressors, of which training takes one by the time of its steps.
+# The choice among several compressors, of which training takes one by the time of its steps.
 
 NONE = "none"  # among candidates: every element, as it is
 NARROW = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that quantisers are given; wider ones travel dense
@@ -72,6 +72,8 @@ class Choice(Compressor):
     def options(self) -> dict[str, object]:
         return {"candidates": self.candidates, "until_chosen": self.until_chosen}
 
+
+# The base class.
 
 WRITTEN = (
     "__init__",

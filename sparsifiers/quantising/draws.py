@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random words that every rank can draw for any block of any tensor, by themselves and in any order.
+"""Scales of blocks, and random words that every rank can draw for any block, by themselves and in any order.
 
 A word is a pure function of a key and a number: splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
 Generators", OOPSLA 2014), at any value of its counter. No generator of the process is used, and torch's operations and
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Give each block one scale in two bytes. Its product with a short code is exact, never subnormal and never infinite.
+# Scales: one for each block, in two bytes. Its product with a short code is exact, never subnormal and never infinite.
 #
-# A scale is a bfloat16, of 8 significant bits. Codes have 7 at most, so a product has 15 and fits into a float32 as
-# it is: a machine that fuses it with the addition behind it gets the same bits. Four bytes would buy nothing: codes
-# are chosen for the scale as it was rounded, which moves the levels by 0.4 % at most and adds no error of its own.
+# A scale is a bfloat16, of 8 significant bits. Codes have 7 at most, so a product has 15 and fits into a float32 as it
+# is: a machine that fuses it with the addition behind it gets the same bits. Four bytes would buy nothing: codes are
+# chosen for the scale as it was rounded, which moves the levels by 0.4 % at most and adds no error of its own.
 
 SCALE = 2  # bytes
 NAN = 0x7FC0  # bits of a bfloat16
@@ -71,6 +71,8 @@ def read_scale(data: Tensor) -> Tensor:
     """Return the scale in front of each of the records ``data``, uint8[n, bytes]: float32[n, 1]."""
     return data[:, :SCALE].contiguous().view(torch.bfloat16).to(torch.float32)
 
+
+# Random words.
 
 GOLDEN = 0x9E3779B97F4A7C15  # the odd number nearest to 2**64 / the golden ratio: a step of splitmix64's counter
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Send the signs, or a few levels, of rotated blocks, with the scale that makes them unbiased: ``eden``.
+"""Quantiser of rotated blocks, ``eden``: their signs, or a few levels, with the scale that makes them unbiased.
 
 Vargaftik et al., "EDEN: Communication-Efficient and Robust Distributed Mean Estimation for Federated Learning", ICML
 2022, any number of bits; with one bit it is the same authors' "DRIVE: One-bit Distributed Mean Estimation", NeurIPS
@@ -15,7 +15,7 @@ from sparsifiers.quantising.base import Quantiser
 from sparsifiers.quantising.draws import NAN, SCALE, Draws
 from sparsifiers.quantising.levels import FLAT, LEAST, LEVELS, MOST, SPIKE, thresholds
 
-# Rotate blocks by a Hadamard matrix, with a fixed order of additions: torch's operations and compiled loops agree.
+# Rotations by a Hadamard matrix, with a fixed order of additions: torch's operations and compiled loops agree.
 
 
 def hadamard(rows: Tensor) -> Tensor:
@@ -42,6 +42,8 @@ def folded(rows: Tensor) -> Tensor:
         rows = rows[:, :half] + rows[:, half : 2 * half]
     return rows[:, 0]
 
+
+# The quantiser.
 
 NOISE = {1: 0.571, 2: 0.133, 3: 0.036, 4: 0.0096}  # see `Quantiser.noise`
 MIXED = 1  # bit of a record's first byte, the last one of its scale

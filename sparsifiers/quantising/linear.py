@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Round to the nearest of evenly spaced levels, the largest of which is a block's largest magnitude: int8 and int4.
+"""Quantisers that round to the nearest level under a scale: int8 and int4 with evenly spaced levels, fp8 with floats.
 
 Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv 2306.10209, where
 gradients have 4 bits (qgZ); ByteGrad of Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations",
@@ -14,8 +14,6 @@ from torch import Tensor
 from sparsifiers.kernel_quantising import INT4, INT8
 from sparsifiers.quantising.base import Quantiser
 from sparsifiers.quantising.draws import SCALE, Draws, as_scale, bounded, read_scale, steps_of, write_scale
-
-# Write integers of a few bits behind a scale, and read them as so many times that scale.
 
 
 class Integers(Quantiser):
@@ -66,8 +64,6 @@ def unpacked(data: Tensor, width: int) -> Tensor:
     mask = (1 << width) - 1
     return torch.cat([data >> number * width & mask for number in range(8 // width)], dim=1)
 
-
-# Write floats of 8 bits behind a power of two: fp8, with 4 bits of exponent and 3 of mantissa.
 
 TOP = 128.0  # the largest magnitude of a block is brought to this or up to twice it; e4m3 ends at 448
 EXPONENT = 0x7F800000  # the bits of a float32's exponent

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bases of low-rank tensors: the same on all ranks, staged in a round, and kept by its commit."""
+"""Low-rank factors: their mathematics, and the bases that ranks keep of them.
+
+Bases are the same on all ranks, staged in a round, and kept by its commit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from agmerge.backends import Backend
 from agmerge.tensors.layout import Slot, TensorClass
 from sparsifiers import LowRank, kernel_low_rank
 
-# Make rows orthonormal, and never divide by zero: Gram-Schmidt, which is done twice and is then exact enough.
+# Orthonormal rows, without a division by zero: by Gram-Schmidt, which is done twice and is then exact enough.
 #
 # A row that is zero, not finite, or dependent on those before it becomes a unit vector, less its projection on these
 # rows: the one with the smallest projection, of equals the first; so no dimension is lost. The result does not depend
@@ -117,7 +120,7 @@ def _without(vectors: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     return column.squeeze(-1)
 
 
-# Factorise matrices: the mathematics of PowerSGD (Vogels et al., 2019) and ACP-SGD (Zhang et al., 2023) on a page.
+# Factors: the mathematics of PowerSGD (Vogels et al., 2019) and ACP-SGD (Zhang et al., 2023) on a page.
 #
 # A tensor of two or more dimensions is a matrix D, (n, m): its first dimension by all others. It is sent as two
 # factors, left (r, n) and right (r, m), which stand for left^T right. A factor lies in memory row by row, each row a
@@ -278,6 +281,8 @@ class Product(NamedTuple):
         product(self.left, self.right, 1.0, out)
         return out
 
+
+# Bases, from step to step.
 
 # Names of bases among the states that are kept from step to step, by side.
 KINDS = {LEFT: "left basis", RIGHT: "right basis"}

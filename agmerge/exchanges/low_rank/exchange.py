@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add up factors of matrices over all ranks: PowerSGD in two rounds, ACP-SGD in one."""
+"""Exchange of low-rank factors, added up over all ranks: PowerSGD in two rounds, ACP-SGD in one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
 from agmerge.tensors.layout import Segment, Slot
 from agmerge.tensors.nonfinite import is_finite
 from sparsifiers import Kind, Selection
-
-# Matrices of a message under way, and the operations that need one of them alone.
 
 
 @dataclass

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a few bits a value, and a float32 scale or two for every 256 of them: int8, int4, 2bit and sign.
+"""Value codecs: those of few bits with scales (int8, int4, 2bit and sign), casts, and what each loses.
 
-The scales of all blocks come first, then the codes of all values, the first in the lowest bits of a byte. Every bit
-is the same on every processor: operations are elementwise, or add up in an order that is fixed here.
+Of few bits, a float32 scale or two for every 256 values come first, then the codes of all values, the first in the
+lowest bits of a byte. Every bit is the same on every processor: operations are elementwise, or add up in an order that
+is fixed here.
 """
 
 from __future__ import annotations
@@ -21,10 +22,8 @@ from torch.nn.functional import pad
 from agmerge.exchanges.message import bits, device_bits
 from sparsifiers import kernel_values
 
-# Contract of value codecs, and helpers that all of them need.
-#
-# ``encode`` returns the values that receivers will read, so that the residual is exact. Finite values stay finite,
-# however large; others arrive as not finite.
+# The contract. ``encode`` returns the values that receivers will read, so that the residual is exact. Finite values
+# stay finite, however large; others arrive as not finite.
 
 
 class ValueCodec(ABC):
@@ -83,6 +82,8 @@ def clear_behind(values: Tensor, count: int | Tensor | None) -> Tensor:
         values[count:] = 0.0
     return values
 
+
+# Codecs of few bits.
 
 WIDTHS = (8, 4, 2, 1)  # bits a value
 BLOCK = 256  # values that share a scale
@@ -277,11 +278,11 @@ def _coarse(means: Tensor) -> Tensor:
     return (means.view(torch.int32) & COARSE).view(torch.float32)
 
 
-# Measure codecs on the values that training selects: the share of their energy that arrives, and the time.
+# Measured loss and time of codecs, on the values that training selects.
 #
-# The quantisation error is sent later, so the share that arrives is the share of a step's progress. It is of
-# energies, as in the contraction ||v - C(v)||^2 <= (1 - d) ||v||^2. Convergence with error feedback rests on that
-# (Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019).
+# The quantisation error is sent later, so the share that arrives is the share of a step's progress. It is of energies,
+# as in the contraction ||v - C(v)||^2 <= (1 - d) ||v||^2. Convergence with error feedback rests on that (Karimireddy et
+# al., "Error Feedback Fixes SignSGD", ICML 2019).
 
 BLOCKS = 64  # of values that are kept, about
 TURNS = 3  # times that a codec is timed; the fastest counts
@@ -367,7 +368,7 @@ def handling(codec: ValueCodec, values: Tensor) -> Handling:
     return Handling(float(exact.dot(exact)), float(lost.dot(lost)), encode / count, decode / count)
 
 
-# Value codecs by name: those that a user may ask for, and for each dtype the one that loses nothing.
+# Casts, and all codecs by name: those that a user may ask for, and for each dtype the one that loses nothing.
 
 
 class Cast(ValueCodec):

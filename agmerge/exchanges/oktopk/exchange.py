@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combine by a sparse all-reduce, ``oktopk``: all ranks get the k largest elements of the sum.
+"""Sparse all-reduce, ``oktopk``: all ranks get the k largest elements of the sum.
 
-Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022, Algorithm 1:
-selections are cut by regions of the vector, each of which one rank adds up (split and reduce); the k largest of the sum
-are handed round (balance and all-gather). That is at most ``6 k (W-1)/W`` words a rank, for any W; an all-gather
-of all selections is ``2 k (W-1)``. Both with plain indices; here they are packed
-(:mod:`agmerge.exchanges.multi_round`).
+Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022, Algorithm 1: selections are
+cut by regions of the vector, each of which one rank adds up (split and reduce); the k largest of the sum are handed
+round (balance and all-gather). That is at most ``6 k (W-1)/W`` words a rank, for any W; an all-gather of all selections
+is ``2 k (W-1)``. Both with plain indices; here they are packed (:mod:`agmerge.exchanges.multi_round`).
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from agmerge.exchanges.oktopk import regions
 from agmerge.exchanges.sparse import without_zeros
 from sparsifiers import Selection
 
-# Find the k largest of a vector that no rank has whole, by a histogram of magnitudes that is added up.
+# The k largest of a vector that no rank has whole, by a histogram of magnitudes that is added up.
 #
 # A bin is an exponent and the first three bits of the mantissa, so it is an eighth of a power of two wide. Larger
-# magnitudes are in later bins: the first round of a radix selection. One round is enough here, since elements
-# of the bin at the edge, kept or left for later steps, differ by 12.5 % at most.
+# magnitudes are in later bins: the first round of a radix selection. One round is enough here, since elements of the
+# bin at the edge, kept or left for later steps, differ by 12.5 % at most.
 
 BINS = 2048
 _SHIFT = 20  # of the 23 bits of a float32's mantissa: three are left
@@ -78,7 +77,7 @@ def kept_in_bins(bins: torch.Tensor, edge: int, take: int) -> torch.Tensor:
     return mask
 
 
-# Make, add up and check the pairs of indices and values of `oktopk`: pure functions.
+# Pairs of indices and values, made, added up and checked by pure functions.
 
 
 def nonzero(work: torch.Tensor, offer: Selection) -> Selection:
@@ -170,6 +169,8 @@ def check_kept(name: str, kept: Sequence[IndexValuePairs], fault: int) -> None:
             )
         last = int(indices[-1]) if indices.numel() else last
 
+
+# The exchange.
 
 SLACK = 1.125  # a rank's share of the result may be this much longer than the mean before any of it is moved
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of gradients of which every element travels in few bits."""
+"""Exchanges of gradients of which every element travels in few bits, in one phase or in two."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def refuse_damaged(name: str, ranks: Sequence[int]) -> None:
         )
 
 
-# Quantised all-reduce in one phase: every rank reads the messages of all.
+# One phase: every rank reads the messages of all.
 
 
 class GatheredExchange(QuantisedExchange):
@@ -385,7 +385,7 @@ class AloneExchange(GatheredExchange):
         return None
 
 
-# Quantised all-reduce in two phases: each rank adds up its shard of all messages, and sends the mean to all.
+# Two phases: each rank adds up its shard of all messages, and sends the mean to all.
 
 
 class TwoPhaseExchange(QuantisedExchange):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay out the bytes of a quantised message: for each shard header | figures | records of blocks | plain values.
+"""Layout of a quantised message: for each shard header | figures | records of blocks | plain values.
 
 Everything starts on a 16-byte boundary and is little-endian. The header is that of sparse messages, with no elements
 announced. The figures are 64-bit words, see :data:`FIGURES`.
@@ -22,7 +22,7 @@ from sparsifiers import kernel_message
 from sparsifiers.gpu.block_table import BlockRun, BlockTable
 from sparsifiers.quantising.base import block_size, blocks_in
 
-# Cut a message into shards, one an owner: pure functions, with the same results on every rank.
+# Shards of a message, one an owner: pure functions, with the same results on every rank.
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ def cut_plain(segments: Sequence[Segment], shards: int) -> list[list[Run]]:
                 runs[shard].append(Run(segment, start, stop))
     return runs
 
+
+# Bytes of a shard, and of a message.
 
 # Figures behind the header: 1 + the rank of a message that arrived damaged in the first phase, or 0; the key of the
 # random words, without the tensor; the squares of all quantised elements of the sender or senders, a float64; the

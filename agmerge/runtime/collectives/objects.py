@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives of Python objects, and the barrier."""
+"""Collectives of Python objects, the barrier, and ``join()``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agmerge.runtime.collectives.operation import count, run
 from agmerge.runtime.collectives.reduce import TRAVELS, flat
 from agmerge.runtime.process_sets import JOINED, agree, exchange_digests, exchange_texts, group, joinable, share_numbers
 
-# Answer the other ranks' calls on a rank that makes no more of its own, until all have joined: ``join()``.
+# ``join()``: a rank that makes no more calls of its own answers those of the others, until all have joined.
 
 LABEL = "join() of agmerge's collectives; an optimizer has a separate join()"
 
@@ -66,6 +66,9 @@ def _stand_in(comm: Backend, facts: Sequence[Sequence[str]], device: torch.devic
             handles.append(comm.all_reduce(flat(zeros), f"{message}.{i}" if i else message))
     for handle in handles:
         handle.wait(timeouts.default())
+
+
+# Objects.
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = None) -> Any:

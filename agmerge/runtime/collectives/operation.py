@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one collective of the module's own, from its arguments to its result and its gradient.
+"""One collective of the module's own, from its arguments to its result and its gradient.
 
 Each kind defines the facts that all ranks must state alike, the start of its messages, its results and the gradient.
-Everything else is here: the agreement, the handle, the graph.
+Everything else is here: the checks of arguments, the agreement, the handle, the graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.runtime import process_sets
 from agmerge.runtime.process_sets import Group, agree, group
 
-# Check what scripts pass to a collective. ``ValueError`` and ``TypeError`` say what to pass instead.
+# Arguments that scripts pass: ``ValueError`` and ``TypeError`` say what to pass instead.
 
 OPS = "agmerge.Average, Sum, Min, Max or Product"
 
@@ -120,7 +120,7 @@ def factor(given: Any, name: str, call: str) -> float:
         raise TypeError(f"{call}: {name} must be a number, got {given!r}") from None
 
 
-# View tensors as bytes, so that any dtype travels on any backend.
+# Tensors as bytes, so that any dtype travels on any backend.
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
@@ -165,6 +165,9 @@ def described(tensor: torch.Tensor) -> str:
 def _elsewhere(tensor: torch.Tensor) -> str:
     """Return the kind of device where that is no CPU, as the end of a text; else empty."""
     return "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+
+
+# The operation.
 
 
 class Operation(ABC):

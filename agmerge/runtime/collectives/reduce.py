@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce: every rank gets the sum, average, minimum, maximum or product of all ranks' tensors."""
+"""All-reduce: every rank gets the sum, average, minimum, maximum or product of all ranks' tensors.
+
+Reduce-scatter shares its base, :class:`Reduction`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from agmerge.runtime.collectives.operation import (
 )
 from agmerge.runtime.process_sets import Group
 
-# Common base of all-reduce and reduce-scatter: numbers, an operation, factors before and after.
+# Common base: numbers, an operation, factors before and after.
 
 _INTEGERS = {torch.uint8: torch.int32, torch.int8: torch.int32, torch.int16: torch.int32}
 TRAVELS = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)  # as they are
@@ -115,6 +118,8 @@ def times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
         return tensor.mul_(factor)
     return tensor.copy_((tensor.double() * factor).to(tensor.dtype))
 
+
+# All-reduce.
 
 NONE = Compression.none
 

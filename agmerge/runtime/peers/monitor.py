@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find out which ranks are still there, and where: they are asked when a wait has failed, with any backend.
+"""Monitor of the ranks that are still there, and where: they are asked when a wait has failed, with any backend.
 
 Every process listens at a port of its own, where a thread tells the activity of the script. Addresses, ports and tokens
 are gathered when a process joins the others. A rank that misses one asks all of them at once, and tells them that it
@@ -38,7 +38,7 @@ from agmerge.runtime.peers.status_server import (
     query_peer,
 )
 
-# Find out which ranks are missing from a collective, by all ranks' answers. Pure functions of the answers.
+# The report: which ranks are missing from a collective. Pure functions of all ranks' answers.
 
 SHOWN = 8  # ranks that are described; more are only named
 DIFFERENT = (
@@ -149,6 +149,8 @@ def _is_message(call: str) -> bool:
     """Return whether a collective is the message of a merge buffer."""
     return call.startswith("buffer ")
 
+
+# The monitor.
 
 FIRST = 10.0  # seconds, for the first question of all: a machine that starts many processes is busy
 AGAIN = 4.0  # seconds for which a rank that refuses is asked again: networks reset connections for some of them

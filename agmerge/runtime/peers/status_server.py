@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask one question between two processes, and answer it: each is a line over TCP, a token and then JSON.
+"""One question between two processes, and its answer: each is a line over TCP, a token and then JSON.
 
 Anybody may come to the port. So a line is read on only if it begins with the token, no connection waits for another
 one, and there are never more than ``MOST`` of them: then the one that has been silent for longest has to go.
@@ -23,7 +23,7 @@ from typing import Any
 from agmerge.backends.limits import TOO_MANY
 from agmerge.runtime.peers.answers import json_object
 
-# Notice when this process did not run: a thread that wakes up twice a second has not woken up for longer.
+# Pauses, in which this process did not run: a thread that wakes up twice a second has not woken up for longer.
 #
 # A stopped process waits no longer than others, by its own clock, but in vain: they have given up in the meantime.
 
@@ -88,6 +88,8 @@ def _now() -> tuple[float, float]:
     """Return the seconds of the monotonic clock, and of CPU time of all threads of this process."""
     return time.monotonic(), time.process_time()
 
+
+# The server, and the question.
 
 PATIENCE = 1.0  # seconds for a connection, and again for the answer
 SILENCE = 3.0  # seconds from a connection to the end of its question: a rank asks at once

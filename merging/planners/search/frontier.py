@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search over prefixes of the readiness order, with the set of states that no other state beats."""
+"""Search over prefixes of the readiness order, with the set of states that no other state beats.
+
+Beside it are the edges and bounds that it needs, and rules without a search.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from merging.pieces import Pieces
 from merging.plan import Elements, Plan, Reals
 from merging.planners.search.tables import Flags, Tables
 
-# Costs of every possible merge buffer on both clocks, as edges of a graph that can be walked in both directions.
+# Edges: the costs of every possible merge buffer on both clocks, as a graph that can be walked in both directions.
 
 Indices = NDArray[np.int64]
 FEW = 32  # tensors up to which clocks are compared to the bit
@@ -91,7 +94,7 @@ def _turned(values: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(values[::-1, :, ::-1].transpose(2, 1, 0))
 
 
-# Lower bounds of the end of plans, so that the search for the optimum excludes edges that cannot lead to it.
+# Bounds of the end of plans, so that the search excludes edges that cannot lead to the optimum.
 
 Path = list[tuple[int, int, int]]
 """Merge buffers: first tensor, last tensor, option."""
@@ -208,6 +211,8 @@ def _finer(remaining: Reals, weights: int) -> Reals:
     return fine
 
 
+# The greedy rule of `agmerge`: merge while the channel is busy, after each possible first buffer.
+
 # Intra-worker rule of `agmerge`: merge while the channel is busy, after each possible first buffer.
 
 # Of backward, during which all merge buffers go dense.
@@ -301,7 +306,7 @@ def _upto(values: Elements) -> Elements:
     return np.array([0, *accumulate(values.tolist())], dtype=np.int64)
 
 
-# Times at which tensors are usable, and seconds of selection from a run of them, for the published rules.
+# Readiness: when tensors are usable, and seconds of selection from a run of them, for the published rules.
 
 Taken = Callable[[int, int], float]
 """Seconds for the tensors start <= i < stop as one merge buffer."""
@@ -340,6 +345,8 @@ def _sums(values: list[int]) -> list[int]:
         sums.append(sums[-1] + value)
     return sums
 
+
+# The search over prefixes.
 
 Found = tuple[Plan, float]
 """A plan, and when its last exchange ends."""
