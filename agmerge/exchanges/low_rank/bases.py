@@ -128,21 +128,6 @@ def _without(vectors: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
 # have in common; the other one is the projection of a rank's own matrix on it. All ranks compute :func:`product` and
 # :func:`orthonormalize` of the same factors; the results have the same bits on every processor.
 
-__all__ = [
-    "LEFT",
-    "RIGHT",
-    "Product",
-    "add_and_project",
-    "empty_lanes",
-    "empty_lanes_on_device",
-    "initial_basis",
-    "matrix_shape",
-    "orthonormalize",
-    "product",
-    "project",
-    "rank_of",
-    "take_off",
-]
 LEFT, RIGHT = "left", "right"
 CACHED = 1 << 17  # elements that torch goes over again and again while they are in the caches
 
