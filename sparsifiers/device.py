@@ -17,7 +17,7 @@ ITERATIONS = 18  # of the 31 that fp32 needs: an interval of 2**13 keys is left,
 
 
 def keys_of(vector: Tensor) -> Tensor:
-    """Return the magnitudes of floats [n] as integers [n] of the same width; see `magnitude`."""
+    """Return the magnitudes of floats [n] as integers [n] of the same width; see `exact_topk.bit_view`."""
     return bit_view(vector) & magnitude_mask(vector.dtype)
 
 

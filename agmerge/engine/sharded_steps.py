@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""it has hardly moved, or its gradient is small. All are flat and of one length; the first two of one dtype."""
+"""Detection of an optimizer that steps a shard of the parameters on each rank, and hands the results round."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ __all__ = ["DENSE", "EXCHANGES", "ExchangeContext", "exchange_of"]
 DENSE = DenseExchange  # of dense segments, and of merge buffers that are planned dense
 EXCHANGES: dict[str, type[Exchange]] = {
     "auto": SparseExchange,  # or DENSE, a merge buffer at a time, by measured times
-    "fastest": SparseExchange,  # as "auto", or one of SUMS in send_mode.py in its place, by measured times
+    "fastest": SparseExchange,  # as "auto", or one of SUMS in routing.py in its place, by measured times
     "sparse": SparseExchange,
     "oktopk": OkTopkExchange,
     "masked": MaskedExchange,

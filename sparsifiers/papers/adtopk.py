@@ -4,8 +4,8 @@
 Ming, Hu, Zhou, Zheng and Feng, "ADTopk: All-Dimension Top-k Compression for High-Performance Data-Parallel DNN
 Training", HPDC'24. Global top-k leaves whole rows (output channels, neurons) without an update for many steps;
 rows alone keep far less of the gradient. From the paper: rows as dimensions, the longer axis as the searched
-one, interleaving, reuse of the threshold. Ours: exactly k in all, dealt to the rows in turn (`rows.deal`), the
-reuse rule (`threshold_reuse`), and floor-and-fill.
+one, interleaving, reuse of the threshold. Ours: exactly k in all, dealt to the rows in turn (`rows_host.deal`), the
+reuse rule (`candidates.reuse_threshold`), and floor-and-fill.
 """
 
 from __future__ import annotations

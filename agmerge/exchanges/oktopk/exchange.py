@@ -205,7 +205,7 @@ class OkTopkExchange(MultiRoundExchange):
     it writes in phase 4: so nothing is lost. A codec that has no code for 0 is given no 0.
 
     With k the capacity of a selection, at most k elements are kept, and k where so many are selected: all above a
-    bin of the magnitudes' histogram (see ``histogram``), and of that bin those of lowest index. Selected elements that
+    bin of the magnitudes' histogram (see :func:`bin_of`), and of that bin those of lowest index. Selected elements that
     are not kept stay in the residual, though they have travelled. Values are scaled and added in rank order, as
     ``sparse`` does, so an element that is kept has the same bits. Which are kept depends neither on how regions are cut
     nor on timing. The segments of a message are of one tensor class.
