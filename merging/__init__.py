@@ -10,6 +10,13 @@ returns when each is sent, and when the last one has arrived. The results depend
 needs only the standard library and NumPy.
 """
 
+# Files, for those who read on:
+#
+# * plan: the partition. costs: profiles and costs. measured: measurements of a run. storage: all of them in files.
+# * timeline: predicted times of a plan. dense_cutoff: budgets, and which tensors go dense.
+# * planner: the base of planners. planners/: all of them. pieces: planning that can be interrupted. registry: by name.
+# * drawing: plans side by side, as a table and a picture.
+
 from __future__ import annotations
 
 from merging.costs import Cost, Costs, Profile

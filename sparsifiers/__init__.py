@@ -16,6 +16,15 @@ Compressors do not change the gradient, and do not communicate. A `Memory` keeps
 needs only torch, NumPy and the standard library. It imports neither `agmerge` nor `merging`.
 """
 
+# Files, for those who read on:
+#
+# * base: the contracts. catalogue: compressors and memories by name. name_patterns: patterns for parameters.
+# * largest: topk, by exact_topk, candidates and rows_host on the host, and by device and gpu/ on devices.
+# * randomk, dgc, estimated, papers/: other sparsifiers. low_rank: PowerSGD and ACP-SGD. quantising/: quantizers.
+# * memories: error feedback. deferred: selections made later, perhaps in a message.
+# * kernel and kernel_*: calls of the compiled loops in native/, by subject.
+# * conformance and conformance_*: checks of a compressor of your own. proof: measured quality of selections.
+
 from __future__ import annotations
 
 from sparsifiers.base import ByName, Compressor, Kind, Request, Selection, Sparsifier, budget

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives of the module's own, for losses, metrics and set-up.
 
+* ``operation``: one call, from arguments to result and gradient.
+* ``reduce``, ``scatter``, ``gather``, ``alltoalls``, ``broadcasts``: one kind each. ``sparse``: sparse layout.
+* ``objects``: Python objects, ``barrier`` and ``join``.
+
 They use another communicator than the optimizers. Each first agrees on its arguments, so that a mistake is an error on
 every rank and never a hang or a crash inside the backend. That costs one all-gather of 16 bytes; these calls are not
 for the hot path.
