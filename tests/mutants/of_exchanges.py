@@ -50,8 +50,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "noise is not scaled with the mean",
         "agmerge/exchanges/quantised/exchange.py",
-        "noise * self.scale**2",
-        "noise * self.scale",
+        "noise * self.scale**2, noise)",
+        "noise * self.scale, noise)",
         (f"{NORM}::test_nodes_have_the_norm_of_all_shards",),
     ),
     Mutant(

@@ -213,8 +213,6 @@ def _finer(remaining: Reals, weights: int) -> Reals:
 
 # The greedy rule of `agmerge`: merge while the channel is busy, after each possible first buffer.
 
-# Intra-worker rule of `agmerge`: merge while the channel is busy, after each possible first buffer.
-
 # Of backward, during which all merge buffers go dense.
 _SHARES = (0.0, 0.5, 0.75, 0.9, 0.97, 1.0)
 _EQUAL = 1e-12  # of the finish: difference of sums in another order
