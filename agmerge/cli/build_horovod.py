@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build Horovod 0.28.1 for the torch that is installed here: ``python -m agmerge build-horovod``.
+"""Build of Horovod 0.28.1 for the torch that is installed here: ``python -m agmerge build-horovod``.
 
 Pip alone cannot. Horovod's last release asks for C++14, and torch 2.13's headers need C++20; it compiles against
 the torch that it finds, which pip hides from a build; and it looks for MPI where it was linked. So

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compress the exchanges of a model that ``accelerate.Accelerator`` has prepared::
+"""Compressed exchanges of a model that ``accelerate.Accelerator`` has prepared::
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     agmerge.integrations.accelerate.compress(accelerator, model)
