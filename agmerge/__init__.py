@@ -20,8 +20,7 @@ import merging
 import sparsifiers
 from agmerge import testing
 from agmerge.checkpoint import elastic
-from agmerge.checkpoint.dcp import ResidualState
-from agmerge.checkpoint.gather import gather_state
+from agmerge.checkpoint.dcp import ResidualState, gather_state
 from agmerge.errors import (
     AGMergeError,
     CollectiveTimeout,
@@ -35,7 +34,7 @@ from agmerge.errors import (
 )
 from agmerge.ops import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
 from agmerge.optimizer import DistributedOptimizer, LocalOptimizer, LocalSync, Nesterov
-from agmerge.options.density_schedule import ladder
+from agmerge.options.compressors import ladder
 from agmerge.options.from_params import from_params
 from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters
 from agmerge.runtime.collectives import (

@@ -36,11 +36,10 @@ from agmerge.backends import Handle
 from agmerge.backends.local import LocalBackend
 from agmerge.exchanges import Exchange, ExchangeContext, Ranks, SegmentBuffers, SparseExchange, Store
 from agmerge.exchanges.message.format import Format, RoundHeader
-from agmerge.exchanges.message.pairs import PairFormat
-from agmerge.exchanges.oktopk.exchange import OkTopkExchange
-from agmerge.exchanges.oktopk.histogram import BINS
+from agmerge.exchanges.multi_round import PairFormat
+from agmerge.exchanges.oktopk.exchange import BINS, OkTopkExchange
 from agmerge.exchanges.oktopk.regions import number
-from agmerge.metrics import link_bytes
+from agmerge.metrics import totals
 from agmerge.runtime import workers as runtime
 from agmerge.tensors.arena import subtract
 from agmerge.tensors.layout import Layout, Segment, TensorClass
@@ -86,12 +85,12 @@ class Counting(LocalBackend):
         self.received[what] += received / 4  # type: ignore[assignment]
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
-        moved = link_bytes.all_reduce(tensor.nbytes, self.size)
+        moved = totals.all_reduce_bytes(tensor.nbytes, self.size)
         self._note(name, moved, moved)
         return super().all_reduce(tensor, name, op)
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        moved = link_bytes.all_gather(tensor.nbytes, self.size)
+        moved = totals.all_gather_bytes(tensor.nbytes, self.size)
         self._note(name, moved, moved)
         return super().all_gather(out, tensor, name)
 
@@ -105,7 +104,7 @@ class Counting(LocalBackend):
     ) -> Handle:
         width = tensor.element_size()
         sent, received = ([width * length for length in lengths] for lengths in (splits, out_splits))
-        self._note(name, *(link_bytes.all_to_all(sizes, self.rank) for sizes in (sent, received)))
+        self._note(name, *(totals.all_to_all_bytes(sizes, self.rank) for sizes in (sent, received)))
         return super().all_to_all(out, tensor, out_splits, splits, name)
 
 

@@ -23,8 +23,8 @@ import torch
 
 # isort: split
 
-from agmerge.exchanges.low_rank import factors
-from agmerge.exchanges.low_rank.factors import LEFT, RIGHT
+from agmerge.exchanges.low_rank import bases
+from agmerge.exchanges.low_rank.bases import LEFT, RIGHT
 
 FLOOR = "add"
 PARTS = ("add, right", "add, right, take off", "add, left", "left", "take off", "product")
@@ -46,27 +46,27 @@ def measure(n: int, m: int, rank: int, repeats: int) -> dict[str, float]:
     torch.manual_seed(0)
     matrix, residual, gradient, update = torch.randn(4, n, m)
     left, right = torch.randn(rank, n), torch.randn(rank, m)
-    factors.orthonormalize([left, right])
+    bases.orthonormalize([left, right])
     of_left, of_right = torch.empty_like(left), torch.empty_like(right)
 
     def add(side: str, off: bool = False) -> None:
         basis, out = (right, of_left) if side == RIGHT else (left, of_right)
-        if factors.add_and_project(matrix, residual, gradient, side, basis, out, off=off) is None:
+        if bases.add_and_project(matrix, residual, gradient, side, basis, out, off=off) is None:
             torch.add(residual, gradient, out=matrix)
-            factors.project(matrix, side, basis, out)
+            bases.project(matrix, side, basis, out)
             if off:
-                factors.take_off(matrix, out, basis)
+                bases.take_off(matrix, out, basis)
 
     parts: dict[str, Callable[[], object]] = {
         FLOOR: lambda: update.add_(gradient),
         "add, right": lambda: add(RIGHT),
         "add, right, take off": lambda: add(RIGHT, off=True),
-        "left basis": lambda: factors.orthonormalize([of_left]),
+        "left basis": lambda: bases.orthonormalize([of_left]),
         "add, left": lambda: add(LEFT),
-        "left": lambda: factors.project(matrix, LEFT, left, of_right),
-        "right basis": lambda: factors.orthonormalize([of_right]),
-        "take off": lambda: factors.take_off(matrix, left, right),
-        "product": lambda: factors.product(left, right, 0.5, update),
+        "left": lambda: bases.project(matrix, LEFT, left, of_right),
+        "right basis": lambda: bases.orthonormalize([of_right]),
+        "take off": lambda: bases.take_off(matrix, left, right),
+        "product": lambda: bases.product(left, right, 0.5, update),
     }
     took: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(repeats + 2):

@@ -33,11 +33,11 @@ from torch import Tensor
 import sparsifiers
 from agmerge.exchanges.message import bits
 from agmerge.exchanges.message.indices import smallest
-from agmerge.exchanges.message.values import SCALED
+from agmerge.exchanges.message.scaled import SCALED
 from agmerge.tensors.arena import subtract
 from sparsifiers import Momentum, Rate, kernel, kernel_updates
 from sparsifiers.candidates import Candidates, TensorNotes
-from sparsifiers.magnitude import magnitude_mask
+from sparsifiers.exact_topk import magnitude_mask
 
 UNIT = 12  # bytes an element of `torch.add(residual, gradient, out=work)`
 LINE = 64  # bytes that an element at a random place takes

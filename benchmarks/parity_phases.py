@@ -29,7 +29,7 @@ from accuracy import parity_optimizers, parity_tasks
 
 import sparsifiers
 from agmerge.step.config import is_small
-from sparsifiers.quantising.blocks import block_size, blocks_in
+from sparsifiers.quantising.base import block_size, blocks_in
 from sparsifiers.quantising.draws import Draws, key_of
 
 BITS = ("none", "1+1", "1+2", "2+2", "2+4", "4+4", "1", "2")

@@ -30,9 +30,9 @@ import numpy as np
 from speed import shapes
 
 import merging
-from merging.dense_choice import choose_dense
 from merging.measured import sent_whole
-from merging.planners.agmerge import BUDGET
+from merging.planners.exact import BUDGET
+from merging.timeline import choose_dense
 
 DENSITIES = (1.0, 0.1, 0.01, 0.001)
 WORKERS = (8, 16, 32, 64, 128, 256, 512, 1024)

@@ -48,8 +48,8 @@ def worker(args: argparse.Namespace) -> None:
 
     import agmerge
     import merging
-    from agmerge.planning.plan_choice import predicted_finish
-    from agmerge.step.agreement import with_mode
+    from agmerge.planning.codec_choice import predicted_finish
+    from agmerge.step.agreed_state import with_mode
 
     agmerge.init()
     torch.set_num_threads(1)

@@ -34,8 +34,7 @@ from torch import Tensor
 
 import sparsifiers
 from sparsifiers import kernel
-from sparsifiers.quantising.base import Quantiser
-from sparsifiers.quantising.blocks import blocks_in
+from sparsifiers.quantising.base import Quantiser, blocks_in
 from sparsifiers.quantising.draws import Draws
 
 NAMES = ("eden-1", "eden-2", "eden-3", "eden-4", "int8", "int4")

@@ -28,7 +28,7 @@ import scale
 import step_time
 from lab.interleaved import KEEP
 
-from agmerge.backends.horovod_mpi import cores
+from agmerge.backends.horovod import cores
 
 SHOWN = "../../docs/pictures"  # as the page names the folder of pictures
 OURS = "agmerge"  # what names of this library's contenders begin with

@@ -43,7 +43,7 @@ from speed import shapes
 
 import merging
 import sparsifiers
-from agmerge.exchanges.low_rank.factors import matrix_shape, rank_of
+from agmerge.exchanges.low_rank.bases import matrix_shape, rank_of
 
 RATES = {"1 Gbit": (50e-6, 1e9), "10 Gbit": (30e-6, 10e9), "25 Gbit": (20e-6, 25e9), "100 Gbit": (15e-6, 100e9)}
 """Seconds a hop, and bits a second of a worker's port. Assumptions: TCP at the slow end, RDMA at the fast."""

@@ -74,7 +74,7 @@ def watched() -> Clocks:
     """Clocks on what one step consists of."""
     from agmerge.backends.base import Handle
     from agmerge.backends.torch import TorchBackend
-    from agmerge.engine.backward_passes import BackwardPasses
+    from agmerge.engine.grad_hooks import BackwardPasses
     from agmerge.engine.reducer import Reducer
     from agmerge.exchanges import SparseExchange
     from agmerge.step.accumulation import Accumulation

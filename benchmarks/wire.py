@@ -30,7 +30,7 @@ import torch
 
 from agmerge.exchanges.message import ValueCodec, candidates, smallest
 from agmerge.exchanges.message.format import Format, RoundHeader
-from agmerge.exchanges.message.offers import without_zeros
+from agmerge.exchanges.sparse import without_zeros
 from agmerge.tensors.layout import Layout, Segment, TensorClass
 from sparsifiers import Kind, Selection
 

@@ -10,18 +10,22 @@ returns when each is sent, and when the last one has arrived. The results depend
 needs only the standard library and NumPy.
 """
 
+# Files, for those who read on:
+#
+# * plan: the partition. costs: profiles and costs. measured: measurements of a run. storage: all of them in files.
+# * timeline: predicted times of a plan. dense_cutoff: budgets, and which tensors go dense.
+# * planner: the base of planners. planners/: all of them. pieces: planning that can be interrupted. registry: by name.
+# * drawing: plans side by side, as a table and a picture.
+
 from __future__ import annotations
 
-from merging.costs import Cost, Costs
-from merging.curve import Curve
-from merging.measured import Measurements, best
-from merging.message_split import divide
+from merging.costs import Cost, Costs, Profile
+from merging.measured import Curve, Measurements, best
 from merging.pieces import Pieces, in_pieces
 from merging.plan import Plan
 from merging.planner import Planner
-from merging.profile import Profile
 from merging.registry import get, names, register
-from merging.timeline import MODES, Span, Timeline, predict
+from merging.timeline import MODES, Span, Timeline, divide, predict
 
 __all__ = [
     "MODES",

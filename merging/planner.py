@@ -7,12 +7,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from merging.costs import Costs
+from merging.costs import Costs, Profile
 from merging.pieces import Pieces, in_pieces, pieces_of
 from merging.plan import Plan
-from merging.profile import Profile
-from merging.size_limit import check_tensors, cut
-from merging.timeline import MODES, check_mode
+from merging.timeline import MODES, check_mode, check_tensors, cut
 
 
 @dataclass(frozen=True, repr=False)

@@ -3,23 +3,95 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import SequenceMatcher
 from typing import Any
 
 from merging.planner import Planner
-from merging.planners.agmerge import AGMerge
-from merging.planners.count import Count
-from merging.planners.exact import Exact
-from merging.planners.layerwise import Layerwise
+from merging.planners.exact import AGMerge, Exact
 from merging.planners.papers.agtf import AGTF
 from merging.planners.papers.dear import DeAR
 from merging.planners.papers.fgbuff import FGBuff
 from merging.planners.papers.horovod import Horovod
 from merging.planners.papers.mgwfbp import MGWFBP
 from merging.planners.papers.omgs import OMGS
-from merging.planners.single import Single
-from merging.planners.threshold import Threshold
-from merging.published import ALIASES, Meaning, folded, nearest
+from merging.planners.simple import Count, Layerwise, Single, Threshold
+
+# Names in papers and their code: the one table of these, for scripts and command lines.
+
+ALIKE = 0.7  # least similarity of two names for one to be a misspelling of the other
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """Planner here, with the options that make it the published one."""
+
+    planner: str  # its canonical name
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        said = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"merging.get({self.planner!r}{said})" if said else repr(self.planner)
+
+
+# By folded name: accepted, not listed.
+ALIASES = {
+    "wfbp": Meaning("layerwise"),
+    "lags": Meaning("layerwise"),  # LAGS-SGD selects from each layer by itself: sparsify="ahead"
+    "lagssgd": Meaning("layerwise"),
+    "syncea": Meaning("single"),
+    "synceasgd": Meaning("single"),
+    "mgwfbpsgd": Meaning("mgwfbp"),
+    "omgssgd": Meaning("omgs"),
+    "agtfsgd": Meaning("agtf"),
+    "snamgs": Meaning("agtf"),
+    "snamgssgd": Meaning("agtf"),
+    "agm": Meaning("agmerge"),
+    "agminterintra": Meaning("agmerge"),  # AGM-(Inter+Intra)
+    # The ablation has one plan to the end: planning again from measured times is the other half.
+    "agminter": Meaning("agmerge", {"intra": False, "check_every": 0}),
+    "safusion": Meaning("agmerge"),
+    "tensorfusion": Meaning("horovod"),
+}
+# Names of other methods, by the nearest planner here.
+NEAREST = {
+    "ddp": Meaning("threshold"),
+    "bucket": Meaning("threshold"),
+    "buckets": Meaning("threshold"),
+    "p3": Meaning("dear"),
+    "bytescheduler": Meaning("dear"),
+    "optimal": Meaning("exact"),
+    "none": Meaning("layerwise"),
+}
+
+
+def folded(name: str) -> str:
+    """Return a name in lower case, without hyphens, underscores, blanks and brackets."""
+    return "".join(letter for letter in name.casefold() if letter not in "-_ ()+")
+
+
+def nearest(name: str, known: Iterable[str]) -> Meaning | None:
+    """Return the likely meaning of an unknown name, among the canonical names `known`; None: there is none.
+
+    A common ending "SGD" does not count, as every other method has it.
+    """
+    spelled = folded(name)
+    if spelled in NEAREST:
+        return NEAREST[spelled]
+    meanings = {**{own: Meaning(own) for own in known}, **ALIASES}
+    best = max(meanings, key=lambda each: _likeness(spelled, folded(each)))
+    return meanings[best] if _likeness(spelled, folded(best)) >= ALIKE else None
+
+
+def _likeness(first: str, second: str) -> float:
+    """Return the similarity of two folded names, from 0 to 1; a common ending "SGD" does not count."""
+    if first.endswith("sgd") and second.endswith("sgd"):
+        first, second = first.removesuffix("sgd"), second.removesuffix("sgd")
+    return SequenceMatcher(None, first, second).ratio()
+
+
+# The registry.
 
 _planners: dict[str, type[Planner]] = {}  # by canonical name, in the order in which they were registered
 
@@ -49,9 +121,9 @@ def register(name: str, planner: type[Planner]) -> None:
     own = getattr(planner, "name", None)
     if own != name:
         raise ValueError(f"{planner.__name__}.name is {own!r}, which ranks compare. Register it under this name.")
-    for field in fields(planner):
-        if field.default is MISSING and field.default_factory is MISSING:
-            raise TypeError(f"planner {name!r} must have a default for its option {field.name!r}")
+    for option in fields(planner):
+        if option.default is MISSING and option.default_factory is MISSING:
+            raise TypeError(f"planner {name!r} must have a default for its option {option.name!r}")
     _planners[name] = planner
 
 
@@ -73,7 +145,7 @@ def get(name: str, /, **options: Any) -> Planner:
         hint = f"; did you mean {near}?" if near else ""
         raise ValueError(f"planner {name!r} is unknown{hint} (there are {', '.join(_planners)})")
     planner = _planners[meaning.planner]
-    accepted = sorted(field.name for field in fields(planner))
+    accepted = sorted(option.name for option in fields(planner))
     unknown = sorted(options.keys() - set(accepted))
     if unknown:
         raise TypeError(f"planner {name!r} has no option {unknown[0]!r}. Its options: {_listed(accepted)}")

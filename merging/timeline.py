@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted times at which each merge buffer is ready, starts and ends: the quantity that every planner minimises."""
+"""Predicted times at which each merge buffer is ready, starts and ends: the quantity that every planner minimises.
+
+For a given partition, which merge buffers go dense and in how many messages follows from these times.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from merging.checks import Elements, Reals
-from merging.costs import Costs
-from merging.plan import Plan
-from merging.profile import Profile
+from merging.costs import Costs, Profile
+from merging.pieces import Pieces, in_pieces
+from merging.plan import Elements, Plan, Reals, whole
 
 MODES = ("dense", "ahead", "behind")
 """The modes that every planner plans for; "dear" is the fourth that `predict` knows."""
@@ -176,3 +180,163 @@ def _exchange(plan: Plan, profile: Profile, costs: Costs, parts: Elements) -> Re
 def _totals(values: Elements, plan: Plan) -> Elements:
     """Return the sum of `values`, shape (n,), over each merge buffer, shape (m,)."""
     return np.add.reduceat(values, [start for start, _ in plan.bounds])
+
+
+# Dense or sparse, merge buffer by merge buffer.
+
+WIDEST = 256  # states kept of a prefix
+Indices = NDArray[np.int64]
+
+
+@in_pieces
+def choose_dense(plan: Plan, profile: Profile, costs: Costs, mode: str) -> Pieces[Plan]:
+    """Return `plan` with the dense flags with which it is predicted to end first; the fewest of equals.
+
+    Flags and parts that `plan` has are dropped. Without `costs.dense` nothing goes dense; in mode "dense" a flag
+    only says which cost is smaller. A state is (t, E), the clocks of `predict`; those beaten in both are dropped, so
+    the result is the optimum over all 2^m flags for up to 256 states a merge buffer, more than occur in practice.
+
+    Raises ValueError for an unknown mode and for a plan that does not fit the profile.
+    """
+    check_mode(mode)
+    plan.check(len(profile), profile.names)
+    bare = replace(plan, dense=(False,) * len(plan.counts), parts=())
+    if costs.dense is None:
+        return bare
+    selection = costs.sparsify(profile.work)
+    message = costs.message or (lambda elements: 0.0)
+    clock, channel, flags = np.zeros(1), np.zeros(1), np.zeros(1, np.int64)  # of each state; flags: how many are set
+    history: list[Indices] = []  # by merge buffer, of each state: twice its number before, and 1 more if dense
+    for start, stop in plan.bounds:
+        yield
+        run = slice(start, stop)
+        backward = float(profile.backward[run].sum())
+        load, selects = int(profile.load[run].sum()), 0.0
+        if mode == "ahead":
+            selects = float(selection[run].sum())
+        elif mode == "behind":
+            selects = costs.sparsify(int(profile.work[run].sum()))
+        ready = np.array([backward + selects + message(load), backward + message(0)])
+        takes = np.array([costs.exchange(load), costs.dense(int(profile.numel[run].sum()))])
+        # Each state sparse, then dense.
+        leaves = (clock[:, None] + ready).ravel()
+        ends = (np.maximum(channel[:, None], leaves.reshape(-1, 2)) + takes).ravel()
+        counts = (flags[:, None] + np.array([0, 1])).ravel()
+        kept = unbeaten(leaves, ends, counts)
+        clock, channel, flags = leaves[kept], ends[kept], counts[kept]
+        history.append(kept)
+    state = int(np.lexsort((flags, channel))[0])
+    dense = []
+    for kept in reversed(history):
+        state, flag = divmod(int(kept[state]), 2)
+        dense.append(bool(flag))
+    return replace(bare, dense=tuple(reversed(dense)))
+
+
+def unbeaten(clock: Reals, channel: Reals, flags: Indices) -> Indices:
+    """Return the states that no other equals or beats in both clocks, by clock, at most WIDEST, spread evenly.
+
+    Of equal ones the one with the fewest flags is kept, then the first.
+    """
+    order = np.lexsort((flags, channel, clock))
+    values = channel[order]
+    better = np.ones(len(order), bool)
+    better[1:] = values[1:] < np.minimum.accumulate(values)[:-1]
+    kept: Indices = order[better]
+    return kept if len(kept) <= WIDEST else kept[np.linspace(0, len(kept) - 1, WIDEST).astype(int)]
+
+
+# The number of messages of each merge buffer.
+
+MOST = 8
+SMALLEST = 2**18  # elements of work: selected from in 0.1 to 0.3 ms (measured), about the start-up of a message
+GAIN = 0.03  # of the finish: least gain of a division, since predictions are not more exact
+
+
+@in_pieces
+def divide(plan: Plan, profile: Profile, costs: Costs, mode: str, most: int = MOST) -> Pieces[Plan]:
+    """Divide merge buffers into parts if the step is predicted to end sooner.
+
+    While one part is sent, the next is selected and encoded. Every part costs a start-up. From the last merge buffer to
+    the first, 2, 4, ... parts of at least ``SMALLEST`` values are tried. A division is kept if it shortens the step by
+    more than ``GAIN``. Uncompressed merge buffers, those without selection, and those of several tensors with
+    ``"ahead"`` are never divided. The idea is that of CaSync (HiPress, SOSP 2021) and Espresso (EuroSys 2023).
+
+    Args:
+        plan (Plan): The merge buffers. Its own parts are dropped.
+        profile (Profile): Sizes and times of the tensors.
+        costs (Costs): Costs of selection and messages.
+        mode (str): ``"dense"``, ``"ahead"`` or ``"behind"``.
+        most (int): Largest number of parts. Default: 8.
+
+    Raises:
+        ValueError: For an unknown mode, a plan that does not fit the profile, or ``most`` below 1.
+    """
+    check_mode(mode)
+    most = whole("divide: most", most, least=1)
+    plan = replace(plan, parts=())
+    finish = predict(plan, profile, costs, mode).finish
+    if mode == "dense":
+        return plan
+    for buffer in reversed(range(len(plan.counts))):
+        start, stop = plan.bounds[buffer]
+        if plan.dense[buffer] or (mode == "ahead" and stop - start > 1):
+            continue
+        largest = min(most, int(profile.work[start:stop].sum()) // SMALLEST)
+        ends = [(finish * (1 - GAIN), plan)]
+        for power in range(1, largest.bit_length()):
+            yield
+            parts = (*plan.parts[:buffer], 2**power, *plan.parts[buffer + 1 :])
+            divided = replace(plan, parts=parts)
+            ends.append((predict(divided, profile, costs, mode).finish, divided))
+        end, better = min(ends, key=lambda pair: pair[0])
+        if better is not plan:
+            finish, plan = end, better
+    return plan
+
+
+# The size limit of merge buffers: indices in a message are int32.
+
+LIMIT = 2**31
+
+
+def check_tensors(profile: Profile) -> None:
+    """Raise ValueError, with its name, for a tensor that is too large for a merge buffer."""
+    index = int(profile.numel.argmax())
+    if profile.numel[index] >= LIMIT:
+        raise ValueError(
+            f"tensor {index} ({profile.names[index]!r}) has {profile.numel[index]} elements, but a merge buffer must "
+            "have fewer than 2**31. Split the parameter."
+        )
+
+
+def cut(plan: Plan, profile: Profile) -> Plan:
+    """Return `plan` with every merge buffer of 2**31 elements or more cut into runs that stay below.
+
+    The pieces keep the dense flag, the label and the parts. `check_tensors` must have passed.
+    """
+    numel = profile.numel.tolist()
+    pieces = [cut_counts(numel[start:stop], LIMIT) for start, stop in plan.bounds]
+    return Plan(
+        counts=tuple(count for piece in pieces for count in piece),
+        dense=tuple(flag for piece, flag in zip(pieces, plan.dense, strict=True) for _ in piece),
+        labels=tuple(label for piece, label in zip(pieces, plan.labels, strict=True) for _ in piece),
+        names=plan.names,
+        parts=tuple(parts for piece, parts in zip(pieces, plan.parts, strict=True) for _ in piece),
+    )
+
+
+def cut_counts(numel: Sequence[int], limit: int) -> tuple[int, ...]:
+    """Return tensors per run when a run is closed before it would reach `limit` elements.
+
+    A tensor that reaches `limit` by itself is a run of its own.
+    """
+    counts = [0]
+    size = 0
+    for elements in numel:
+        if counts[-1] and size + elements >= limit:
+            counts.append(0)
+            size = 0
+        counts[-1] += 1
+        size += elements
+    return tuple(counts)

@@ -16,11 +16,18 @@ Compressors do not change the gradient, and do not communicate. A `Memory` keeps
 needs only torch, NumPy and the standard library. It imports neither `agmerge` nor `merging`.
 """
 
+# Files, for those who read on:
+#
+# * base: the contracts. catalogue: compressors and memories by name. name_patterns: patterns for parameters.
+# * largest: topk, by exact_topk, candidates and rows_host on the host, and by device and gpu/ on devices.
+# * randomk, dgc, estimated, papers/: other sparsifiers. low_rank: PowerSGD and ACP-SGD. quantising/: quantizers.
+# * memories: error feedback. deferred: selections made later, perhaps in a message.
+# * kernel and kernel_*: calls of the compiled loops in native/, by subject.
+# * conformance and conformance_*: checks of a compressor of your own. proof: measured quality of selections.
+
 from __future__ import annotations
 
-from sparsifiers.arguments import Request, budget
-from sparsifiers.base import Selection, Sparsifier
-from sparsifiers.by_name import ByName
+from sparsifiers.base import ByName, Compressor, Kind, Request, Selection, Sparsifier, budget
 from sparsifiers.catalogue import (
     get,
     is_low_rank,
@@ -38,10 +45,8 @@ from sparsifiers.catalogue import (
     register_quantiser,
     register_quantizer,
 )
-from sparsifiers.compensation import Momentum, Rate
-from sparsifiers.compressor import Compressor, Kind
 from sparsifiers.low_rank import ACPSGD, LowRank, PowerSGD
-from sparsifiers.memories import Memory
+from sparsifiers.memories import Memory, Momentum, Rate
 from sparsifiers.quantising.base import Quantiser, Quantizer
 
 # Names with "quantis" are the old spelling of those with "quantiz".

@@ -21,17 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsifiers.arguments import DTYPES, budget
-from sparsifiers.base import Selection, Sparsifier
-from sparsifiers.canonical import canonical
+from sparsifiers.base import DTYPES, Kind, Selection, Sparsifier, budget, canonical
 from sparsifiers.catalogue import get, is_low_rank, is_quantiser, memory
-from sparsifiers.compressor import Kind
-from sparsifiers.conformance_checks import generators, require
 from sparsifiers.conformance_inputs import Case, cases, degenerate, drifting, gaussian, structured
 from sparsifiers.conformance_low_rank import check_low_rank
 from sparsifiers.conformance_quantiser import check_quantiser
+from sparsifiers.conformance_reading import generators, require
+from sparsifiers.exact_topk import bit_view
 from sparsifiers.low_rank import LowRank
-from sparsifiers.magnitude import bit_view
 from sparsifiers.quantising.base import Quantiser
 
 SECONDS = 60.0  # on one input; a selection that takes longer counts as endless

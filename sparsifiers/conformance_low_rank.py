@@ -10,8 +10,8 @@ import copy
 import pickle
 from collections.abc import Callable
 
+from sparsifiers.base import Kind
 from sparsifiers.catalogue import low_rank, memory
-from sparsifiers.compressor import Kind
 from sparsifiers.low_rank import RANK, LowRank
 
 NO_RANKS: tuple[object, ...] = (0, -1, 1.5, True, "4", {}, {"(": 4}, {".*": 0})

@@ -13,14 +13,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparsifiers.canonical import canonical
+from sparsifiers.base import Kind, canonical
 from sparsifiers.catalogue import memory, quantiser
-from sparsifiers.compressor import Kind
-from sparsifiers.conformance_checks import generators, require
 from sparsifiers.conformance_inputs import gaussian
-from sparsifiers.conformance_reading import check_noise, check_reading
-from sparsifiers.conformance_records import DRAWS, decoded, encoded, inputs, same_bits, where_of
-from sparsifiers.magnitude import bit_view
+from sparsifiers.conformance_reading import (
+    DRAWS,
+    check_noise,
+    check_reading,
+    decoded,
+    encoded,
+    generators,
+    inputs,
+    require,
+    same_bits,
+    where_of,
+)
+from sparsifiers.exact_topk import bit_view
 from sparsifiers.quantising.base import Quantiser
 from sparsifiers.quantising.draws import Draws, key_of
 

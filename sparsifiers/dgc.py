@@ -11,14 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsifiers import gpu
-from sparsifiers.arguments import Request
-from sparsifiers.base import Selection, Sparsifier
+from sparsifiers.base import Request, Selection, Sparsifier
 from sparsifiers.device import bracket, keys_of, take
-from sparsifiers.estimated import LEAST, key_floor, number, padded
-from sparsifiers.estimator_sample import strided
-from sparsifiers.exact_topk import largest_magnitudes, scan
+from sparsifiers.estimated import LEAST, key_floor, number, padded, strided
+from sparsifiers.exact_topk import INTEGERS, bit_view, largest_magnitudes, magnitude_mask, scan
 from sparsifiers.largest import select_in_kernels, select_largest_on_host
-from sparsifiers.magnitude import INTEGERS, bit_view, magnitude_mask
 
 REACHED = 32  # sampled elements among the k largest, at least; the authors' code has 2
 TURNS, LOWER, RAISE, BAND = 10, 0.8, 1.3, (0.8, 1.3)  # the authors' factor loop; the band is in parts of k

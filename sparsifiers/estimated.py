@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Select by an estimated threshold: a sample to fit, a count that decides, exact selection where it fails.
+"""Selection by an estimated threshold: a sample to fit, a count that decides, exact selection where it fails.
 
 An estimator is a pure function (x, wanted) -> eta on tensors: x float32 [m] >= 0 are sampled magnitudes in units of a
 power of two, sorted once so that each count is a binary search; wanted (0-dim) is how many of them should reach the
-threshold eta (0-dim). It reads no value on the host and has no shape that depends on data, so the same code serves
-all devices. It only starts the search: with any estimate, 0.8 k to k indices are selected.
+threshold eta (0-dim). It reads no value on the host and has no shape that depends on data, so the same code serves all
+devices. It only starts the search: with any estimate, 0.8 k to k indices are selected.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Real
 from typing import Any
 
@@ -20,15 +24,172 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsifiers import gpu
-from sparsifiers.arguments import Request
-from sparsifiers.base import Selection
+from sparsifiers.base import Request, Selection, Sparsifier
 from sparsifiers.device import bracket, keys_of, take
-from sparsifiers.estimator_sample import Sample, normalised, strided
-from sparsifiers.exact_topk import largest_magnitudes, scan
+from sparsifiers.exact_topk import INTEGERS, bit_view, largest_magnitudes, magnitude_mask, scan
 from sparsifiers.largest import select_in_kernels
-from sparsifiers.magnitude import INTEGERS, bit_view, magnitude_mask
-from sparsifiers.stateful import Keyed
-from sparsifiers.threshold_correction import above, reaching
+
+# Samples, prepared without waiting for a device.
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Sample that an estimator is fitted to, on the device of the vector."""
+
+    x: Tensor  # float32 [m], magnitudes in units of `unit`, ascending, 0 for NaN and inf
+    unit: Tensor  # a power of two, fp64 0-dim
+    wanted: Tensor  # how many of x should reach the threshold, float32 0-dim
+
+
+@lru_cache(maxsize=256)
+def stride_for(n: int, size: int) -> int:
+    """Return the largest prime at most n / size, so that hardly a period in the data fits it; 1 for short vectors."""
+    stride = max(1, n // size)
+    while any(stride % divisor == 0 for divisor in range(2, math.isqrt(stride) + 1)):
+        stride -= 1
+    return stride
+
+
+def strided(vector: Tensor, size: int, request: Request) -> Tensor:
+    """View at least `size` elements of `vector` (all, if it has fewer); the phase depends on (key, step)."""
+    stride = stride_for(vector.numel(), size)
+    if stride == 1:
+        return vector
+    return vector[random.Random(f"{request.key}/{request.step}").randrange(stride) :: stride]
+
+
+def normalised(elements: Tensor, density: float) -> Sample:
+    """Make a Sample of elements, floats [m], of a vector of which the fraction `density` is wanted.
+
+    Non-finite elements are always sent: they count among the wanted ones, and not in the fit. Division by
+    a power of two is exact, so that scaling a vector by one changes nothing that follows.
+    """
+    keys = keys_of(elements)
+    special = keys >= int(torch.tensor(torch.inf, dtype=elements.dtype).view(keys.dtype))
+    keys.masked_fill_(special, 0)
+    if keys.device.type == "cpu":
+        keys = torch.from_numpy(np.sort(keys.numpy()))  # thirty times as fast as torch's
+    else:
+        keys = keys.sort().values
+    x = keys.view(elements.dtype)
+    x = x if x.dtype == torch.float64 else x.float()
+    largest = x[-1]
+    unit = torch.where(largest > 0, largest / (2 * torch.frexp(largest).mantissa), torch.ones_like(largest))
+    wanted = (density * len(x) - torch.count_nonzero(special)).clamp_min(0.5)
+    return Sample((x / unit).float(), unit.double(), wanted.float())
+
+
+# State by key, forgotten where the key comes back with another length.
+
+
+class Keyed(Sparsifier):
+    """Sparsifier that keeps a few numbers per key; a subclass calls `_recall` and `_keep`.
+
+    The numbers are Python's, or 0-dim tensors where reading them would wait for a device. All state belongs to the
+    instance.
+    """
+
+    def __init__(self, density: float = 0.01) -> None:
+        super().__init__(density)
+        self._kept: dict[str, tuple[Any, ...]] = {}  # by key: numel of the vector, then the numbers
+
+    def _recall(self, key: str, numel: int) -> tuple[Any, ...] | None:
+        """Return the numbers that `_keep` was given last for this key; None if there are none, or of another length."""
+        kept = self._kept.get(key)
+        return kept[1:] if kept is not None and kept[0] == numel else None
+
+    def _keep(self, key: str, numel: int, *numbers: int | float | Tensor) -> None:
+        """Remember the numbers for a vector of this key and length."""
+        self._kept[key] = (numel, *numbers)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return {name: {key: (numel, *numbers)}} in plain numbers. Waits for a device that holds some."""
+        plain = {
+            key: tuple(part.item() if isinstance(part, Tensor) else part for part in kept)
+            for key, kept in self._kept.items()
+        }
+        return {self.name: plain}
+
+    def snapshot(self) -> Mapping[str, object]:
+        """Return {name: {key: (numel, *numbers)}} with tensors as they are; the numbers themselves never change."""
+        return {self.name: dict(self._kept)}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore the state of `state_dict`; an empty mapping is a cold start."""
+        kept = state.get(self.name, {})
+        if set(state) - {self.name} or not isinstance(kept, Mapping):
+            raise ValueError(f"{self}: expected the state {{{self.name!r}: ...}}, got {sorted(state)}")
+        self._kept = {key: tuple(numbers) for key, numbers in kept.items()}
+
+    def retain(self, keys: Iterable[str]) -> None:
+        """Forget the state of every key that is not in `keys`."""
+        wanted = set(keys)
+        self._kept = {key: kept for key, kept in self._kept.items() if key in wanted}
+
+
+# Counts of a sample against a threshold, which moves until the count is the wanted one.
+
+SLOPES = (-1e5, -0.25)  # of ln count against ln eta: a tail that ends, and one heavier than any with a mean
+
+
+def reaching(x: Tensor, eta: Tensor) -> Tensor:
+    """Return how many elements of x, ascending [m], are at least eta: 0-dim int64."""
+    return len(x) - torch.searchsorted(x, eta)
+
+
+def above(x: Tensor, eta: Tensor) -> Tensor:
+    """Return how many elements of x, ascending [m], are larger than eta: 0-dim int64."""
+    return len(x) - torch.searchsorted(x, eta, right=True)
+
+
+def near(count: Tensor, wanted: Tensor) -> Tensor:
+    """Return whether a sample's count is as near `wanted` as it can be: to 10 %, or two standard deviations up to 20 %.
+
+    count, wanted: 0-dim float32. Returns 0-dim bool.
+    """
+    slack = (2 / wanted.sqrt()).clamp(min=0.1, max=0.2)
+    return (count / wanted - 1).abs() <= slack
+
+
+def off(x: Tensor, wanted: Tensor, eta: Tensor) -> Tensor:
+    """Return how far the count at eta is from `wanted`: ln(count / wanted), above 0 if too many; finite for a 0 too.
+
+    x: float32 [m], ascending; wanted, eta and the result: 0-dim. Half an element is added to both counts.
+    """
+    return ((reaching(x, eta) + 0.5) / (wanted + 0.5)).log()
+
+
+def corrected(x: Tensor, wanted: Tensor, eta: Tensor, slope: Tensor, evaluations: int) -> Tensor:
+    """Return the threshold, of at most `evaluations` tried from eta on, with the count closest to `wanted`.
+
+    x: float32 [m] >= 0, ascending; wanted: 0-dim; eta: the first that is tried, 0-dim; slope: d ln count / d ln eta
+    there, 0-dim, below 0; evaluations: counts of x.
+
+    Steps are secants of ln count against ln eta, in which the tails of a normal, Laplace or power law are nearly
+    straight. One that leaves the bracket of the counts seen so far is replaced by its middle, so nothing oscillates. A
+    start that is `near` is kept.
+    """
+    place = torch.minimum(eta, x[-1]).clamp_min(torch.finfo(x.dtype).tiny).log()
+    slope = slope.nan_to_num(nan=-4.0).clamp(*SLOPES)
+    low, high = place - torch.inf, place + torch.inf
+    best, least = place, torch.full_like(place, torch.inf)
+    before, error_before = place, place
+    for turn in range(evaluations):
+        error = off(x, wanted, place.exp())
+        distance = torch.where(near((wanted + 0.5) * error.exp(), wanted), torch.zeros_like(error), error.abs())
+        best, least = torch.where(distance < least, place, best), torch.minimum(distance, least)
+        low, high = torch.where(error > 0, place, low), torch.where(error > 0, high, place)
+        if turn:
+            secant = (error - error_before) / (place - before)
+            slope = torch.where(secant.isfinite(), secant, slope).clamp(*SLOPES)
+        before, error_before = place, error
+        following = place - error / slope
+        inside = (following > low) & (following < high)
+        place = torch.where(inside, following, (low + high) / 2)
+    return best.exp()
+
+
+# The sparsifier.
 
 SAMPLES = 1 << 16  # elements, at least
 REACHED = 256  # sampled elements above the threshold, at least: their count is then right to 6 %

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Select the largest of a vector: on a device in kernels, or in torch's operations; on the host from candidates."""
+"""Exact selection of the largest, `topk`: on a device in kernels or torch's operations, on the host from candidates."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsifiers import gpu, kernel
-from sparsifiers.arguments import Request
-from sparsifiers.base import Selection
+from sparsifiers.base import Request, Selection, Sparsifier
 from sparsifiers.candidates import Candidates
 from sparsifiers.deferred import Deferred, Select
 from sparsifiers.device import largest_magnitudes_on_device
-from sparsifiers.magnitude import bit_view, magnitude_mask
-from sparsifiers.rows_device import largest_in_rows_on_device
+from sparsifiers.exact_topk import bit_view, largest_magnitudes, magnitude_mask
+from sparsifiers.rows_host import largest_in_rows_on_device
 
 
 def select_largest_on_host(vector: Tensor, request: Request, search: Callable[[], NDArray[np.int32]]) -> Selection:
@@ -46,7 +45,7 @@ def select_largest_on_device(vector: Tensor, request: Request) -> Selection:
 
 
 def select_rows_on_device(vector: Tensor, request: Request, turn: int) -> Selection:
-    """Return the largest of each row, k in all, as `sparsifiers.rows.deal` deals them; nothing waits for the device."""
+    """Return the largest of each row, k in all, as `rows_host.deal` deals them; nothing waits for the device."""
     if not gpu.has_kernels(vector):
         return Selection(largest_in_rows_on_device(vector, request.k, turn, request.shapes), request.k)
     scratch = _scratch(vector, request)
@@ -76,3 +75,32 @@ def _later_or_now(vector: Tensor, request: Request, select: Select) -> Selection
     """Return the selection of `select`, deferred where the request has a scratch: it may then be made in a message."""
     deferred = Deferred(request.k, vector.device, select)
     return deferred if request.scratch is not None else Selection(deferred.indices, deferred.count, deferred.values)
+
+
+# Top-k: exact selection, the reference that all other sparsifiers approximate.
+
+
+class TopK(Sparsifier):
+    """Sparsifier of the k coordinates of largest magnitude.
+
+    Of all choices of k coordinates this one has the smallest residual: ||a - sent||^2 <= (1 - k/n) ||a||^2
+    (Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018). count is always k. Equal
+    magnitudes go to the lowest index and NaN counts as larger than inf, on every device, so the selection is
+    a function of the vector's bits alone.
+
+    Use it where the selection must be exact. On the CPU, with the compiled loops, it costs little more than
+    reading the vector, and so it does on a GPU with Triton, by computation (`sparsifiers.gpu`); on other devices
+    `torch.topk` dominates and a threshold estimator is cheaper. A density of 0.01 is the usual start; 0.001 needs a
+    warm-up.
+    """
+
+    name = "topk"
+    has_kernels = True
+    takes_candidates = True
+
+    def _select(self, vector: Tensor, request: Request) -> Selection:
+        bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
+        return select_largest_on_host(vector, request, lambda: largest_magnitudes(bits, mask, request.k))
+
+    def _select_on_device(self, vector: Tensor, request: Request) -> Selection:
+        return select_largest_on_device(vector, request)

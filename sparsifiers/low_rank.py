@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 
-from sparsifiers.compressor import Compressor, Kind
+from sparsifiers.base import Compressor, Kind
 from sparsifiers.name_patterns import compiled
 
 RANK = 4  # the default

@@ -8,22 +8,149 @@ values, and the work slice is the next residual.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsifiers import kernel_message
-from sparsifiers.canonical import canonical
-from sparsifiers.compensation import (
-    NOTHING,
-    SUM,
-    Alongside,
-    Formula,
-    Momentum,
-    Rate,
-    compensate,
-)
+from sparsifiers import kernel, kernel_message
+from sparsifiers.base import canonical
+
+# Error feedback as numbers, and the one function that computes it: in a compiled pass where it can, else by torch.
+
+
+class Rate(NamedTuple):
+    """Momentum settings of an optimizer for one tensor."""
+
+    momentum: float  # the factor m
+    nesterov: bool = False  # Nesterov's form is asked for
+
+
+class Momentum(NamedTuple):
+    """Momentum of one tensor, before and after this step."""
+
+    before: Tensor  # of the last step; only read
+    after: Tensor  # of this step; written
+    rate: Rate | None = None  # of the optimizer in this step, for a memory that follows it; None: the memory's own
+
+
+class Formula(NamedTuple):
+    """Rule of a memory: work = decay * residual + gradient, without a residual the gradient alone.
+
+    With a momentum u it is u = m u + gradient, work = residual + u; in Nesterov's form u = m (u + gradient), work =
+    residual + gradient + u.
+    """
+
+    decay: float = 1.0  # 1 with a momentum
+    rate: Rate | None = None  # of the momentum; None: there is none
+    masks: bool = False  # the momentum is cleared where a coordinate was sent
+    clipping: float | None = None  # bound of the norm of a tensor's gradient summed over all workers; None: no bound
+
+    @property
+    def has_kernel(self) -> bool:
+        """True if `sparsifiers.gpu.compensate` computes it."""
+        return self.decay == 1.0 and self.clipping is None
+
+
+SUM = Formula()
+
+
+class Alongside(NamedTuple):
+    """What is done with a tensor in the pass that writes work, or after it."""
+
+    copy: Tensor | None = None  # like work; becomes the gradient
+    notes: kernel.Noting | None = None  # of the largest elements of work
+
+    def finish(self, gradient: Tensor | None) -> None:
+        """Copy the gradient, and forget the notes, after work was written otherwise than by a compiled pass."""
+        if self.copy is not None and gradient is not None:
+            self.copy.copy_(gradient)
+        if self.notes is not None:
+            self.notes.forget()
+
+
+NOTHING = Alongside()
+
+
+def compensate(
+    formula: Formula,
+    work: Tensor,
+    residual: Tensor | None,
+    gradient: Tensor | None,
+    momentum: Momentum | None = None,
+    size: int = 1,
+    alongside: Alongside = NOTHING,
+) -> bool | None:
+    """Compute a formula, by a compiled loop or by torch with the same bits; nothing of a tensor's size is allocated.
+
+    For the arguments and the result see `Memory.compensate`, which has checked them.
+    """
+    finite = None
+    if gradient is not None and residual is not None and formula.clipping is None:
+        if momentum is None or formula.rate is None:
+            finite = kernel.add(work, residual, gradient, formula.decay, *alongside)
+        else:
+            finite = kernel.momentum(work, residual, gradient, *momentum[:2], *formula.rate, *alongside)
+    if finite is None:
+        if formula.rate is not None:
+            assert residual is not None and momentum is not None  # checked; narrows the type
+            _add_with_momentum(formula, formula.rate, work, residual, gradient, momentum, size)
+        elif residual is not None:
+            _add(work, residual, gradient, formula.decay)
+        else:
+            _copy(work, gradient)
+        alongside.finish(gradient)
+    return finite
+
+
+def _add_with_momentum(
+    formula: Formula, rate: Rate, work: Tensor, residual: Tensor, gradient: Tensor | None, momentum: Momentum, size: int
+) -> None:
+    _copy(work, gradient)  # the velocity overwrites it
+    if formula.clipping is not None:
+        # Norms of independent gradients add up as squares: each of W workers may have W**-0.5 of the sum's. The
+        # quotient is inf for a gradient of zeros, and NaN for one with a NaN: neither is clipped.
+        norm = torch.linalg.vector_norm(work)
+        work.mul_((formula.clipping * size**-0.5 / norm).clamp_(max=1.0).nan_to_num_(nan=1.0))
+    if advance(work, momentum, rate):
+        work.add_(momentum.after).add_(residual)
+    else:
+        torch.add(residual, momentum.after, out=work)
+
+
+def _add(work: Tensor, residual: Tensor, gradient: Tensor | None, decay: float) -> None:
+    if decay != 1.0:
+        torch.mul(residual, decay, out=work)
+        if gradient is not None:
+            work.add_(gradient)
+    elif gradient is None:
+        work.copy_(residual)
+    elif gradient.dtype == work.dtype or work.device.type != "cpu":
+        torch.add(residual, gradient, out=work)
+    else:
+        # On the CPU torch.add would first widen the gradient into a temporary. The bits are the same: widening is
+        # exact and addition commutes.
+        work.copy_(gradient).add_(residual)
+
+
+def _copy(work: Tensor, gradient: Tensor | None) -> None:
+    if gradient is None:
+        work.zero_()
+    else:
+        work.copy_(gradient)
+
+
+def advance(gradient: Tensor, momentum: Momentum, rate: Rate) -> bool:
+    """Write the momentum of this step to `momentum.after`; return whether it is in Nesterov's form."""
+    factor, nesterov = rate
+    if nesterov:
+        torch.add(momentum.before, gradient, out=momentum.after).mul_(factor)
+    else:
+        torch.mul(momentum.before, factor, out=momentum.after).add_(gradient)
+    return nesterov
+
+
+# Memories.
 
 
 class Memory:
@@ -226,3 +353,82 @@ class ResidualGTopK(Residual):
 
 def _form(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+
+
+# Memory of deep gradient compression: momentum is applied before selection, so that none is lost.
+
+MOMENTUM = 0.9  # where neither the memory nor the optimizer has one
+
+
+class DGCMemory(Memory):
+    """Memory that applies momentum before selection, clears it where a coordinate was sent, and clips locally.
+
+    Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression", ICLR 2018. Each tensor has a momentum u and a velocity
+    v, which is the residual: u = m u + g, v = v + u (equation 7 and appendix D; nesterov: u = m (u + g), v = v + u +
+    g). Selection reads v, and where a coordinate was sent u and v are cleared (masking, section 3.3). Dense tensors
+    get the same momentum once, on the average.
+
+    The wrapped optimizer must not apply momentum again: the core sees to it for SGD's, and its weight decay then has no
+    momentum either. With masking=False and density 1 the training is that of SGD with momentum m.
+
+    momentum: m in [0, 1); None: the optimizer's in each step, tensor by tensor, `nesterov` included, and 0.9 where it
+        has none (in Nesterov's form, where m changes, the factor of the step before counts once more).
+    nesterov: Nesterov's form of the momentum, where it is not the optimizer's.
+    masking: clear the momentum of a coordinate that is sent.
+    clipping: bound of the norm of a tensor's gradient summed over all W workers; each worker clips its own to
+        clipping * W**-0.5 before it is accumulated (section 3.2); None: no clipping.
+    """
+
+    name = "dgc"
+    has_residual = True
+    has_momentum = True
+
+    def __init__(
+        self,
+        momentum: float | None = None,
+        nesterov: bool = False,
+        masking: bool = True,
+        clipping: float | None = None,
+    ) -> None:
+        if momentum is not None and not 0.0 <= momentum < 1.0:
+            raise ValueError(f"memory 'dgc': momentum must be in [0, 1), got {momentum!r}")
+        if clipping is not None and not 0.0 < clipping < float("inf"):
+            raise ValueError(f"memory 'dgc': clipping must be a norm > 0 or None, got {clipping!r}")
+        self.momentum = None if momentum is None else float(momentum)
+        self.follows = momentum is None  # the optimizer's momentum applies, where it has one
+        self.nesterov, self.masking = bool(nesterov), bool(masking)
+        self.clipping = None if clipping is None else float(clipping)
+
+    def options(self) -> dict[str, object]:
+        return {
+            "momentum": self.momentum,
+            "nesterov": self.nesterov,
+            "masking": self.masking,
+            "clipping": self.clipping,
+        }
+
+    def formula(self, rate: Rate | None = None) -> Formula:
+        return Formula(1.0, self.rate_of(rate), self.masking, self.clipping)
+
+    def rate_of(self, rate: Rate | None) -> Rate:
+        """Return the momentum that is applied. `rate`: the optimizer's; None: it has none."""
+        return Rate(MOMENTUM if self.momentum is None else self.momentum, self.nesterov) if rate is None else rate
+
+    def for_dense_tensors(self, *, has_residual: bool) -> Memory:
+        return _MomentumOfAverage(self, has_residual)
+
+
+class _MomentumOfAverage(Memory):
+    """Memory that applies the same momentum to dense tensors, once, on the average of all workers."""
+
+    name = "dgc"
+    has_momentum = averages = True
+
+    def __init__(self, memory: DGCMemory, has_residual: bool) -> None:
+        self._memory, self.has_residual = memory, has_residual
+
+    def correct(self, update: Tensor, momentum: Momentum) -> None:
+        if advance(update.to(momentum.after.dtype), momentum, self._memory.rate_of(momentum.rate)):
+            update.add_(momentum.after)
+        else:
+            update.copy_(momentum.after)

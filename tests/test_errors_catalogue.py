@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # the library's.
 ELSEWHERE = {
     "agmerge.backends.horovod: advice",
-    "agmerge.backends.shared_gpus: problem",
+    "agmerge.backends.streams: problem",
     "agmerge.backends.torch_store: 'init()'",
     "agmerge.checkpoint.rank_state: other_part",
     "agmerge.cli.build_horovod: "
@@ -34,7 +34,7 @@ ELSEWHERE = {
 }
 # For those who work on the library.
 WITHOUT = ELSEWHERE | {
-    "agmerge.backends.collective_marks: f'{name}: {code.co_name}() in {code.co_filename}, line {code.co_firstlineno}, "
+    "agmerge.backends.base: f'{name}: {code.co_name}() in {code.co_filename}, line {code.co_firstlineno}, "
     "starts a collective; let its docstring open with {MARK!r}'",
     "agmerge.cli.build_horovod: "
     "f'{file.name} of Horovod {VERSION} contains {old!r} {text.count(old)} times, expected {times}'",

@@ -25,7 +25,7 @@ ALLOWED = (
     ("agmerge/*", "OptimizerWrapper", "a script's optimizer may be wrapped already, and is refused or looked into"),
     ("merging/*", "Planner", "checks what a script has given"),
     ("merging/*", "Cost", "checks what a script has given"),
-    ("merging/profile.py", "Profile", "equality with any object"),
+    ("merging/costs.py", "Profile", "equality with any object"),
     ("sparsifiers/conformance*", "*", "the contract of a class that somebody else has written"),
     ("agmerge/runtime/broadcast.py", "_Place", "a plain message, found anywhere in a nested object"),
     ("*", "*Error", "errors"),

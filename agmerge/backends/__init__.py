@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move the bytes: one small file per backend, the same calls in each.
+"""Backends, which move the bytes: the same calls in each.
 
-``base``: those calls. ``registry``: the table of backends, and the choice of one. ``local``, ``torch``, ``mpi`` and
-``horovod`` are the backends. ``timeouts``, ``status`` and ``addresses``: helpers of waiting and connecting.
-``handshake`` and ``topology``: what ranks agree on and where they run. ``shared_gpus``: who has none to
-itself. ``torch_objects``: scripts'
-objects of torch.distributed. ``diagnosis`` and ``collective_marks``: checks.
+* ``base``: the contract of a backend and of a handle. ``registry``: the table of backends, and the choice of one.
+* ``local``: ranks are threads of a process. ``mpi``: mpi4py. ``horovod``: Horovod.
+* ``torch``: torch.distributed; ``torch_groups``, ``torch_store``, ``torch_errors``: its groups, addresses and errors.
+* ``torch_objects``, ``torch_reductions``: groups, models and sums of a script's own.
+* ``streams``: devices. ``staging``: their tensors, for backends that move tensors of the CPU alone.
+* ``handshake``: facts compared between ranks. ``topology``: ranks that share a machine.
+* ``status``: what this rank does, for errors. ``timeouts``: deadlines of waits. ``limits``: too few open files.
+* ``addresses``: of this machine, for other ranks. ``slurm``: variables of a launcher.
+* ``generations``: groups of an elastic job, one after the other; ``membership``: who is in the next one.
+* ``lighthouse``, ``job_store``: its store, and the records there. ``bare_gloo``, ``left_behind``, ``forked``: groups
+  that can be left when a rank is lost, and their sockets.
 
 Backend libraries are imported when a backend is opened, never when this package is imported. May import the ground
 files (errors, ops, version), and nothing else of agmerge.

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contract of backends: the calls that each of them offers.
+"""Contract of backends, the calls that each of them offers; and the check that no public function hides one.
 
-All collectives are asynchronous: they return a :class:`Handle` at once, and the tensors handed in must
-stay alive and unchanged until ``wait`` has returned. Every rank of a backend makes the same calls in
-the same order; ``name`` is the same on all of them and tells in errors which call it was. Its text from
-`` (`` on is for errors alone and may differ between ranks: :func:`matched` cuts it off.
+All collectives are asynchronous: they return a :class:`Handle` at once, and the tensors handed in must stay alive and
+unchanged until ``wait`` has returned. Every rank of a backend makes the same calls in the same order; ``name`` is the
+same on all of them and tells in errors which call it was. Its text from `` (`` on is for errors alone and may differ
+between ranks: :func:`matched` cuts it off.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -22,7 +25,6 @@ from agmerge.errors import AGMergeError
 Gather = Callable[[bytes, str], list[bytes]]  # (text, name of the call) -> every rank's text
 # (rank, gather, environment) -> this rank's address if ranks are spread over several machines, else None
 Listen = Callable[[int, Gather, Mapping[str, str]], "str | None"]
-
 # Operation of an all-reduce on two tensors, for backends that combine them by themselves.
 OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -206,3 +208,148 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release this communicator's resources. It cannot be used afterwards."""
+
+
+# Base of a backend around another one, for those that do something more where collectives start or end.
+
+
+class DelegatingBackend(Backend):
+    """Communicator that passes everything on to ``inner``. Those that are made from it are those of ``inner``."""
+
+    def __init__(self, inner: Backend) -> None:
+        self._inner, self.name = inner, inner.name
+        self.rank, self.size = inner.rank, inner.size
+        self.local_rank, self.local_size = inner.local_rank, inner.local_size
+
+    @property
+    def stale(self) -> bool:
+        return self._inner.stale
+
+    @property
+    def has_failed(self) -> bool:
+        return self._inner.has_failed
+
+    @property
+    def through_host(self) -> bool:
+        return self._inner.through_host
+
+    def renewed(self) -> Backend:
+        return self._inner.renewed()
+
+    def summed_bytes(self, tensor: torch.Tensor) -> int:
+        return self._inner.summed_bytes(tensor)
+
+    def scatters_by_all_reduce(self, tensor: torch.Tensor) -> bool:
+        return self._inner.scatters_by_all_reduce(tensor)
+
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
+        """Collective. See :meth:`Backend.all_reduce`."""
+        return self._inner.all_reduce(tensor, name, op)
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        """Collective. See :meth:`Backend.all_gather`."""
+        return self._inner.all_gather(out, tensor, name)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        out_splits: Sequence[int],
+        splits: Sequence[int],
+        name: str,
+    ) -> Handle:
+        """Collective. See :meth:`Backend.all_to_all`."""
+        return self._inner.all_to_all(out, tensor, out_splits, splits, name)
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        """Collective. See :meth:`Backend.reduce_scatter`."""
+        return self._inner.reduce_scatter(out, tensor, name)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
+        """Collective. See :meth:`Backend.broadcast`."""
+        return self._inner.broadcast(tensor, root, name)
+
+    def barrier(self, name: str) -> Handle:
+        """Collective. See :meth:`Backend.barrier`."""
+        return self._inner.barrier(name)
+
+    def duplicate(self, label: str, timeout: float) -> Backend:
+        """Collective. See :meth:`Backend.duplicate`."""
+        return self._inner.duplicate(label, timeout)
+
+    def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> Backend | None:
+        """Collective. See :meth:`Backend.subgroup`."""
+        return self._inner.subgroup(ranks, label, timeout)
+
+    def drop(self) -> None:
+        self._inner.drop()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+# Check that no function hides a collective: a rank that skips one makes all others wait for it. When a collective
+# starts, the in-memory backend looks at the functions on the call stack: the docstring of each public one opens with
+# "Collective.".
+
+MARK = "Collective."
+PACKAGE = Path(__file__).resolve().parents[1]
+# Backends are collectives, and say so in their base class; testing runs the ranks.
+EXEMPT = (str(PACKAGE / "backends"), str(PACKAGE / "testing.py"))
+NESTED, HAS_DOCSTRING = 0x10, 0x4000000  # bits of co_flags; the second one from Python 3.14 on
+# By id: hashing a code object reads all of it. They are kept alive, so that an id means one of them.
+_fine: dict[int, CodeType] = {}
+
+
+def require_marks(name: str, frame: FrameType | None) -> None:
+    """Raise :class:`agmerge.AGMergeError` unless ``frame`` and all its callers are marked, as far as they must be.
+
+    ``name``: of the collective that starts. ``frame``: of the function that starts it. Takes some microseconds, since
+    every function is looked at once.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if id(code) not in _fine:
+            if _must_be_marked(frame) and not _inherited_docstring(frame).startswith(MARK):
+                raise AGMergeError(
+                    f"{name}: {code.co_name}() in {code.co_filename}, line {code.co_firstlineno}, starts a collective; "
+                    f"let its docstring open with {MARK!r}"
+                )
+            _fine[id(code)] = code
+        frame = frame.f_back
+
+
+def docstring(code: CodeType) -> str | None:
+    """Return the docstring of the function that ``code`` belongs to; None if it has none."""
+    if sys.version_info >= (3, 14) and not code.co_flags & HAS_DOCSTRING:
+        return None
+    first = code.co_consts[0] if code.co_consts else None
+    return first if isinstance(first, str) else None
+
+
+def _must_be_marked(frame: FrameType) -> bool:
+    """Return whether ``frame`` is of a public function or method of this library, outside of backends.
+
+    Names with an underscore, functions in functions, lambdas and properties are details of their owners.
+    """
+    code = frame.f_code
+    if code.co_name.startswith(("_", "<")) or code.co_flags & NESTED:
+        return False
+    if not code.co_filename.startswith(str(PACKAGE)) or code.co_filename.startswith(EXEMPT):
+        return False
+    return not any(isinstance(attribute, property) for attribute in _attributes(frame))
+
+
+def _inherited_docstring(frame: FrameType) -> str:
+    """Return the docstring of the function that ``frame`` runs, or of the method that it overrides; else empty."""
+    texts = [docstring(frame.f_code), *(getattr(attribute, "__doc__", None) for attribute in _attributes(frame))]
+    return next(filter(None, texts), "")
+
+
+def _attributes(frame: FrameType) -> list[object]:
+    """Return the attributes of the first argument's classes that have the function's name, subclass first."""
+    name, first = frame.f_code.co_name, frame.f_code.co_varnames[: frame.f_code.co_argcount][:1]
+    return [vars(kind)[name] for key in first for kind in type(frame.f_locals.get(key)).__mro__ if name in vars(kind)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move bytes by Horovod: NCCL for tensors on a GPU (that has not run yet), MPI or Gloo for those on the CPU.
+"""Horovod as a backend: NCCL for tensors on a GPU (that has not run yet), MPI or Gloo for those on the CPU.
 
 Horovod matches calls by name, so every communicator puts its own prefix in front of stable names. Of a GPU's tensor it
 notes, on the thread and in the stream of the call, when it is ready, so calls are made where that stream is current. A
@@ -18,10 +18,80 @@ from typing import Any
 
 import torch
 
-from agmerge.backends import horovod_elastic, horovod_mpi, mpi, status, timeouts
+from agmerge.backends import mpi, status, timeouts
 from agmerge.backends.base import Backend, Handle, Listen, matched
-from agmerge.backends.diagnosis import ProbeResult, Row, built_in
+from agmerge.backends.status import ProbeResult, Row, built_in
 from agmerge.errors import AGMergeError, CollectiveTimeout, NoAnswer, PeerLost, RankMismatchError
+
+# Horovod's elastic training: what its ``TorchState`` saves of ours, and a lost worker as it knows one.
+
+
+def register(kind: type[Any], handler: type[Any]) -> None:
+    """Register ``handler(value)`` for objects of ``kind`` in Horovod's ``TorchState``, before its own handlers."""
+    from horovod.torch.elastic import state
+
+    registry = state.get_handler_registry()
+    if not any(known is kind for known, _ in registry):
+        state.set_handler_registry([(kind, handler), *registry])
+
+
+def as_lost_worker(text: str, words: str) -> PeerLost:
+    """Return a :class:`agmerge.PeerLost` that ``hvd.elastic.run`` knows too: it restores, and goes on with fewer.
+
+    ``text``: ours. ``words``: Horovod's own.
+    """
+    from horovod.common.exceptions import HorovodInternalError
+
+    kind = type("PeerLost", (PeerLost, HorovodInternalError), {"__module__": PeerLost.__module__})
+    error: PeerLost = kind(text, words)
+    return error
+
+
+# Waits of Horovod's thread, which sleeps in Open MPI where workers have no cores to spare.
+#
+# MPI waits for a message by polling alone. Horovod's thread is in MPI for much of the time, and takes a whole core
+# meanwhile: a trainer's, unless there is one for it. ``sched_yield``, which Open MPI can call between two looks, is no
+# cure: the thread is always ready to run, so the kernel may put both trainers on one core and both threads that wait on
+# another, and leave them there. Sleeping is (docs/backends.md).
+
+# Open MPI 5 sleeps between two looks, for so many nanoseconds and the 50 microseconds of the kernel's timers. Open
+# MPI 4 knows the first of these alone, and yields.
+SLEEPING = {
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
+    "OMPI_MCA_threads_pthreads_nanosleep_time": "300000",
+}
+ON_THIS_HOST = "OMPI_COMM_WORLD_LOCAL_SIZE"  # Open MPI's variable of the number of workers here
+
+
+def waiting(env: Mapping[str, str], threads: int) -> dict[str, str]:
+    """Return settings by which Open MPI's waits sleep, as variables for ``hvd.init()``; {} where cores suffice.
+
+    ``env``: of this process; {} where Open MPI's launcher has not started it. ``threads``: with which each worker
+    trains; Horovod's is one more.
+    """
+    crowded = int(env.get(ON_THIS_HOST, "0")) * (threads + 1) > cores()
+    return dict(SLEEPING) if crowded else {}
+
+
+def thread_advice(env: Mapping[str, str], threads: int) -> str:
+    """Return advice for a script that has called ``hvd.init()`` too early for these settings; empty: none."""
+    unset = [f"{name}={value}" for name, value in waiting(env, threads).items() if name not in env]
+    if not unset:
+        return ""
+    return (
+        "AGM709: The script called hvd.init() itself, on a host with fewer cores than its workers have threads. "
+        "Horovod waits in Open MPI, which takes a core from training. Call agmerge.init() instead or before, or start "
+        f"workers with {' '.join(unset)}"
+    )
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# The backend.
 
 SIZES: tuple[str, ...] = ("HOROVOD_SIZE", *mpi.SIZES)
 READS_SLURM = False
@@ -30,7 +100,6 @@ import json, horovod, horovod.torch as hvd
 print(json.dumps({"version": horovod.__version__, "mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()),
                   "nccl": bool(hvd.nccl_built())}))
 """
-
 # Set before hvd.init() unless the user has set them. Merging is ours: Horovod's own fusion depends on timing,
 # and so do the bits it gives. A message lies for half a cycle (milliseconds) before it leaves, but in each cycle all
 # workers wake and talk: where every core trains, short ones cost more than they save (docs/from_horovod.md).
@@ -92,11 +161,11 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> HorovodBacke
     trains_here = not torch.cuda.is_available()
     threads = torch.get_num_threads() if trains_here else 1
     if owned:
-        settings = {**(SETTINGS if trains_here else ON_DEVICES), **horovod_mpi.waiting(os.environ, threads)}
+        settings = {**(SETTINGS if trains_here else ON_DEVICES), **waiting(os.environ, threads)}
         for name, value in settings.items():
             os.environ.setdefault(name, value)
         timeouts.bounded(lambda: _init(hvd), timeout, "init()", STARTING if launched(env) else mpi.STARTING)
-    elif hvd.rank() == 0 and (advice := horovod_mpi.advice(os.environ, threads)):
+    elif hvd.rank() == 0 and (advice := thread_advice(os.environ, threads)):
         warnings.warn(advice, stacklevel=2)
     return HorovodBackend(hvd, None, "agmerge", owned=owned)
 
@@ -127,7 +196,7 @@ def _translated(name: str) -> Iterator[None]:
     except RuntimeError as error:
         if "Mismatched" in str(error):
             raise RankMismatchError(f"AGM101: {name}: {error}") from error
-        raise horovod_elastic.lost(f"AGM206: {name}: the exchange with the other ranks failed", str(error)) from error
+        raise as_lost_worker(f"AGM206: {name}: the exchange with the other ranks failed", str(error)) from error
     except ValueError as error:
         if "same name as another tensor" not in str(error):
             raise

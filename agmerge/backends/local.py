@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from agmerge.backends import collective_marks
+from agmerge.backends import base
 from agmerge.backends.base import OPERATIONS, Backend, Handle, Listen, matched
-from agmerge.backends.diagnosis import ProbeResult, Row
+from agmerge.backends.status import ProbeResult, Row
 from agmerge.backends.streams import streams_of
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, RankMismatchError
 from agmerge.version import __version__
@@ -82,7 +82,7 @@ class Group:
     """State that the ranks of one in-memory group share.
 
     ``inject(call)``: runs on the rank's thread before each collective that it starts. ``checks_marks``: refuse
-    functions that start a collective and do not say so (:mod:`agmerge.backends.collective_marks`); None: as
+    functions that start a collective and do not say so (:mod:`agmerge.backends.base`); None: as
     ``CHECKS_MARKS`` says.
     """
 
@@ -199,7 +199,7 @@ class LocalBackend(Backend):
         if self._closed:
             raise AGMergeError(f"AGM123: {name}: this communicator is closed. Create a new one.")
         if group.checks_marks and self.size > 1:
-            collective_marks.require_marks(name, sys._getframe(1))
+            base.require_marks(name, sys._getframe(1))
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: the tensor of shape {list(tensor.shape)} must be contiguous")
         if group.inject is not None:

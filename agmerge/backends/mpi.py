@@ -19,8 +19,8 @@ import torch
 
 from agmerge.backends import timeouts
 from agmerge.backends.base import OPERATIONS, Backend, Handle, Listen
-from agmerge.backends.diagnosis import ProbeResult, Row
-from agmerge.backends.progress import Call, Progress
+from agmerge.backends.status import ProbeResult, Row
+from agmerge.backends.streams import Call, Progress
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 
 # Of each MPI library's launcher: the rank that it gives a process, and the number of processes.

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from agmerge.backends import horovod, local, mpi, slurm, staging, torch
 from agmerge.backends.base import Backend, Listen
-from agmerge.backends.diagnosis import ProbeResult, Row
+from agmerge.backends.status import ProbeResult, Row
 from agmerge.errors import AGMergeError
 
 ALONE = "local"  # the one backend without a launcher: taken if no other is meant

@@ -17,11 +17,9 @@ from typing import Any
 
 import torch
 
-from agmerge.backends import shared_gpus
-from agmerge.backends.base import Backend, Handle
-from agmerge.backends.delegating import DelegatingBackend
-from agmerge.backends.progress import Call, Progress
-from agmerge.backends.streams import Streams, streams_of
+from agmerge.backends import streams
+from agmerge.backends.base import Backend, DelegatingBackend, Handle
+from agmerge.backends.streams import Call, Progress, Streams, streams_of
 from agmerge.errors import AGMergeError, CollectiveTimeout
 
 ENDED = 1.0  # seconds, for the wait for a call that is known to have ended
@@ -53,10 +51,10 @@ class Copies:
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, device: torch.device, stream: Any) -> Any:
         """Queue a copy on ``stream`` of ``device``, where one of the tensors lies; return the event behind it."""
-        streams = _streams(device)
-        with streams.within(stream):
+        device_streams = _streams(device)
+        with device_streams.within(stream):
             to.copy_(source, non_blocking=True)
-        return streams.record(stream)
+        return device_streams.record(stream)
 
     def wait_on_host(self, device: torch.device, event: Any) -> None:
         """Wait until ``device`` has got to ``event``."""
@@ -206,7 +204,7 @@ class Line:
     def start(self, queued: Queued, device: torch.device) -> Call:
         """Hand ``queued`` to the thread, behind all earlier ones. ``device``: for the warning, which is given once."""
         if self._progress is None:
-            if not shared_gpus.are_shared():  # then rank 0 has said so
+            if not streams.gpus_are_shared():  # then rank 0 has said so
                 warnings.warn(SLOW.format(name=self.name, device=device), stacklevel=3)
             self._progress = Progress(f"agmerge {self.name} staging")
         return self._progress.start(queued.begin)

@@ -1,21 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record the activity of this rank, and complete errors with it and with that of the other ranks.
+"""Status of a rank: its activity, which completes errors, and its rows in the doctor's table.
 
 A backend's handle notes which collective it waits for; an optimizer notes in which phase of which step it is. When a
-wait fails, :func:`annotate` adds the step to the error and, where ranks are processes, what the other ranks answer
-when they are asked (:mod:`agmerge.runtime.peers.monitor`).
+wait fails, :func:`annotate` adds the step to the error and, where ranks are processes, what the other ranks answer when
+they are asked (:mod:`agmerge.runtime.peers.monitor`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from agmerge.backends import limits
 from agmerge.errors import AGMergeError, NoAnswer
+
+# The doctor's table, ``python -m agmerge doctor``: a backend hands over a program to be tried in a process of its own
+# (``PROBE``), and makes a row of its result (``diagnose``).
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Result of a probe."""
+
+    facts: Mapping[str, object] = field(default_factory=dict)  # the JSON object that the probe has printed
+    error: str = ""  # why there are no facts, in one line; empty: there are
+    late: bool = False  # the probe ran out of time, so nothing is known
+
+
+@dataclass(frozen=True)
+class Row:
+    """Line of the doctor's table: something that works, or does not."""
+
+    kind: str  # "backend", "launcher", "speed" or "elastic": the first column
+    name: str  # what it is called: the second column
+    works: bool
+    detail: str  # versions and libraries where it works, else why it does not
+    fix: str = ""  # the command that makes it work; empty where it does
+    known: bool = True  # False: a check ran out of time, so ``works`` is False without evidence
+
+
+def built_in(facts: Mapping[str, object]) -> str:
+    """Return which of MPI, Gloo and NCCL are built into a library, for example ``"MPI, Gloo (no NCCL)"``.
+
+    ``facts``: of its probe; libraries that they do not mention are left out.
+    """
+    names = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
+    present = [name for fact, name in names.items() if facts.get(fact)]
+    absent = [name for fact, name in names.items() if fact in facts and not facts[fact]]
+    return ", ".join(present or ["nothing"]) + (f" (no {', no '.join(absent)})" if absent else "")
+
+
+# Activity of this rank.
 
 
 @dataclass
@@ -74,7 +112,6 @@ class RankStatus:
 
 # (call, ranks) -> what is known of those ranks, as text, and which of them are missing from the call
 PeerQuery = Callable[[str, Sequence[int]], tuple[str, tuple[int, ...]]]
-
 _process = RankStatus()  # this process's; its threads share it, since autograd runs hooks on threads of its own
 _of_thread = threading.local()  # .status: that of one rank of an in-memory group; written by bind_thread alone
 _peer_query: PeerQuery | None = None  # how to ask other processes; written by install_peer_query alone

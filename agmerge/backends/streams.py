@@ -1,18 +1,157 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams and events of devices. No other module names them, so that a test can stand in for a device.
+"""Devices: their streams and events, whether workers share them, and a thread that makes a library's calls.
 
-A device runs the work of one stream in order, and streams side by side. An event marks a place in a stream:
-another stream, or the host, can wait until the device has got there.
+No other module names streams and events, so that a test can stand in for a device. A device runs the work of one stream
+in order, and streams side by side. An event marks a place in a stream: another stream, or the host, can wait until the
+device has got there.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import json
+import os
+import threading
 import time
+import warnings
 from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+# Thread for the calls of a library: it makes them one after the other, and polls those that are under way.
+
+PAUSE = 5e-5  # seconds between two looks at calls under way: costs little, and adds little to a message
+
+
+class Request(Protocol):
+    """Request of a call that has begun."""
+
+    def Test(self) -> bool:  # the name is MPI's
+        """Return whether it has ended; finish it, or raise its error."""
+
+
+class Call:
+    """Call that was handed in. ``make``: begins it, and returns its request; None: it has ended."""
+
+    def __init__(self, make: Callable[[], Request | None]) -> None:
+        self._make = make
+        self._request: Request | None = None  # once the call has begun; None: it has not, or needs none
+        self.begun = threading.Event()  # set once it has begun, or could not
+        self.error: Exception | None = None  # what it raised, once it has ended
+        self.ended = threading.Event()
+
+    def running(self) -> bool:
+        """Begin, or go on; return False when it has ended. On the thread only."""
+        try:
+            if not self.begun.is_set():
+                self._request = self._make()
+                self.begun.set()
+            if self._request is not None and not self._request.Test():
+                return True
+        except Exception as error:
+            self.error = error
+        self.begun.set()  # in vain, perhaps: the error is there then
+        self.ended.set()
+        return False
+
+
+class Progress:
+    """Thread that makes calls, in the order in which they were handed in. ``name``: the thread's."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: deque[Call] = deque()  # handed in, not begun
+        self._wake = threading.Event()  # set when a call is handed in, or the end has come
+        self._end = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        atexit.register(self.end)  # runs before the library's own handlers, which may finalise it
+
+    def start(self, make: Callable[[], Request | None]) -> Call:
+        """Hand in ``make()``: the thread calls it, and tests the request that it returns until that has ended."""
+        call = Call(make)
+        self._calls.append(call)
+        self._wake.set()
+        return call
+
+    def end(self) -> None:
+        """Stop the thread; calls that are under way stay unfinished, and their buffers are never freed."""
+        self._end = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        """Make calls and test those that are under way, until the end of the process."""
+        # Not queue.SimpleQueue.get(timeout): with time-outs as short as these CPython 3.11's can wait for ever.
+        active: list[Call] = []
+        while not self._end:
+            if active and not self._calls:
+                time.sleep(PAUSE)
+            elif not self._calls:
+                self._wake.wait()
+                self._wake.clear()
+            while self._calls:
+                active.append(self._calls.popleft())
+            active = [call for call in active if call.running()]
+        for call in active:
+            # The library may write to their buffers until it is finalised, which is after all objects have been freed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(call))
+
+
+# GPUs that several workers share: NCCL takes one rank for each GPU, so tensors go through the host's memory there.
+
+SHARED = (
+    "AGM708: {workers} workers share {gpus} on this host. NCCL needs one GPU per worker; falling back to Gloo, which "
+    "copies tensors through host memory. Start one worker for each GPU."
+)
+_shared = False  # the same on every rank of the world; written by `settle` alone, whenever a world is joined
+
+
+def settle_shared_gpus(rank: int, gather: Callable[[bytes, str], list[bytes]]) -> None:
+    """Collective. Find out whether workers of this world share GPUs; rank 0 warns if so.
+
+    ``gather``: returns every rank's text.
+    """
+    global _shared
+    problem = why_shared([json.loads(text) for text in gather(json.dumps(visible()).encode(), "gpus")])
+    _shared = bool(problem)
+    if problem and rank == 0:
+        warnings.warn(problem, stacklevel=2)
+
+
+def gpus_are_shared() -> bool:
+    """Return whether workers of this world share GPUs."""
+    return _shared
+
+
+def visible() -> list[str]:
+    """Return the GPUs that this process sees, by names that are theirs alone; before torch 2.4 by their numbers.
+
+    Where NCCL_HOSTID says that this process is on a host of its own, NCCL takes GPUs that others have too, and each
+    host's GPUs have other names here as well.
+    """
+    if not torch.cuda.is_available():
+        return []
+    host = os.environ.get("NCCL_HOSTID", "")
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    names = [getattr(one, "uuid", f"{chosen}/{number}") for number, one in enumerate(properties)]
+    return [f"{host}{'/' * bool(host)}{name}" for name in names]
+
+
+def why_shared(seen: Sequence[Sequence[str]]) -> str:
+    """Return a warning if more workers see the same GPUs than there are of these; else "". ``seen``: by rank."""
+    for gpus, workers in Counter(frozenset(gpus) for gpus in seen).items():
+        if workers > len(gpus) > 0:
+            return SHARED.format(workers=workers, gpus="one GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs")
+    return ""
+
+
+# Streams and events.
 
 SHORTEST, LONGEST = 20e-6, 1e-3  # seconds that the host sleeps between two looks at an event
 SHARE = 0.01  # of the seconds waited so far: the next sleep, so that a wait ends by so much too late at most

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move bytes by torch.distributed: Gloo for tensors on the CPU, NCCL for tensors on a GPU."""
+"""torch.distributed as a backend: Gloo for tensors on the CPU, NCCL for tensors on a GPU."""
 
 from __future__ import annotations
 
@@ -7,17 +7,52 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from agmerge.backends import mpi, shared_gpus, slurm, status, timeouts, torch_groups, torch_store
+from agmerge.backends import mpi, slurm, status, streams, timeouts, torch_groups, torch_store
 from agmerge.backends.base import Backend, Handle, Listen
-from agmerge.backends.diagnosis import ProbeResult, Row, built_in
+from agmerge.backends.status import ProbeResult, Row, built_in
 from agmerge.backends.torch_errors import translated
 from agmerge.errors import AGMergeError, NoAnswer
+
+# Warm-up: ranks are connected before the first message, where a library would do so during that.
+#
+# NCCL makes a communicator at the first call on a device, and connections at the first call of a kind. For that it
+# allocates memory, which may wait until all kernels of the device have ended. In a hook some of these wait for other
+# ranks, which may wait for this one to be connected: ranks would wait in a circle.
+#
+# Source: NCCL's manual, "Using multiple NCCL communicators concurrently"; its variable ``NCCL_RUNTIME_CONNECT``.
+
+NAME = "warm-up"
+
+
+def warm_up(comm: Backend, devices: Iterable[torch.device], timeout: float) -> None:
+    """Collective. Make one small call of each kind over ``comm`` on each of ``devices``, and wait for it.
+
+    ``devices``: outside the host's memory, as many on each rank, in the same order. To be called where nothing is under
+    way on them, for all communicators in the same order on all ranks. ``timeout``: seconds, for each call.
+    """
+    if comm.size == 1:
+        return
+    for device in devices:
+        for handle in _calls(comm, device):
+            handle.wait(timeout)
+
+
+def _calls(comm: Backend, device: torch.device) -> Iterator[Handle]:
+    """Collective. Start the calls that exchanges make, each when the next one is asked for."""
+    row, rows, each = torch.zeros(1, device=device), torch.zeros(comm.size, device=device), [1] * comm.size
+    yield comm.all_reduce(row, f"{NAME}/sum")
+    yield comm.reduce_scatter(row, rows, f"{NAME}/scatter")
+    yield comm.all_gather(rows, row, f"{NAME}/gather")
+    yield comm.all_to_all(torch.zeros_like(rows), rows, each, each, f"{NAME}/all to all")
+
+
+# The backend.
 
 OF_THE_WORLD = (
     "AGM305: {}: torch.distributed creates groups with all of its workers only, so exchange='two-level' with "
@@ -135,7 +170,7 @@ def open(env: Mapping[str, str], timeout: float, listen: Listen) -> TorchBackend
             torch_store.choose_interface(address)
             advice = torch_store.advice(address)
 
-    shared_gpus.settle(meeting.rank, meeting.gather)
+    streams.settle_shared_gpus(meeting.rank, meeting.gather)
 
     def connect() -> Any:
         with translated("init()"):
@@ -184,7 +219,7 @@ def _beside(dist: Any, env: Mapping[str, str], timeout: float) -> TorchBackend:
 
         return timeouts.bounded(call, timeout, "init()", advice)
 
-    shared_gpus.settle(dist.get_rank(), gather)
+    streams.settle_shared_gpus(dist.get_rank(), gather)
     return TorchBackend(dist, group, *_place(env, dist.get_rank(), gather))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from agmerge.backends import shared_gpus
+from agmerge.backends import streams
 from agmerge.backends.torch_errors import translated
 
 DEFAULTS = (0.0, 600.0, 1800.0)  # seconds: time-outs of groups for which the script has named none: NCCL's, and Gloo's
@@ -34,7 +34,7 @@ own: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that were made here; all
 
 def kinds(dist: Any) -> str:
     """Return the libraries that groups are made of, in torch's spelling."""
-    has_nccl = torch.cuda.is_available() and dist.is_nccl_available() and not shared_gpus.are_shared()
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available() and not streams.gpus_are_shared()
     return "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
 
 

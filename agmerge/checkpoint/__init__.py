@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a rank beside the model, in checkpoints: residuals, momentum, plan and counters.
+"""What a rank keeps beside the model, in checkpoints: residuals, momentum, plan and counters.
 
-``rank_state``: the section in ``state_dict()``; ``section_check``: whether it is damaged. ``redistribute``: over
-another number of ranks. ``gather``: all ranks' sections in one. ``dcp``: torch.distributed.checkpoint;
-``torch_helpers``: support of its helpers. ``elastic``: state that newcomers are handed; ``horovod_elastic``: Horovod's.
+* ``rank_state``: section of one rank in ``state_dict()``.
+* ``redistribute``: sections for another number of ranks.
+* ``dcp``: all ranks in one file, or in torch.distributed.checkpoint; ``torch_helpers``: support of torch's helpers.
+* ``elastic``: state and samples of workers that come and leave; ``tensor_stream``: states sent to newcomers.
+* ``horovod_elastic``: elastic training of Horovod.
 
 May import engine/ and below.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a worker in an elastic job: what newcomers are handed, and where they are let in.
+"""State and samples of a worker in an elastic job: what newcomers are handed, and what a worker that leaves hands over.
 
 ``agmerge.elastic.State`` is for jobs of ``agmerge.init(elastic=True)``; an elastic Horovod has a state of its own.
 """
@@ -7,22 +7,246 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from agmerge.backends import Backend, timeouts
-from agmerge.backends.handshake import broadcast_bytes
-from agmerge.checkpoint import elastic_leaving, rank_state, tensor_stream
-from agmerge.checkpoint.elastic_sampler import Sampler as Sampler
-from agmerge.engine.optimizer_states import load_state
+from agmerge.backends.handshake import broadcast_bytes, gather_bytes
+from agmerge.checkpoint import rank_state, tensor_stream
+from agmerge.checkpoint.dcp import gather_parts, packed, unpacked
+from agmerge.checkpoint.redistribute import displacements, redistribute
+from agmerge.engine.optimizer_group import load_state
 from agmerge.engine.participation import RETRIED
 from agmerge.engine.reducers import AnyReducer
 from agmerge.errors import AGMergeError, NoAnswer
+from agmerge.ops import Sum
 from agmerge.runtime import workers
-from agmerge.step.settling import Settled
+from agmerge.step.kept_results import Settled
+
+# Hand-over: what a worker that leaves an elastic job has not sent goes to the oldest worker that stays.
+#
+# There residuals, and momenta of own gradients, are added to its own. A step is a mean over workers, and all residuals
+# are scaled to the new number of workers afterwards, so the sum of what is applied and what is kept stays the same.
+#
+# Where a worker is lost meanwhile, either all survivors count on the hand-over or none does: nothing is added, and none
+# leaves, before all have heard of its end (:mod:`agmerge.step.kept_results`).
+
+RANKS_OWN = ("residuals", "momenta")  # a rank's own, linear in gradients
+
+
+class HandedOver(NamedTuple):
+    """Result of one hand-over on one rank."""
+
+    goes: bool  # this rank has said that it leaves
+    received: list[dict[str, Any]]  # what others have not sent, if this rank is to take it
+
+
+def let_worker_go(reducer: AnyReducer, leaves: Callable[[], bool], regroup: Callable[[], None]) -> bool:
+    """Collective. Let those leave that want to; return whether this rank is one of them, and is to end now.
+
+    ``leaves``: returns whether this rank wants to. ``regroup``: forms a group of those that are there still. All are
+    between two steps, but for some that may have lost the end of the last one, with a worker: then none leaves.
+    """
+    participation, between = reducer.participation, reducer.exchange.between
+    try:
+        outcome = participation.handed_over(lambda: hand_over(reducer, workers.world(), leaves=leaves()))
+        if outcome is None or outcome.goes:
+            return outcome is not None
+        for unsent in outcome.received:
+            _add(reducer, unsent)
+        while between.going:
+            _await_end(workers.world())
+            regroup()
+        return False
+    finally:
+        between.leave()
+
+
+def hand_over(reducer: AnyReducer, world: Backend, *, leaves: bool) -> HandedOver:
+    """Collective. Give what the ranks of ``world`` that leave have not sent to the first one that stays.
+
+    ``leaves``: this rank does. Nothing changes but what ``reducer.exchange.between`` says. All are between two steps. 4
+    bytes a number that is kept travel, to one rank; nothing with settings that keep nothing back.
+    """
+    between, timeout = reducer.exchange.between, reducer.exchange.agreed.config.guards.timeout
+    between.enter(goes=leaves)
+    said = [bool(one[0]) for one in gather_bytes(world, bytes([leaves]), "who leaves", timeout)]
+    between.hears(sum(said))
+    if all(said) or not any(said):
+        return HandedOver(leaves, [])
+    data = _unsent(reducer) if leaves else b""
+    parts = gather_parts(world, data, said.index(False), "what was not sent", timeout)
+    return HandedOver(leaves, [unpacked(part) for part in parts or () if part])
+
+
+def _await_end(world: Backend) -> None:
+    """Collective. Wait until workers that leave have left ``world``: they take no part, so it comes to no other end."""
+    with suppress(NoAnswer):
+        world.barrier("workers leave").wait(timeouts.default())
+
+
+def _unsent(reducer: AnyReducer) -> bytes:
+    """Return what this rank has not sent; empty if that is nothing."""
+    section = rank_state.save(reducer)
+    unsent: dict[str, Any] = {kind: section[kind] for kind in RANKS_OWN}
+    if section["updates"]:
+        unsent["displacements"] = displacements(section["updates"], section["residuals"])
+    return packed(unsent) if any(unsent.values()) else b""
+
+
+def _add(reducer: AnyReducer, unsent: dict[str, Any]) -> None:
+    """Add what another rank has not sent to what this one has not."""
+    own = rank_state.save(reducer)
+    other = {**own, **{kind: unsent[kind] for kind in RANKS_OWN}, "window": {}}
+    if own["updates"]:
+        other["updates"] = {**own["updates"], "own": {}, "displacements": unsent["displacements"]}
+    both = redistribute([own, other], 0, 1, Sum)
+    kept = {key: own[key] for key in ("rank", "size", "compressor")}
+    rank_state.load(reducer, {**both, **kept}, own=True)
+
+
+# Samples, dealt out again where workers of an elastic job come or go.
+
+NOT_GIVEN = (
+    "AGM219: agmerge.elastic.Sampler: samples are not counted. Pass it to agmerge.elastic.State(sampler=...), whose "
+    "commit() counts the samples that were used."
+)
+OTHER_SAMPLER = (
+    "AGM407: agmerge.elastic.Sampler has {name}={own} on this worker and {other} on the others. Use the same value on "
+    "all workers."
+)
+
+
+class Sampler(torch.utils.data.Sampler[int]):
+    """Distribute the samples of a data set over the workers of an elastic job: a sampler for ``DataLoader``.
+
+    Pass it to :class:`State`, too. Each epoch has its own order, the same on all workers. Each step takes the next
+    ``batch_size`` samples for every worker. Samples at the end of the epoch that are not enough for all workers are
+    left out. When workers fail or join, the rest of the epoch is distributed over the present workers, and all end the
+    epoch at the same step. Batches that a loader has already prefetched are still used, so a few samples may be used
+    twice, and others not at all.
+
+    Args:
+        data (sized object): The data set, or anything with a length.
+        batch_size (int): Samples of one worker in one step, over all its backward passes.
+        seed (int): Seed of the orders. Default: 0.
+        shuffle (bool): Draw a random order for each epoch. With False the order is that of the data set. Default: True.
+    """
+
+    def __init__(self, data: Sized, batch_size: int, *, seed: int = 0, shuffle: bool = True) -> None:
+        if batch_size < 1 or not len(data):
+            raise ValueError(
+                "AGM309: agmerge.elastic.Sampler: expected at least one sample and a batch size of at least 1, got "
+                f"{len(data)} samples in batches of {batch_size}"
+            )
+        self._count, self._batch, self._seed, self._shuffle = len(data), batch_size, seed, shuffle
+        self._at = 0, 0  # epoch, and samples of it that all workers have trained with
+        self._workers = 1  # of the step that is under way
+        self._drawn = 0  # batches of this worker that are drawn, and not trained with yet
+        self._is_given = False  # to a State
+        self._order: tuple[int, list[int]] = -1, []  # epoch, and the indices in its order
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch of the next step, from 0."""
+        return self._begins(*self._at, workers.size())[0]
+
+    @property
+    def passes(self) -> float:
+        """Return how often the data set has been used so far, for example 1.5."""
+        epoch, taken = self._begins(*self._at, workers.size())
+        return epoch + taken / self._count
+
+    def __len__(self) -> int:
+        """Return how many indices are left for this worker in the epoch, unless workers come or go."""
+        size = workers.size()
+        taken = self._begins(*self._at, size)[1]
+        return self._batch * max((self._count - taken) // (self._batch * size), 1)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield this worker's indices of what is left of the epoch."""
+        first = None
+        for epoch, indices in self._batches():
+            if first not in (None, epoch):
+                return
+            first = epoch
+            self._drawn += 1
+            yield from indices
+
+    def endless(self) -> Iterator[int]:
+        """Yield this worker's indices of what is left of the epoch, then of the epochs that follow it."""
+        for _, indices in self._batches():
+            self._drawn += 1
+            yield from indices
+
+    def _batches(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield the epoch and the indices of one batch of this worker after another."""
+        if not self._is_given:
+            raise AGMergeError(NOT_GIVEN)
+        self._drawn = 0  # what an earlier iterator had drawn is dropped with it
+        while True:
+            size = workers.size()
+            epoch, taken = self._begins(*self._at, size)
+            for _ in range(self._drawn):
+                epoch, taken = self._begins(epoch, taken + self._batch * size, size)
+            order = self._ordered(epoch)
+            first = taken + workers.rank() * self._batch
+            yield epoch, [order[number % self._count] for number in range(first, first + self._batch)]
+
+    def _begins(self, epoch: int, taken: int, size: int) -> tuple[int, int]:
+        """Return where a step of ``size`` workers begins: in the next epoch, where too few are left for all."""
+        fits = taken + self._batch * size <= self._count
+        return (epoch, taken) if fits or not taken else (epoch + 1, 0)
+
+    def _ordered(self, epoch: int) -> list[int]:
+        """Return the indices in the order of an epoch."""
+        if self._order[0] != epoch:
+            source = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            order = torch.randperm(self._count, generator=source) if self._shuffle else torch.arange(self._count)
+            self._order = epoch, order.tolist()
+        return self._order[1]
+
+    # -- what State calls ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a step of the workers that there are now."""
+        self._is_given, self._workers = True, workers.size()
+
+    def advance(self) -> None:
+        """Count the step that was under way, of the workers with which it has begun."""
+        epoch, taken = self._begins(*self._at, self._workers)
+        self._at = epoch, taken + self._batch * self._workers
+        self._drawn = max(self._drawn - 1, 0)
+
+    def check_same(self, state: dict[str, Any] | None) -> None:
+        """Raise :class:`agmerge.AGMergeError` unless a sampler of that ``state`` deals out as this one does."""
+        for name, own in self._dealing().items():
+            other = (state or {}).get(name)
+            if own != other:
+                raise AGMergeError(OTHER_SAMPLER.format(name=name, own=own, other=other))
+
+    def _dealing(self) -> dict[str, Any]:
+        """Return what must be the same on all workers, so that each sample is dealt out once."""
+        return {"batch_size": self._batch, "seed": self._seed, "shuffle": self._shuffle}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch, how many samples of it all workers have trained with, and how they are dealt out."""
+        return {"epoch": self._at[0], "taken": self._at[1], "count": self._count, **self._dealing()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a place. Raises :class:`agmerge.AGMergeError` if it is of a data set of another length."""
+        if state["count"] != self._count:
+            raise AGMergeError(
+                f"AGM407: The data set has {self._count} samples, but {state['count']} when its position was saved. "
+                "Use the same data on all workers."
+            )
+        self._at = state["epoch"], state["taken"]
+
+
+# The state of a job.
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -189,7 +413,7 @@ class State:
         """Collective. Let those leave that have announced it; return whether this worker is one of them."""
         reducer = self._optimizer._reducer
         if reducer.participation.lets_go and workers.size() > 1:
-            let_go = elastic_leaving.let_go
+            let_go = let_worker_go
             if let_go(reducer, lambda: self._leaves, lambda: self._regroup(lets_in=False)):
                 return True
         return self._leaves and workers.size() == 1

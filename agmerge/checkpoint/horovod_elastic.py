@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from agmerge.backends import horovod_elastic
+from agmerge.backends import horovod
 from agmerge.checkpoint import rank_state
 from agmerge.checkpoint.redistribute import displacements
-from agmerge.engine.optimizer_states import load_state
+from agmerge.engine.optimizer_group import load_state
 from agmerge.runtime import workers
 from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters
 from agmerge.runtime.collectives import allgather_object, broadcast_object
@@ -33,7 +33,7 @@ UNSAVED = (
 def prepare(kind: type[torch.optim.Optimizer]) -> None:
     """Make ``TorchState(optimizer=...)`` save optimizers of ``kind`` by a :class:`TorchStateHandler`, if needed."""
     if workers.launched_elastic():
-        horovod_elastic.register(kind, TorchStateHandler)
+        horovod.register(kind, TorchStateHandler)
 
 
 class TorchStateHandler:

@@ -18,7 +18,7 @@ import torch
 from agmerge.engine.shared_parameters import place
 from agmerge.ops import ReduceOp
 from agmerge.step.carried_state import weight_factor
-from agmerge.step.updates import APPLY
+from agmerge.step.config import APPLY
 
 Section = dict[str, Any]  # a rank's section of a state_dict()
 

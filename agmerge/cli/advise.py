@@ -24,9 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import agmerge
 from agmerge.backends import registry
-from agmerge.backends.horovod_mpi import cores
-from agmerge.cli.advise_turns import STEPS, Enough, leave_out_notices
-from agmerge.cli.advisor import NO_ANSWER, Advisor, advised
+from agmerge.backends.horovod import cores
+from agmerge.cli.advisor import NO_ANSWER, STEPS, Advisor, Enough, advised, leave_out_notices
 
 STOPS = 10  # seconds for workers to print the table so far, until their launcher is told to end them
 TOLD = "stopped"

@@ -1,34 +1,201 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch over one script: its steps, what exchanges in them, and the advice at their end."""
+"""Watch over one script, for ``python -m agmerge advise``: its steps, their exchanges, the advice at their end."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import agmerge
 from agmerge.cli import advise_script
 from agmerge.cli.advise_script import Script
-from agmerge.cli.advise_turns import OTHERS, STEPS, TURN, USES, Enough, Swappable, Turns
-from agmerge.cli.advise_updates import exchanging_updates, told_cost_of_updates
 from agmerge.cli.advise_watch import WATCHED, Watch
-from agmerge.options.arguments import Options
-from agmerge.options.defaults import candidates_for
-from agmerge.options.named_costs import told_cost
+from agmerge.options.defaults import candidates_for, kinds_of, sparsifier_for, told_cost
+from agmerge.options.typed import Options
 from agmerge.planning import advice
-from agmerge.step.config import AUTO
-from agmerge.step.updates import UPDATES
-from sparsifiers.quantising.choice import NONE
-from sparsifiers.registry import spelling
+from agmerge.step.config import AUTO, UPDATES
+from sparsifiers.catalogue import spelling
+from sparsifiers.quantising.base import NONE
+
+# A turn of ``sync="updates"``, after which model and optimizer are as they were; and its cost in loss.
+
+# With its defaults: workers, and % of the loss with AdamW, from "Exchanging updates" in benchmarks/notebook/parity.md.
+COSTS = ((2, 0.2), (4, 1.1), (8, 4.7))
+KINDS = ("AdamW", "NAdam", "RAdam", "Adamax", "Adafactor", "Lion")  # optimizers that it is for
+
+
+@contextmanager
+def exchanging_updates(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, **given: Any
+) -> Iterator[None]:
+    """Collective. Exchange updates in the steps inside; then each worker's parameters and state are those of before.
+
+    With updates each worker's optimizer sees its own gradients, so that the states of ranks come to differ.
+
+    Args:
+        model: in DistributedDataParallel, without any exchange of ours.
+        optimizer: the one that steps.
+        given: options of ``ddp.compress`` beside ``sync``.
+    """
+    restore = kept(optimizer)
+    compressed = agmerge.integrations.ddp.compress(model, optimizer=optimizer, sync="updates", **given)
+    yield  # an error inside ends the script, and nothing is restored
+    compressed.close()
+    restore()
+
+
+def kept(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a function that sets parameters and state to what they are now. The copies are in the host's memory."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = [copied(parameter.detach()) for parameter in parameters]
+    states = [
+        (optimizer.state[parameter], {key: (value, copied(value)) for key, value in optimizer.state[parameter].items()})
+        for parameter in parameters
+        if parameter in optimizer.state
+    ]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for parameter, saved in zip(parameters, before, strict=True):
+            parameter.copy_(saved)
+        for state, entries in states:
+            for key, (value, saved) in entries.items():
+                state[key] = value.copy_(saved) if isinstance(value, torch.Tensor) else saved
+
+    return restore
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of an entry of a state, of a tensor in the host's memory."""
+    return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def takes_updates(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``sync="updates"`` is for this optimizer: AdamW and its kind, where selection costs most."""
+    return any(kind in KINDS for kind in kinds_of(optimizer))
+
+
+def told_cost_of_updates(workers: int, optimizer: torch.optim.Optimizer) -> str:
+    """Return in words how much ``sync="updates"`` increases the loss."""
+    if "AdamW" not in kinds_of(optimizer):
+        return "not measured with this optimizer"
+    number, percent = next((row for row in COSTS if row[0] >= workers), COSTS[-1])
+    return f"{percent:g} % higher with {number} workers in our tests"
+
+
+# Turns of compressors: each has some steps, several times, and is timed.
+
+WARM = 3  # steps before anything is timed: first touches of memory, first connections
+TURN = 4  # steps of a turn that are timed; one before them is not
+ROUNDS = 2  # turns of each compressor
+# By name, beside the default's, with the density or the rank that their cost in loss is of.
+OTHERS: dict[str, float | None] = {"eden-1": None, "topk": 0.01, "dgc": 0.01, "acpsgd": 4}
+# What these, and updates, are for: the end of "To ...".
+USES = {
+    "eden-1": "halve the traffic of 2 bits",
+    "topk": "send 1 % of each gradient",
+    "dgc": "send very little with SGD and momentum",
+    "acpsgd": "send low-rank factors of large matrices",
+    UPDATES: "send very little with AdamW",
+}
+STEPS = (1 + WARM) + ROUNDS * 9 * (1 + TURN)  # at most
+
+
+class Enough(BaseException):
+    """Signal that ends a script with measured steps. No error, and not for ``except Exception`` to catch."""
+
+
+class Swappable(Protocol):
+    """Whatever exchanges gradients, with a compressor that can be changed between steps."""
+
+    def set_compressor(self, compression: Any, **options: Any) -> None:
+        """Collective. Compress otherwise from the next step on."""
+
+
+class Turns:
+    """Turns of one script: of the script as it is, of updates, then of gradients by compressor.
+
+    ``begin``: puts an exchange of gradients in place of the script's, for good, and returns it. ``updates``: puts one
+    of updates there for a while; None: it cannot.
+
+    ``tell``: is given, after each turn, the compressor and the seconds of its steps.
+
+    ``seconds``: of the timed steps on this rank, by compressor; ``""``: as the script was, if ``as_it_is`` was timed,
+    and ``UPDATES``.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        begin: Callable[[torch.optim.Optimizer], Swappable],
+        updates: Callable[[torch.optim.Optimizer], AbstractContextManager[None]] | None = None,
+        *,
+        as_it_is: bool = True,
+        tell: Callable[[str, list[float]], None] = lambda name, seconds: None,
+    ) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self.defaults = candidates_for(optimizer)
+        left_out = "dgc" if sparsifier_for(optimizer) == "topk" else "topk"
+        self._names = [*self.defaults, *(name for name in OTHERS if name not in (left_out, *self.defaults))]
+        self._begin, self._as_it_is, self._tell = begin, as_it_is, tell
+        self._updates = updates if takes_updates(optimizer) else None
+        self._story = self._in_turns(optimizer)
+        next(self._story)
+
+    def step(self) -> bool:
+        """Count a step that has ended; return whether all turns are over. The same on all ranks."""
+        return next(self._story, True) is True
+
+    def _in_turns(self, optimizer: torch.optim.Optimizer) -> Iterator[bool]:
+        """Yield False until the next step has ended."""
+        yield from self._timed(WARM, None)
+        for _ in range(ROUNDS):
+            if self._as_it_is:
+                yield from self._turn("")
+            if self._updates is not None:
+                with self._updates(optimizer):
+                    yield from self._turn(UPDATES)
+        exchange = self._begin(optimizer)
+        for _ in range(ROUNDS):
+            for name in self._names:
+                exchange.set_compressor(name)
+                yield from self._turn(name)
+
+    def _turn(self, name: str) -> Iterator[bool]:
+        """Yield False until the steps of a turn have ended."""
+        seconds = self.seconds.setdefault(name, [])
+        yield from self._timed(TURN, seconds)
+        self._tell(name, seconds[-TURN:])
+
+    def _timed(self, steps: int, seconds: list[float] | None) -> Iterator[bool]:
+        """Yield False until so many steps have ended, and one before them; note how long they took."""
+        yield False
+        for _ in range(steps):
+            began = time.perf_counter()
+            yield False
+            if seconds is not None:
+                seconds.append(time.perf_counter() - began)
+
+
+def leave_out_notices() -> None:
+    """Hide this library's warnings from now on: they are about compressors that the script has not named itself."""
+    warnings.filterwarnings("ignore", message=r"AGM\d{3}: ")
+
+
+# The watch.
 
 # No plan changes while steps are timed.
 STILL: dict[str, Any] = {"merging": "threshold", "check_every": 0}

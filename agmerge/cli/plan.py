@@ -11,8 +11,8 @@ from pathlib import Path
 
 import merging
 from agmerge.options import published
-from agmerge.step.agreement import with_mode
-from merging import comparison, drawing
+from agmerge.step.agreed_state import with_mode
+from merging import drawing
 
 LEGEND = """finish: predicted time from the start of the backward pass to the end of the last exchange of a step.
     With measurements of merging="dear", it ends with the next forward pass.
@@ -31,11 +31,11 @@ def main(path: str, picture: str | None, save: str | None, planner: str) -> int:
     """
     try:
         measured = merging.Measurements.load(path)
-        rows = comparison.compare(measured)
+        rows = drawing.compare(measured)
         facts = "; ".join(f"{name} {value}" for name, value in measured.facts)
         elements = int(measured.profile.numel.sum())
         sys.stdout.write(f"{len(measured.profile)} tensors, {elements} elements, {measured.workers} workers; {facts}\n")
-        sys.stdout.write(f"{comparison.table(rows)}\n\n{LEGEND}\n")
+        sys.stdout.write(f"{drawing.comparison_table(rows)}\n\n{LEGEND}\n")
         if picture:
             Path(picture).write_text(drawing.svg(rows, measured), encoding="utf-8")
             sys.stdout.write(f"\nThe timelines of all planners are in {picture}.\n")

@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule of exchanges: hooks, accumulation, loss scales, join, guards, local steps.
+"""Engine, which says when something is exchanged: hooks, accumulation, loss scales, guards, local steps, reports.
 
-Three reducers have an exchange, a participation in a group of workers and a replica: ``reducer``, for gradients of
-``backward_passes``; ``bucket_reducer``, for gradients that DistributedDataParallel collects in buckets; and
-``update_reducer``, for deltas of parameters (``sync="updates"``). ``reducers`` chooses. ``participation``: connects,
-compares, plans anew. ``replicas``: equal after every step; compared, levelled.
-
-``grad_hooks``: on parameters. ``grad_scaler``: AMP.
-``gathered``: sparse gradients, for an optimizer that accepts only these. ``join``: uneven inputs.
-``optimizer_wrapper``: attributes of the inner optimizer; ``optimizer_group``: several that step as one;
-``optimizer_states``: their states; ``outermost_step``: of nested calls. ``dear``, ``dear_modules``,
-``dear_updates`` and ``dear_times``: ``merging="dear"``, with updates in the next forward.
-
-``own_step``: a worker's local step; ``step_hooks``: the same where a framework steps the optimizer. ``local_replica``:
-of a worker that steps by itself. ``shared_parameters``: the shared ones, and a worker's deltas beyond them;
-``sent_pieces``: its functions of flat tensors. ``strayed``: reports a run that ends while ranks differ.
-``delta_table``: which tensors are exchanged. ``outer``: optimizers of the shared parameters.
-
-``reporting`` (with ``summary``), ``sharing`` and ``swapping``: methods that an optimizer has around another, and a
-model in DistributedDataParallel. ``withheld_momentum``: of an optimizer, in steps for which a memory has applied it.
+* ``reducer``: gradients of backward passes, and ``join()``. ``reducers``: choice of the reducer.
+* ``bucket_reducer``: buckets of DistributedDataParallel; ``last_pass``, ``averaged_steps``: till an optimizer steps.
+* ``update_reducer``: deltas of parameters, ``sync="updates"``; ``local_replica``, ``own_step``, ``shared_parameters``,
+  ``delta_table``, ``outer``: a worker that steps by itself, the shared parameters, and their optimizer.
+* ``dear``: ``merging="dear"``, updates in the next forward; ``dear_modules``: modules that read parameters.
+* ``participation``: connects, compares replicas, plans anew, leaves.
+* ``grad_hooks``: gradients on their way from backward. ``grad_scaler``: AMP, and sparse gradients.
+* ``optimizer_wrapper``: attributes of the inner optimizer. ``optimizer_group``: several that step as one.
+* ``step_hooks``: the work around steps that others call; ``seen_steps``, ``followed_optimizer``: these steps.
+* ``reporting``, ``summary``: figures, tables and traces, and five lines for people.
+* ``clipping_watch``, ``averaged_twice``, ``sharded_steps``, ``strayed``, ``script_access``, ``script_reads``,
+  ``script_writes``: warnings of what a script does to gradients and parameters.
 
 May import planning/, options/ and below.
 """

@@ -13,8 +13,7 @@ from agmerge.backends import torch_reductions
 from agmerge.errors import warn
 from agmerge.runtime import workers
 from agmerge.step.gradient_exchange import GradientExchange
-from agmerge.tensors.dtensors import local_of
-from agmerge.tensors.parameters import ParameterTable
+from agmerge.tensors.parameters import ParameterTable, local_of
 
 LOOKS = 5  # first steps: those that average gradients do so in each
 SHARE = 0.5  # of all elements: so many in tensors of the script's own, such as flattened gradients, are the gradients

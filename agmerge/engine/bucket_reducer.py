@@ -18,17 +18,15 @@ from agmerge.engine.clipping_watch import ClippingWatch
 from agmerge.engine.grad_hooks import refuse_owned
 from agmerge.engine.grad_scaler import LossScale
 from agmerge.engine.last_pass import LastPass
-from agmerge.engine.participation import Participation, open_exchange
-from agmerge.engine.replicas import SyncedReplica
-from agmerge.engine.withheld_momentum import take_over
+from agmerge.engine.participation import Participation, SyncedReplica, open_exchange
+from agmerge.engine.step_hooks import take_over
 from agmerge.errors import IN_BACKWARD, AGMergeError, NonFiniteError
 from agmerge.exchanges.message.format import Flag
 from agmerge.ops import Average
 from agmerge.planning.replanner import Replanner
-from agmerge.step.combined import Combined
 from agmerge.step.config import Config
-from agmerge.tensors.fingerprint import fingerprints
-from agmerge.tensors.parameters import ParameterTable, optimizers_of
+from agmerge.step.gradient_exchange import Combined
+from agmerge.tensors.parameters import ParameterTable, fingerprints, optimizers_of
 
 OTHERS = "one of the optimizer's that this model does not average"
 

@@ -11,22 +11,207 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from agmerge.engine.sampled_updates import Norms, Place, Sample, norms_of, places_in, sample_of
-from agmerge.engine.scaled_down import NormBound, common_factor
 from agmerge.engine.seen_steps import after_closure
 from agmerge.errors import warn
 from agmerge.exchanges.message.format import Flag
-from agmerge.step.combined import Combined
 from agmerge.step.config import Config
-from agmerge.step.gradient_exchange import GradientExchange
+from agmerge.step.gradient_exchange import Combined, GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.tensors.parameters import is_dtensor
+
+# Samples of updates, to be compared with the gradients when the optimizer steps.
+
+TENSORS, ELEMENTS = 4, 4096  # compared tensors, elements of each: at a density of 1 % some hundred are not zero
+
+
+@dataclass(frozen=True)
+class Place:
+    """Elements of a parameter that are compared: ``count`` of them from ``start`` on, flat."""
+
+    name: str
+    parameter: torch.Tensor
+    size: int  # elements of the parameter
+    start: int
+    count: int
+
+    def elements(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Return these elements of an update or a gradient, a view; None where its layout differs."""
+        if tensor is None or tensor.layout is not torch.strided or not tensor.is_contiguous():
+            return None
+        if tensor.numel() != self.size:
+            return None
+        # One operation: in every step, when nothing of this is in a cache, two take twice as long.
+        return tensor.as_strided((self.count,), (1,), tensor.storage_offset() + self.start)
+
+
+def places_in(buffers: MergeBuffers) -> list[Place]:
+    """Choose the elements to compare: a slice from the middle of some tensors of one dtype, all over the model.
+
+    None where a tensor is a DTensor, of which a rank has one shard.
+    """
+    named = list(zip(buffers.slot_of, buffers.flat.parameters, strict=True))
+    if any(is_dtensor(parameter) for _, parameter in named):
+        return []
+    by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
+    for name, parameter in named:
+        if parameter.is_floating_point() and parameter.is_contiguous() and parameter.numel():
+            by_kind.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
+    candidates = max(by_kind.values(), key=len, default=[])
+    return [_place(*one) for one in candidates[:: max(1, len(candidates) // TENSORS)][:TENSORS]]
+
+
+def _place(name: str, parameter: torch.Tensor) -> Place:
+    size = parameter.numel()
+    count = min(size, ELEMENTS)
+    return Place(name, parameter, size, (size - count) // 2, count)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Elements of combined gradients, and the tensors they were taken from, with their versions."""
+
+    places: list[Place]
+    before: torch.Tensor | None  # flat, all of them; None: not copied
+    tensors: list[torch.Tensor]
+    versions: list[int]
+
+    def changed(self) -> bool:
+        """Return whether a gradient has been written to since, or is another tensor."""
+        gradients = [place.parameter.grad for place in self.places]
+        seen = zip(gradients, self.tensors, self.versions, strict=True)
+        return not all(gradient is tensor and tensor._version == version for gradient, tensor, version in seen)
+
+    def now(self) -> torch.Tensor | None:
+        """Return the same elements of the present gradients; None where one is gone, or its layout has changed."""
+        parts = [place.elements(place.parameter.grad) for place in self.places]
+        there = [part for part in parts if part is not None and part.dtype == self.tensors[0].dtype]
+        return torch.cat(there) if len(there) == len(parts) else None
+
+
+def sample_of(combined: Combined, places: Iterable[Place], *, on_device: bool) -> Sample | None:
+    """Return elements of the updates at ``places``; None where no update has any.
+
+    ``on_device``: copy elements on devices, too, which is one more operation in every step.
+    """
+    there = [(place, combined.updates[place.name]) for place in places]
+    parts = [(place, update, place.elements(update)) for place, update in there]
+    used = [(place, update, part) for place, update, part in parts if update is not None and part is not None]
+    if not used:
+        return None
+    tensors = [update for _, update, _ in used]
+    copies = on_device or tensors[0].device.type == "cpu"
+    before = torch.cat([part for _, _, part in used]) if copies else None
+    return Sample([place for place, _, _ in used], before, tensors, [tensor._version for tensor in tensors])
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Norms of n gradients, their numbers of elements that are not zero, and of all elements: each (n,) in float64."""
+
+    norms: torch.Tensor
+    counts: torch.Tensor
+    sizes: torch.Tensor
+
+
+def norms_of(parameters: Iterable[torch.Tensor]) -> Norms:
+    """Return the norms of the gradients of ``parameters``; waits for no device. Reads each of them twice.
+
+    They are computed as ``torch.nn.utils.clip_grad_norm_`` does, with the same rounding.
+    """
+    present = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
+    gradients = [gradient for gradient in present if gradient.layout == torch.strided]
+    device = gradients[0].device
+    norms = [norm.to(device, torch.float64) for norm in torch._foreach_norm(gradients)]
+    counts = [gradient.count_nonzero().to(device, torch.float64) for gradient in gradients]
+    sizes = torch.tensor([gradient.numel() for gradient in gradients], dtype=torch.float64, device=device)
+    return Norms(torch.stack(norms), torch.stack(counts), sizes.clamp_(min=1.0))
+
+
+# Factors and bounds: by which factor a few elements were scaled, and by their norms, whether to a bound.
+#
+# Clipping leaves one norm behind, however large it was before. A division by a constant has one factor, and one by a
+# number of samples, or a warm-up, has neither.
+
+LEAST = 8  # elements that are not zero, below which no factor is derived
+LOOKS = 16  # most norms to compute, each of which reads all gradients once
+EXACT = 1e-12  # relative error of the factors computed here
+SMALLEST = 1e-37  # about where processors may flush products to zero
+UNLIKELY = 1e-5
+ADDED = 1e-6  # added to the norm by torch.nn.utils.clip_grad_norm_ before it divides
+
+
+def common_factor(before: torch.Tensor, after: torch.Tensor) -> float | None:
+    """Return the factor by which each element of ``before`` has become that of ``after``, up to rounding.
+
+    None: there is none, or too few elements are not zero to tell. Both are flat, of one floating dtype and one device,
+    for which this waits.
+    """
+    if torch.equal(before, after):
+        return 1.0
+    then, now, of_dtype = before.double(), after.double(), torch.finfo(before.dtype)
+    eps = max(of_dtype.eps, EXACT)
+    if int(then.count_nonzero()) < LEAST:
+        return None
+    factor = float(then.dot(now)) / float(then.dot(then))
+    # Three roundings: of the product, and of a loss scale that was put on and taken off.
+    allowed = then.abs().mul_(2 * eps * abs(factor)).add_(max(of_dtype.tiny * of_dtype.eps, SMALLEST))
+    return factor if bool(((now - factor * then).abs() <= allowed).all()) else None
+
+
+class NormBound:
+    """Test, scaling by scaling, of whether factors come from a bound on the norm.
+
+    Norms of other scripts may agree by chance. How likely that is follows from how closely they agree: to 1e-6 once is
+    enough; to 1e-3, the accuracy of float32 sums on a host, twice. Every norm that does not agree asks for ten times as
+    much.
+    """
+
+    def __init__(self) -> None:
+        self._factor = 1.0  # of the last scaling
+        self._constant = 1.0  # the factor that came twice in a row: the script's own
+        self._norm = 0.0  # of the last scaling, and of those before that agree; 0: there was none yet
+        self._chance = 1.0  # approximate chance that unrelated norms agree as these do
+        self._least = UNLIKELY  # below which agreement is taken for a bound
+        self._looks = 0
+
+    def asks(self, factor: float, dtype: torch.dtype) -> bool:
+        """Return whether the norm after scaling by ``factor``, of gradients of ``dtype``, adds information."""
+        least = _tolerance(dtype)  # below that factors are the same
+        if abs(factor / self._factor - 1.0) <= least:
+            self._constant = factor
+        is_new = abs(factor / self._constant - 1.0) > least
+        return self._looks < LOOKS and 0.0 < factor < 1.0 - least and is_new
+
+    def binds(self, factor: float, norm: float, dtype: torch.dtype) -> bool:
+        """Record the ``norm`` after scaling by ``factor``; return whether by now it is known to be a bound.
+
+        ``norm``: computed as ``clip_grad_norm_`` does, with the same rounding.
+        """
+        norm += ADDED * factor
+        self._looks, self._factor = self._looks + 1, factor
+        apart = abs(norm - self._norm) / norm
+        if apart <= _tolerance(dtype):
+            self._chance *= max(4.0 * apart, 1e-6)
+        else:
+            self._least *= 0.1 if self._norm else 1.0
+            self._norm, self._chance = norm, 1.0
+        return self._chance < self._least
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Return by how much, relatively, norms to one bound may differ: ``clip_grad_norm_`` computes them in ``dtype``."""
+    return 1e-3 if torch.finfo(dtype).eps < 1e-6 else 2e-2
+
+
+# The watch.
 
 WHOLE = 0.9  # a dense gradient's norm, relative to the one seen, from which on no warning is given
 VELOCITY = (

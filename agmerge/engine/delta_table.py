@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 
 from agmerge.engine.shared_parameters import wide
-from agmerge.tensors.dtensors import is_dtensor, local_of
-from agmerge.tensors.parameters import ParameterInfo, ParameterTable
+from agmerge.tensors.parameters import ParameterInfo, ParameterTable, is_dtensor, local_of
 
 
 class DeltaTable:

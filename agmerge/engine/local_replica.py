@@ -16,9 +16,8 @@ from agmerge.engine.participation import check_not_averaged
 from agmerge.engine.script_access import ScriptAccess
 from agmerge.engine.shared_parameters import SharedParameters, UnsentInParameters, UnsentInResidual
 from agmerge.errors import AGMergeError
-from agmerge.step.config import Config
+from agmerge.step.config import APPLY, HOLD, Config, Updates
 from agmerge.step.gradient_exchange import GradientExchange
-from agmerge.step.updates import APPLY, HOLD, Updates
 from agmerge.tensors.parameters import ParameterTable
 from sparsifiers.memories import Memory, Residual
 

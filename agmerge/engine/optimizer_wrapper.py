@@ -1,15 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrapper of an optimizer by composition: the inner optimizer keeps all that is its own."""
+"""Wrapper of an optimizer by composition, which keeps all that is its own; and methods that wrappers have beside it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from agmerge.engine.reducers import AnyReducer
+from agmerge.options import defaults
+from agmerge.options.resolve import prepare_change
+from agmerge.options.typed import Options
+from agmerge.step.treatments import check_patterns
 from agmerge.tensors.parameters import optimizers_of
+
+# Methods of all that exchanges for a script: of wrappers, and of models in DistributedDataParallel.
+
+
+class SharingMixin:
+    """Methods about shared parameters, for all that exchanges for a script.
+
+    That may be a wrapped optimizer, one with hooks on its steps, or a model in DistributedDataParallel.
+    """
+
+    _reducer: AnyReducer
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Give the model, inside this context, the parameters that all workers share. Evaluate and save in it.
+
+        With ``sync="updates"`` each worker's own parameters are ahead of these. They are restored afterwards, so
+        changes that you make inside are lost. Nothing is communicated. With ``sync="gradients"`` the parameters are the
+        same anyway.
+        """
+        reducer = self._reducer
+        with nullcontext() if reducer.combines_gradients else reducer.replica.showing():
+            yield
+
+    def consolidate(self) -> None:
+        """Collective. Exchange all unsent updates, uncompressed, so that parameters are bitwise identical on all ranks.
+
+        Call it after the last step with ``sync="updates"``. With ``sync="gradients"`` it does nothing.
+        """
+        if not self._reducer.combines_gradients:
+            self._reducer.consolidate()
+
+    def flush(self) -> None:
+        """Collective. Apply the updates that are still under way.
+
+        With ``overlap=`` these are updates that a later step would receive. With ``merging="dear"`` the next forward
+        pass would apply them, and ranks need not call this together. With other settings it does nothing.
+        """
+        self._reducer.flush()
+
+
+class SwappingMixin:
+    """Method to change the compressor, for all that exchanges for a script."""
+
+    _inner: torch.optim.Optimizer | None  # the one that steps; None: it is not known
+    _reducer: AnyReducer
+    _options: Options  # those in use
+
+    def set_compressor(
+        self,
+        compression: Any,
+        *,
+        density: Any = None,
+        rank: Any = None,
+        memory: Any = None,
+        warmup: Any = None,
+        **options: Any,
+    ) -> None:
+        """Collective. Change the compressor, from the next step on. Call it between two steps, on every rank.
+
+        The plan and the residuals are kept. The new compressor sends the residuals, or sends them completely in the
+        next step if it has no residual itself. A momentum or a low-rank basis that the new compressor does not use is
+        kept, and saved, until a later one uses it. An SGD's own momentum then starts at zero.
+
+        Args:
+            compression (str, list, dict or object): As in :class:`agmerge.DistributedOptimizer`.
+            density (float, dict or str): As there. None: keep the present one.
+            rank (int or dict): As there. None: keep the present one.
+            memory (str or object): As there. None: what the compressor needs.
+            warmup (int, str or callable): As there. None: no warm-up.
+            **options: Options of the compressor, such as ``bits=8`` for ``"qsgd"``.
+
+        Raises:
+            ValueError: If an argument has no effect with this compressor.
+            agmerge.RankMismatchError: On all ranks, if they set different compressors.
+        """
+        reducer, optimizer, before = self._reducer, self._inner, self._reducer.exchange.agreed.config
+        chosen = {"density": density, "rank": rank, "memory": memory, "warmup": warmup}
+        changed = prepare_change(self._options, optimizer, compression, chosen, options)
+        check_patterns(changed.config, (reducer.members.name_of(one) for one in reducer.members.name_all()))
+        advice = "Set the same compressor on every rank, at the same step."
+        reducer.reconfigure(changed.config, "set_compressor()", advice)
+        self._options = changed.options
+        defaults.warn_of_changes(reducer.exchange, optimizer, before)
+
+
+# The wrapper.
 
 OF_SCALER = ("grad_scale", "found_inf")  # attributes that a GradScaler sets of an optimizer that takes a scale
 SEVERAL = "there are several optimizers ({}). Use optimizer.optimizers, the list of them."
@@ -116,7 +210,7 @@ class OptimizerWrapper(OptimizerHolder, torch.optim.Optimizer):
     register_load_state_dict_post_hook = _registering("register_load_state_dict_post_hook")
 
 
-# Modules of optimizers that exchange gradients by themselves, and the advice for each.
+# What cannot be wrapped. Here by module: optimizers that exchange gradients by themselves, with the advice for each.
 OF_OTHERS = {
     "deepspeed.runtime": (
         "DeepSpeed averages gradients in its own engine. With ZeRO stage 0, remove DeepSpeed and use "

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from agmerge.errors import NonFiniteError, and_more
-from agmerge.step.gradient_exchange import GradientExchange
-from agmerge.step.nonfinite_verdict import MOST_IN_A_ROW
-from agmerge.tensors.dtensors import local_of
+from agmerge.step.gradient_exchange import MOST_IN_A_ROW, GradientExchange
 from agmerge.tensors.nonfinite import RAISE, is_finite
-from agmerge.tensors.parameters import ParameterTable
+from agmerge.tensors.parameters import ParameterTable, local_of
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Participation of one optimizer in its group of workers: connect, announce, compare, plan anew, leave."""
+"""Participation of one optimizer in its group of workers: connect, announce, compare replicas, plan anew, leave."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from agmerge.backends import Backend, status, torch_objects
-from agmerge.engine import elastic_refusals
-from agmerge.engine.replicas import compare_replicas
+from agmerge.backends.handshake import gather_bytes, ranks_of
 from agmerge.errors import (
     BETWEEN,
     DISTRIBUTED_DATA_PARALLEL,
     OTHER_SHARDS,
     AGMergeError,
+    DivergenceError,
     NoAnswer,
     TooFewWorkers,
     warn,
@@ -27,16 +28,173 @@ from agmerge.errors import (
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.runtime import process_sets, workers
-from agmerge.runtime.call_agreement import agree
+from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters, plain_state
+from agmerge.runtime.process_sets import agree
 from agmerge.step.agreed_state import OnAgreement, Plans, TensorTable
-from agmerge.step.combined import Combined
-from agmerge.step.config import Config
-from agmerge.step.gradient_exchange import Due, GradientExchange
+from agmerge.step.config import AUTO, SPARSE, Config
+from agmerge.step.gradient_exchange import Combined, Due, GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.round import GradientOf
 from agmerge.step.treatments import check_patterns
-from agmerge.tensors.parameters import ParameterTable
+from agmerge.tensors.parameters import ParameterTable, fingerprints, local_of
 from agmerge.version import __version__
+from sparsifiers import Kind
+
+# Settings that are not supported in an elastic job, because an exchange with them needs every worker to the end.
+
+REFUSED = "AGM308: {what} is not supported in elastic training (init(elastic=True)). {instead} See docs/elastic.md."
+LEAVE_OUT = "Remove it, or call agmerge.init() without elastic=True."
+PLAIN = (
+    "Use a plain PyTorch loop, or call agmerge.init() without elastic=True and restart from a checkpoint after a "
+    "failure."
+)
+SECOND = "Wrap both in one list, agmerge.DistributedOptimizer([first, second], ...), or close() the first."
+_process: weakref.ref[GradientExchange] | None = None  # the exchange of this process; written by admit alone
+
+
+def refuse_elastic(config: Config) -> None:
+    """Raise ``ValueError`` for the first setting of ``config`` that an elastic job cannot have."""
+    exchange, sync, updates, compressor = (
+        config.merging.exchange, config.sync, config.sync.updates, config.compression.compressor,
+    )  # fmt: skip
+    found = {
+        f"exchange={exchange!r}": exchange not in (AUTO, SPARSE),
+        f"compression={compressor.name!r}": Kind.LOW_RANK in compressor.kinds,
+        "merging='dear'": sync.model is not None,
+        "process_set=": bool(sync.process_set.ranks) or sync.process_set.horovod is not None,
+        "dense='partial'": config.compression.partial is not None,
+        "a GradScaler": config.guards.scaled and updates is None,
+        "fragments=": updates is not None and updates.fragments > 1,
+        "overlap=": updates is not None and updates.overlap > 0,
+    }
+    for what, is_there in found.items():
+        if is_there:
+            raise ValueError(REFUSED.format(what=what, instead=LEAVE_OUT))
+
+
+def refuse_feature(what: str, instead: str = LEAVE_OUT) -> None:
+    """Raise ``ValueError`` in an elastic job: ``what``, in words, is not for it; ``instead``: a sentence of advice."""
+    if workers.can_regroup():
+        raise ValueError(REFUSED.format(what=what, instead=instead))
+
+
+def admit_elastic(exchange: GradientExchange) -> None:
+    """Raise ``ValueError`` where this process has another exchange that is in use: ranks could not tell them apart."""
+    global _process
+    if workers.bound() is not None:
+        return
+    other = None if _process is None else _process()
+    if other is not None and not other.fault:
+        raise ValueError(REFUSED.format(what="a second optimizer", instead=SECOND))
+    _process = weakref.ref(exchange)
+
+
+# Replicas: compared to the bit (guarantee G11), and made equal again.
+
+DIGEST_BYTES = 16
+WRITTEN = (
+    "AGM152: Replicas differed in a backward pass, first in parameter {name!r}, because the script changed parameters "
+    "since the last step. This is correct if each rank restores them before the step (SAM, for example). Otherwise "
+    "change parameters in the same way on every rank."
+)
+
+
+def compare_replicas(
+    comm: Backend, parameters: Mapping[str, torch.Tensor], steps: int, timeout: float, *, written: bool = False
+) -> None:
+    """Collective. Raise :class:`agmerge.DivergenceError` on every rank unless all parameters are bitwise equal.
+
+    Reads every parameter twice, and costs one all-gather of 16 bytes for each of them. Where replicas differ and the
+    script of a rank has written parameters since the last step, that is a warning: it may put them back.
+
+    Args:
+
+        comm: the ranks with the replicas.
+        parameters: by the names for the error, in an order that is the same on every rank.
+        steps: how many were committed, for the error.
+        timeout: seconds.
+        written: the script of this rank has written parameters since the last step.
+    """
+    own = fingerprints(parameters.values()).numpy().tobytes() + bytes([written])
+    rows = gather_bytes(comm, own, "check_every", timeout)
+    for i, name in enumerate(parameters):
+        digests = [row[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)].hex() for row in rows]
+        if len(set(digests)) > 1:
+            if any(row[-1] for row in rows):
+                warn(WRITTEN.format(name=name), comm.rank)
+                return
+            sets = "; ".join(f"{value} on {ranks_of(digests, value)}" for value in dict.fromkeys(digests))
+            raise DivergenceError(
+                f"AGM102: Step {steps}: replicas differ, first in parameter {name!r}: digest {sets}. Parameters were "
+                "changed on some ranks only. Call broadcast_parameters first, and change them only through the "
+                "optimizer. Otherwise data was damaged in transit: restart from a checkpoint. With sync='updates', "
+                "initialize new parameters inside optimizer.shared()."
+            )
+
+
+def level_replicas(
+    comm: Backend, members: ParameterTable, optimizer: torch.optim.Optimizer, root: int, timeout: float
+) -> None:
+    """Collective. Give every rank the parameters and optimizer state of rank ``root``, if those of any rank differ.
+
+    Raises :class:`agmerge.DivergenceError` on every rank where they differ among the ranks of a process set.
+
+    Args:
+
+        comm: the ranks with the replicas.
+        members: the parameters.
+        optimizer: the wrapped one; its state is compared too.
+        root: a rank of ``comm``.
+        timeout: seconds, for the comparison.
+    """
+    parameters, fingerprint = members.name_all(), hashlib.blake2b(digest_size=DIGEST_BYTES)
+    state, tensors = plain_state(optimizer)
+    fingerprint.update(fingerprints([*parameters, *tensors]).numpy().tobytes())
+    fingerprint.update(repr(state).encode())
+    if len(set(gather_bytes(comm, fingerprint.digest(), "join/replicas", timeout))) == 1:
+        return
+    if comm.size < workers.size():
+        raise DivergenceError(
+            "AGM120: join(): the ranks of this process set differ afterwards. Clip gradients and change learning "
+            "rates in hooks of the optimizer's step (register_step_pre_hook, register_step_post_hook), which also run "
+            "on ranks that joined."
+        )
+    broadcast_parameters(parameters, root_rank=root)
+    broadcast_optimizer_state(optimizer, root_rank=root)
+
+
+class SyncedReplica:
+    """Replica of the parameters that is equal on all ranks after every step, where gradients are exchanged."""
+
+    def __init__(self, members: ParameterTable, exchange: GradientExchange) -> None:
+        self._members, self._exchange = members, exchange
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps the optimizer has made."""
+        return self._exchange.agreed.steps
+
+    def compared(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that must be equal on all ranks after a step, by name: all parameters."""
+        return {self._members.name_of(parameter): parameter for parameter in self._members.name_all()}
+
+    def unsent(self) -> dict[str, torch.Tensor]:
+        """Return the residuals of this rank, by name, in the shape of the parameter or of this rank's shard."""
+        return self._exchange.agreed.current.residuals()
+
+    def saved(self) -> None:
+        """Return None: a rank has no state beside residuals and the optimizer's."""
+
+    @torch.no_grad()
+    def restore(self, saved: Mapping[str, Any] | None) -> None:
+        """Make the parameters the shared ones that a training with local steps has saved, if one has."""
+        base: Mapping[str, torch.Tensor] = {} if saved is None else saved["base"]
+        for name, parameter in self.compared().items():
+            if name in base:
+                local_of(parameter).copy_(base[name])
+
+
+# Participation.
 
 T = TypeVar("T")
 TOO_FEW = (
@@ -65,11 +223,11 @@ def open_exchange(
         on_agreement: returns the maker of plans from measured times.
     """
     if workers.can_regroup():
-        elastic_refusals.refuse(config)
+        refuse_elastic(config)
     check_patterns(config, (members.name_of(parameter) for parameter in members.name_all()))
     exchange = GradientExchange(table, config, on_agreement, workers.current, _notices, survives=workers.can_regroup())
     if workers.can_regroup():
-        elastic_refusals.admit(exchange)
+        admit_elastic(exchange)
     if config.merging.plan is not None:
         config.merging.plan.check(len(exchange.agreed.members()))
     return exchange

@@ -17,7 +17,7 @@ from agmerge.engine.summary import behind, hidden, summary_lines
 from agmerge.errors import AGMergeError
 from agmerge.metrics.chrome_trace import Trace, path_of
 from agmerge.metrics.step_times import StepTimes
-from agmerge.planning.plan_choice import mode_of
+from agmerge.planning.codec_choice import mode_of
 from agmerge.planning.replanner import FIRST
 from agmerge.step.config import AUTO, Config
 from agmerge.step.gradient_exchange import GradientExchange

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.hooks import RemovableHandle
 
 from agmerge.errors import NO_SCRIPTS
-from agmerge.tensors.dtensors import is_dtensor, local_of
+from agmerge.tensors.parameters import is_dtensor, local_of
 
 FIRST, THEN = 8, 100  # a look follows each of the first steps, and later every hundredth one
 MOST = 10_000  # operations that one look lasts at most

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""it has hardly moved, or its gradient is small. All are flat and of one length; the first two of one dtype."""
+"""Detection of an optimizer that steps a shard of the parameters on each rank, and hands the results round."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 
 from agmerge.backends import Backend
 from agmerge.backends.handshake import gather_bytes
-from agmerge.tensors.dtensors import is_dtensor, local_of
-from agmerge.tensors.parameters import ParameterTable, optimizers_of
+from agmerge.tensors.parameters import ParameterTable, is_dtensor, local_of, optimizers_of
 
 # torch's, and those of nanochat and modded-nanogpt. A Muon may as well step everything on each rank: it is known by its
 # arguments `rank` and `world_size`, and where it has none by its steps.

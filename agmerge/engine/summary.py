@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import torch
 
 from agmerge.metrics.step_times import StepTimes
-from agmerge.options.named_costs import known_cost
+from agmerge.options.defaults import known_cost
 from agmerge.step.agreed_state import AgreedState
 from agmerge.step.config import Config
 from agmerge.step.plan_status import PlanStatus
 from sparsifiers import Kind
-from sparsifiers.quantising.choice import NONE
+from sparsifiers.quantising.base import NONE
 
 MORE = 1.05  # times the bytes of an uncompressed all-reduce, from which on there is a warning: headers alone are none
 

@@ -30,9 +30,8 @@ from agmerge.engine.sharded_steps import ShardedSteps
 from agmerge.exchanges.message.format import Flag
 from agmerge.planning.replanner import Replanner
 from agmerge.runtime import workers
-from agmerge.step.config import Config
+from agmerge.step.config import Config, planner_for
 from agmerge.step.gradient_exchange import Due
-from agmerge.step.updates import planner_for
 from agmerge.tensors.parameters import ParameterTable
 
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of a step, and warnings. Mistakes in arguments are ``ValueError`` or ``TypeError`` instead."""
+"""Errors of a step, and warnings. Mistakes in arguments are ``ValueError`` or ``TypeError`` instead.
+
+* ``catalogue``: what each code means and what to do. Its data, by subject: ``problems_in_training``,
+  ``problems_of_elastic`` and ``problems_of_settings``.
+"""
 
 from __future__ import annotations
 

@@ -1,25 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combine dense segments by an all-reduce, as they are or cast to 16 bits: ``dense``.
+"""Dense exchanges: gradients as they are, or cast to 16 bits, in an all-reduce or in its two halves.
 
-The all-reduce has no room for a header, so it travels as a few numbers behind the gradients that mean
-the same after summing: a flag is raised if the sum is not zero. Step and buffer are one-hot, so that
-ranks that are not at the same place show up as two hot positions. Large segments are summed where they lie, by an
-all-reduce of their own: a copy would cost as much memory as the gradients.
+An all-reduce has no room for a header, so it travels as a few numbers behind the gradients that mean the same after
+summing: a flag is raised if the sum is not zero. Step and buffer are one-hot, so that ranks that are not at the same
+place show up as two hot positions. Large segments are summed where they lie, by an all-reduce of their own: a copy
+would cost as much memory as the gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
+from agmerge.backends import Backend, Handle
 from agmerge.errors import MessageError
-from agmerge.exchanges import all_reduce, host_copies
-from agmerge.exchanges.all_reduce import LARGE
+from agmerge.exchanges import host_copies
 from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.message.format import Flag, RoundHeader
-from sparsifiers import Selection
+from sparsifiers import Selection, gpu
+
+# Sums over ranks, added as the backend does or in rank order.
+
+NARROW = torch.float16, torch.bfloat16  # dtypes that are added in float32
+LARGE = 1 << 18  # elements from which on a segment is not copied: the all-reduce of 1 MB takes longer than one more
+
+
+@dataclass
+class Sum:
+    """Sum over all ranks that is under way: its buffers and its first collective."""
+
+    message: torch.Tensor  # 1-D, summed in place
+    received: torch.Tensor | None  # in rank order: this rank's shard of every rank's message, one after the other
+    handle: Handle  # of the first collective
+    bytes: int  # handed to collectives, all in all
+    name: str  # of its collectives
+
+
+def start_sum(comm: Backend, message: torch.Tensor, received: torch.Tensor | None, name: str) -> Sum:
+    """Collective. Start the sum of ``message``, 1-D, over all ranks; in rank order with ``received``, of its length.
+
+    Their length is then a multiple of ``comm.size``. In rank order the sum of an element does not depend on its place.
+    """
+    size = message.numel() * message.element_size()
+    if received is None:
+        return Sum(message, None, comm.all_reduce(message, name), size, name)
+    shard = [message.numel() // comm.size] * comm.size
+    handle = comm.all_to_all(received, message, shard, shard, name)
+    return Sum(message, received, handle, size + size // comm.size, name)
+
+
+def wait_for_sum(
+    comm: Backend, pending: Sum, timeout: float, wide: torch.dtype | None = None, *, on_stream: bool = False
+) -> None:
+    """Collective. Wait until the sum is in place; ``on_stream``: make the device's stream wait, and return at once.
+
+    In rank order it is added in ``wide`` and rounded once (None: float32 for 16 bits, else the message's own dtype).
+    """
+
+    def wait_for(handle: Handle) -> None:
+        if on_stream:
+            handle.wait_on_stream(timeout)
+        else:
+            handle.wait(timeout)
+
+    wait_for(pending.handle)
+    if pending.received is None:
+        return
+    shard = sum_in_rank_order(pending.received.view(comm.size, -1), wide).to(pending.message.dtype)
+    wait_for(comm.all_gather(pending.message, shard, f"{pending.name}/sum"))
+
+
+def write_in_rank_order(out: torch.Tensor, rows: torch.Tensor, factor: float) -> None:
+    """Write ``factor`` times the sum of ``rows``, (W, n), added from first to last, to ``out``, (n,)."""
+    if rows.dtype == out.dtype == torch.float32 and _is_one_launch(rows, out.dtype):
+        gpu.add_whole(out, rows, 1.0, factor=factor)
+    else:
+        out.copy_(sum_in_rank_order(rows).mul_(factor))
+
+
+def _is_one_launch(rows: torch.Tensor, wide: torch.dtype) -> bool:
+    """Return whether a kernel adds ``rows`` in ``wide``."""
+    return gpu.is_fused(rows.device) and wide == torch.float32 and rows.dtype in (*NARROW, wide)
+
+
+def sum_in_rank_order(rows: torch.Tensor, wide: torch.dtype | None = None) -> torch.Tensor:
+    """Return the sum of ``rows``, (W, n), each contiguous, added from first to last: (n,).
+
+    ``wide``: the dtype to add in; None: float32 for 16 bits, else their own. On a device with kernels float32 and 16
+    bits are one launch.
+    """
+    wide = wide or (torch.float32 if rows.dtype in NARROW else rows.dtype)
+    if _is_one_launch(rows, wide):
+        total = torch.empty(rows.shape[1], dtype=wide, device=rows.device)
+        gpu.add_whole(total, rows, 1.0)
+        return total
+    total = rows[0].to(wide, copy=True)
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+# The all-reduce: ``dense``.
 
 _HOT = 8  # positions of a one-hot number
 _FLAGS = 8
@@ -64,10 +147,8 @@ class DenseExchange(Exchange):
                 self.store.subtract_sent(load.segment, None, self._sent(load, payload))
         write_tail(control, message[elements:end])
         received = self.keep(("received", name), length, dtype, message.device) if self.ordered else None
-        sums = [
-            all_reduce.start(self.comm, load.work, None, f"{name}/dense {number}") for number, load in enumerate(large)
-        ]
-        sums.append(all_reduce.start(self.comm, message, received, name))
+        sums = [start_sum(self.comm, load.work, None, f"{name}/dense {number}") for number, load in enumerate(large)]
+        sums.append(start_sum(self.comm, message, received, name))
         sent = sum(load.segment.numel for load in loads)
         size = sum(part.bytes for part in sums)
         return InFlight(name, loads, control, sums[0].handle, size, sent, message, message, sums)
@@ -101,7 +182,7 @@ class DenseExchange(Exchange):
     def wait(self, pending: InFlight) -> RoundHeader:
         """Collective. Wait for all sums, and return the merged header, from the numbers behind them."""
         for part in pending.extra:
-            all_reduce.wait(self.comm, part, self.timeout, pending.loads[0].work.dtype)
+            wait_for_sum(self.comm, part, self.timeout, pending.loads[0].work.dtype)
         return self.read(pending, [self._tail(pending)])
 
     def can_queue(self, pending: InFlight) -> bool:
@@ -110,7 +191,7 @@ class DenseExchange(Exchange):
     def wait_on_stream(self, pending: InFlight) -> None:
         """Collective. Queue the remaining collectives of all sums on the device."""
         for part in pending.extra:
-            all_reduce.wait(self.comm, part, self.timeout, pending.loads[0].work.dtype, on_stream=True)
+            wait_for_sum(self.comm, part, self.timeout, pending.loads[0].work.dtype, on_stream=True)
         pending.said.append(self._tail(pending))
 
     def _tail(self, pending: InFlight) -> torch.Tensor:
@@ -206,3 +287,122 @@ def decode(tail: Sequence[float], own: RoundHeader, name: str) -> RoundHeader:
     flags = sum(int(tail[2 * _HOT + bit] != 0.0) << bit for bit in range(_FLAGS))
     used = tuple(value != 0.0 for value in tail[2 * _HOT + _FLAGS :][: len(own.used)])
     return replace(own, flags=flags, used=used)
+
+
+# The all-reduce in two halves, with time between them: the reduce-scatter runs under backward, the all-gather under the
+# next forward. Headers must not wait that long, so every shard carries a copy of the control numbers: with its own
+# shard a rank has those of all ranks.
+
+
+class ScatterExchange(DenseExchange):
+    """All-reduce of one dense segment in two halves; the second can run under the next forward.
+
+    1. Each rank writes W rows, one for each rank: its shard of the segment, then the control numbers.
+    2. One reduce-scatter adds them up, under backward: every rank gets its own row of the sum. ``wait`` reads the
+       merged header; ``finish`` writes nothing yet.
+    3. :meth:`gather` starts the all-gathers of the shards. Each comes back into the message, which is free by then.
+    4. :meth:`receive` waits for one of them, and writes its update.
+
+    Casts, predivision and sums in rank order are those of :class:`DenseExchange`. So are the sums, to the bit where
+    the backend adds alike in an all-reduce and in a reduce-scatter.
+    """
+
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context)
+        self._scattered: list[InFlight] = []  # finished, not yet handed round
+
+    def start(
+        self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
+    ) -> InFlight:
+        """Collective. Start the reduce-scatter of one segment."""
+        (load,) = loads
+        self._scattered = []  # messages of an attempt that came to nothing
+        dtype, device, workers = self.cast or load.update.dtype, load.work.device, self.comm.size
+        tail = tail_of(control, dtype, device)
+        shard = -(-load.segment.length // workers)
+        width = shard + tail.numel()
+        message = self.keep(("message", name), workers * width, dtype, device)
+        rows = message.view(workers, width)
+        self._fill(load, rows[:, :shard])
+        rows[:, shard:] = tail
+        own = self.keep(("shard", name), width, dtype, device)
+        if self.ordered:
+            received = self.keep(("received", name), workers * width, dtype, device)
+            handle = self.comm.all_to_all(received, message, [width] * workers, [width] * workers, name)
+        else:
+            received = own
+            handle = self.comm.reduce_scatter(own, message, name)
+        size = (message.numel() + shard) * message.element_size()
+        return InFlight(name, loads, control, handle, size, load.segment.numel, message, received, own)
+
+    def _stays(self, load: SegmentBuffers) -> bool:
+        """Return False: no segment is summed where it lies."""
+        return False  # shards have control numbers behind each of them
+
+    def _fill(self, load: SegmentBuffers, rows: torch.Tensor) -> None:
+        """Write ``work`` into ``rows``, the shards of all ranks, (W, shard); commit it, if there is a residual."""
+        if not self.keeps:
+            for work, part in _pieces(load.work, rows):
+                self._pack(replace(load, work=work), part)
+            return
+        payload = self.keep(("payload",), load.segment.length, rows.dtype, rows.device)
+        self._pack(load, payload)
+        self.store.subtract_sent(load.segment, None, self._sent(load, payload))
+        for sent, part in _pieces(payload, rows):
+            part.copy_(sent)
+
+    def wait(self, pending: InFlight) -> RoundHeader:
+        """Collective. Wait for this rank's shard, and return the merged header that travels in it."""
+        pending.handle.wait(self.timeout)
+        self._add_rows(pending)
+        return self.read(pending, [self._tail(pending)])
+
+    def wait_on_stream(self, pending: InFlight) -> None:
+        """Collective. Make the device's stream wait for this rank's shard."""
+        pending.handle.wait_on_stream(self.timeout)
+        self._add_rows(pending)
+        pending.said.append(self._tail(pending))
+
+    def _add_rows(self, pending: InFlight) -> None:
+        """Add up the rows that arrived, if sums are in rank order; else the backend has added them."""
+        if self.ordered:
+            rows = pending.received.view(self.comm.size, -1)
+            pending.extra.copy_(sum_in_rank_order(rows, pending.loads[0].work.dtype))
+
+    def _tail(self, pending: InFlight) -> torch.Tensor:
+        """Return the numbers behind this rank's shard: a view."""
+        own: torch.Tensor = pending.extra
+        return own[self._shard(pending) :]
+
+    def finish(self, pending: InFlight) -> None:
+        """Remember the shard for :meth:`gather`. The update is written by :meth:`receive`."""
+        self._scattered.append(pending)
+
+    def gather(self) -> list[InFlight]:
+        """Collective. Start the all-gathers of finished shards, the last merge buffer first: forward needs it first."""
+        scattered, self._scattered = self._scattered[::-1], []
+        for pending in scattered:
+            shard = self._shard(pending)
+            whole = pending.message[: shard * self.comm.size]
+            pending.handle = self.comm.all_gather(whole, pending.extra[:shard], f"{pending.name}/gather")
+        return scattered
+
+    def receive(self, pending: InFlight) -> None:
+        """Collective. Wait for one message of :meth:`gather`, in any order, and write its update."""
+        pending.handle.wait_on_stream(self.timeout)
+        super().finish(pending)
+
+    def _shard(self, pending: InFlight) -> int:
+        """Return the elements of a shard."""
+        return -(-pending.loads[0].segment.length // self.comm.size)
+
+
+def _pieces(flat: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield pairs of equal shape that lay ``flat`` (1-D) out in ``rows``, row by row, and write zero behind its end."""
+    shard = rows.shape[1]
+    full, left = divmod(flat.numel(), shard)
+    yield flat[: full * shard].view(full, shard), rows[:full]
+    if left:
+        yield flat[full * shard :], rows[full, :left]
+        rows[full, left:] = 0.0
+    rows[full + bool(left) :] = 0.0

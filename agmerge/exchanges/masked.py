@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 
 from agmerge.errors import MessageError
-from agmerge.exchanges import all_reduce, mask_votes
+from agmerge.exchanges import dense, mask_votes
 from agmerge.exchanges.base import ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.dense import decode, largest_summand, tail_of
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader
@@ -34,7 +34,7 @@ class _State(State):
     votes: mask_votes.VoteFormat | None = None  # None: nothing is voted on
     known: list[torch.Tensor | None] = field(default_factory=list)  # the mask of a load; None: it is voted on
     masks: list[torch.Tensor] = field(default_factory=list)  # int32 or int64, once all ranks agree on them
-    sums: list[all_reduce.Sum] = field(default_factory=list)  # values under way, one for each dtype
+    sums: list[dense.Sum] = field(default_factory=list)  # values under way, one for each dtype
     totals: dict[int, torch.Tensor] = field(default_factory=dict)  # by load: its slice of a sum, a view
     tail: torch.Tensor | None = None  # numbers behind the first sum: digits of the masks, then the header
 
@@ -134,7 +134,7 @@ class MaskedExchange(MultiRoundExchange):
         state: _State = pending.extra
         control = None if state.votes is None else super().wait(pending)
         for part in state.sums:
-            all_reduce.wait(self.comm, part, self.timeout)
+            dense.wait_for_sum(self.comm, part, self.timeout)
         return self._decode(pending, state) if control is None else control
 
     def phases(self, pending: InFlight) -> Phases[None]:
@@ -212,7 +212,7 @@ class MaskedExchange(MultiRoundExchange):
             if number == 0:
                 state.tail = sent_tail
             received = self.keep(("shards", name, number), length, dtype, message.device) if self.ordered else None
-            state.sums.append(all_reduce.start(self.comm, message, received, f"{name}/{number}" if number else name))
+            state.sums.append(dense.start_sum(self.comm, message, received, f"{name}/{number}" if number else name))
 
     def _decode(self, pending: InFlight, state: _State) -> RoundHeader:
         """Return the merged header behind the values; :class:`agmerge.MessageError` if masks differ."""

@@ -16,12 +16,10 @@ import torch
 
 from agmerge.backends import Handle
 from agmerge.backends.topology import Nodes
-from agmerge.exchanges.all_reduce import in_rank_order
-from agmerge.exchanges.dense import decode, tail_length, tail_of
+from agmerge.exchanges.dense import decode, sum_in_rank_order, tail_length, tail_of
 from agmerge.exchanges.message.format import RoundHeader
 from agmerge.exchanges.routing import group_by_dtype
-from agmerge.tensors.arena import Arena, move_to_update
-from agmerge.tensors.handed_out import HandedOut
+from agmerge.tensors.arena import Arena, HandedOut, move_to_update
 from agmerge.tensors.layout import Layout, Segment, Slot, TensorClass
 
 
@@ -177,7 +175,7 @@ class NodeShards:
             message.handle.wait(self.timeout)
             message.handle = None
             if message.received is not None:
-                message.own.copy_(in_rank_order(message.received.view(self.nodes.places, -1)))
+                message.own.copy_(sum_in_rank_order(message.received.view(self.nodes.places, -1)))
             headers.append(decode(message.own[message.tail :].tolist(), control, message.name))
         return control.merged(headers)
 
@@ -212,7 +210,7 @@ class NodeShards:
         """Collective. Return the sum of ``figure``, 1-D, over the node, in rank order, and the bytes handed over."""
         rows = figure.new_empty(self.nodes.places * figure.numel())
         self.nodes.inside.all_gather(rows, figure, "figures/node").wait(self.timeout)
-        return in_rank_order(rows.view(self.nodes.places, -1)), figure.nbytes
+        return sum_in_rank_order(rows.view(self.nodes.places, -1)), figure.nbytes
 
 
 def _memory(tensor_class: TensorClass, length: int) -> torch.Tensor:

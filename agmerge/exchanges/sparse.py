@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather every rank's selection in one all-gather, and add them up in rank order: ``sparse``.
+"""Sparse exchange, ``sparse``: one all-gather of every rank's selection, added up in rank order.
 
-Dense segments may share the message: for a few small tensors that is cheaper than an
-all-reduce of their own.
+Dense segments may share the message: for a few small tensors that is cheaper than an all-reduce of their own.
 """
 
 from __future__ import annotations
@@ -10,18 +9,142 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from agmerge.errors import MessageError
 from agmerge.exchanges.base import Exchange, InFlight, SegmentBuffers
-from agmerge.exchanges.message import fused
-from agmerge.exchanges.message.codec import clear_behind, saturated
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader, Section
-from agmerge.exchanges.message.offers import spread, without_zeros
-from agmerge.exchanges.message.values import VALUES, WHOLE
+from agmerge.exchanges.message.indices import in_order
+from agmerge.exchanges.message.scaled import VALUES, WHOLE, clear_behind, saturated
 from agmerge.tensors.layout import Segment
-from sparsifiers import Selection, kernel, kernel_message, kernel_updates
+from sparsifiers import Selection, gpu, kernel, kernel_message, kernel_updates
 from sparsifiers.deferred import Deferred
+
+# Sections in few passes, or kernels of the device where it has them, which take a launch or two where torch's
+# operations take dozens: the same bytes and the same sums.
+
+
+def writes(section: Section, device: torch.device) -> bool:
+    """Return whether kernels of ``device`` write the indices of a section."""
+    return section.index is not None and section.index.layout is not None and gpu.is_fused(device)
+
+
+def fused_places(section: Section, message: Tensor) -> tuple[gpu.Slots, gpu.IndexSection] | None:
+    """Return where kernels write a section into ``message``, uint8[size]; None: they do not write all of it.
+
+    They do where values travel as they are, or rounded.
+    """
+    dtype = None if section.value is None else section.value.dtype
+    if dtype is None or not writes(section, message.device):
+        return None
+    assert section.index is not None and section.index.layout is not None
+    indices = torch.empty(section.index.capacity, dtype=torch.int32, device=message.device)
+    count = torch.empty((), dtype=torch.int32, device=message.device)
+    slots = gpu.Slots(indices, message[section.values].view(dtype), count)
+    return slots, gpu.IndexSection(section.index.layout, message[section.index_words].view(torch.int32))
+
+
+def values_as_they_are(section: Section, message: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return where ``message``, uint8[size] on the host, has values of ``dtype`` as they are; None: it has not."""
+    assert section.index is not None and section.value is not None
+    if section.value.dtype != dtype or section.index.sends_all or message.device.type != "cpu":
+        return None
+    return message[section.values].view(dtype)
+
+
+def encode_indices(section: Section, indices: Tensor, count: int | Tensor, message: Tensor) -> None:
+    """Write the first ``count`` of ``indices``, int32[capacity], into the section of ``message``, uint8[size]."""
+    assert section.index is not None
+    if not writes(section, message.device):
+        section.index.encode(indices, count, message[section.indices])
+        return
+    assert section.index.layout is not None
+    words = message[section.index_words].view(torch.int32)
+    words.zero_()
+    gpu.encode_indices(indices, count, gpu.IndexSection(section.index.layout, words))
+
+
+def fused_adds(section: Section, total: Tensor) -> bool:
+    """Return whether kernels add up a section into ``total``, fp32[length]."""
+    return gpu.has_kernels(total) and (section.index is None or section.index.layout is not None)
+
+
+def fused_add(layout: Format, number: int, messages: Tensor, total: Tensor, scale: float) -> Tensor | None:
+    """Write the sum of ``scale`` times all ranks' values of section ``number`` into ``total``, fp32[length].
+
+    ``messages``: uint8[W, size]. Returns which ranks' indices were right, int32[W]: 1 or 0; None for a dense section.
+    Damaged messages, too, have nothing written outside of ``total``.
+    """
+    section = layout.sections[number]
+    if section.index is None or section.value is None:
+        gpu.add_whole(total, layout.whole(messages, section), scale)
+        return None
+    codec = section.index.layout
+    assert codec is not None
+    ranks, capacity, device = len(messages), section.index.capacity, messages.device
+    counts, words = layout.counts_of(messages, number), messages[:, section.index_words].view(torch.int32)
+    indices = torch.empty(ranks, capacity, dtype=torch.int32, device=device)
+    good = torch.empty(ranks, dtype=torch.int32, device=device)
+    tiles = torch.empty(ranks, codec.tiles, dtype=torch.int32, device=device)
+    gpu.decode_indices(words, counts, codec, indices, good, tiles)
+    values = section.value.read_rows(messages[:, section.values], capacity, total.dtype)
+    gpu.add_ranks(total, indices, values, counts, scale)
+    return good
+
+
+# Selections in the form that codecs take.
+
+
+def without_zeros(offer: Selection, values: torch.Tensor) -> tuple[Selection, torch.Tensor]:
+    """Return ``offer`` and ``values``, (capacity,), 0 at and after the count, without zeros; later ones move up.
+
+    On a device the count then stays there; on the host, these are the same objects where nothing is 0.
+    """
+    if values.device.type == "cpu":
+        used = values.numpy() != 0  # seven times as fast as torch's
+        count = int(np.count_nonzero(used))
+        if count == offer.count:
+            return offer, values
+        chosen = torch.from_numpy(np.flatnonzero(used))
+        indices, moved = torch.zeros_like(offer.indices), torch.zeros_like(values)
+        torch.index_select(offer.indices, 0, chosen, out=indices[:count])
+        torch.index_select(values, 0, chosen, out=moved[:count])
+        return Selection(indices, count), moved
+    kept = values != 0
+    # Zeros fall behind the last entry.
+    places = torch.where(kept, kept.cumsum(0) - 1, values.numel())
+    indices = offer.indices.new_zeros(values.numel() + 1).scatter_(0, places, offer.indices)
+    moved = values.new_zeros(values.numel() + 1).scatter_(0, places, values)
+    return Selection(indices[:-1], kept.sum(dtype=torch.int32)), moved[:-1]
+
+
+def spread(offer: Selection, values: torch.Tensor, length: int) -> tuple[torch.Tensor, int | torch.Tensor]:
+    """Return ``values``, (capacity,), at their places among ``length``, 0 at others, and the count to announce.
+
+    The count is ``length``; 0 if the selection is not in order, which receivers report as an error. On a device it
+    stays there; on the host, ``values`` are returned themselves where all are selected.
+    """
+    if offer.indices.device.type != "cpu":
+        return spread_on_device(offer, values, length)
+    chosen = offer.trimmed()
+    good = in_order(offer.indices[: len(chosen)], length)
+    if good and len(chosen) == length:
+        return values, length
+    return values.new_zeros(length).index_copy_(0, chosen, values[: len(chosen)]), good * length
+
+
+def spread_on_device(offer: Selection, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the results of :func:`spread`, on any device, without waiting for it."""
+    slots = torch.arange(offer.indices.numel(), dtype=torch.int32, device=values.device)
+    live = slots < offer.count
+    places = torch.where(live, offer.indices, length)  # padding falls behind the last one
+    good = ((places[1:] > places[:-1]) | ~live[1:]).all()
+    return values.new_zeros(length + 1).scatter_(0, places.long(), values)[:-1], good * length
+
+
+# The exchange.
 
 Part = tuple[torch.Tensor, torch.Tensor]  # indices (int32) and values of one rank
 
@@ -35,7 +158,7 @@ class SparseExchange(Exchange):
     3. Each rank checks all messages, then adds ``scale * values`` to the update, rank by rank.
 
     ``context.wire`` is the value codec of sparse sections. With ``context.rounds_dense`` dense segments in the message
-    are rounded, too (:data:`agmerge.exchanges.message.values.WHOLE`), as a section of which every element is selected.
+    are rounded, too (:data:`agmerge.exchanges.message.scaled.WHOLE`), as a section of which every element is selected.
     """
 
     pipelines_parts = True
@@ -114,14 +237,14 @@ class SparseExchange(Exchange):
                 sent = clear_behind(sent.index_select(0, offer.indices), offer.count)
         else:
             count = offer.count
-            fused.encode_indices(section, offer.indices, count, message)
+            encode_indices(section, offer.indices, count, message)
             sent = section.value.encode(chosen, message[section.values], count)
         self.store.subtract_sent(load.segment, offer.indices, sent)
         return count
 
     def _take(self, load: SegmentBuffers, offer: Selection, section: Section, message: torch.Tensor) -> bool:
         """Write and subtract, in one pass, values that travel as they are; False: nothing was done."""
-        values = fused.values_as_they_are(section, message, load.work.dtype)
+        values = values_as_they_are(section, message, load.work.dtype)
         if values is None or isinstance(offer.count, torch.Tensor):
             return False
         indices, taken = offer.indices[: offer.count], values[: offer.count]
@@ -131,12 +254,12 @@ class SparseExchange(Exchange):
         ):
             return False
         self.store.observe(clear_behind(values, offer.count), offer.count)
-        fused.encode_indices(section, offer.indices, offer.count, message)
+        encode_indices(section, offer.indices, offer.count, message)
         return True
 
     def _take_on_device(self, load: SegmentBuffers, offer: Deferred, section: Section, message: torch.Tensor) -> bool:
         """Write and subtract with kernels, which select while they write; False: nothing was done."""
-        places = fused.places(section, message)
+        places = fused_places(section, message)
         if places is None or not self.store.write_and_subtract(load.segment, functools.partial(offer.write, *places)):
             return False
         self.store.observe(places[0].values, offer.count)
@@ -201,8 +324,8 @@ class SparseExchange(Exchange):
         messages = pending.received.view(self.comm.size, -1)
         for number, (load, section) in enumerate(zip(pending.loads, layout.sections, strict=True)):
             total = self.accumulator(load)
-            if fused.adds(section, total):
-                good = fused.add(layout, number, messages, total, self.scale)
+            if fused_adds(section, total):
+                good = fused_add(layout, number, messages, total, self.scale)
                 pending.said += [] if good is None else [good]
             elif section.index is None or section.value is None:
                 rows = layout.whole(messages, section).to(total.dtype) * self.scale

@@ -11,8 +11,7 @@ from agmerge.exchanges.dense import DenseExchange
 from agmerge.exchanges.low_rank.exchange import LowRankExchange
 from agmerge.exchanges.masked import MaskedExchange
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
-from agmerge.exchanges.quantised.gathered import AloneExchange, GatheredExchange
-from agmerge.exchanges.quantised.two_phase import TwoPhaseExchange
+from agmerge.exchanges.quantised.exchange import AloneExchange, GatheredExchange, TwoPhaseExchange
 from agmerge.exchanges.sparse import SparseExchange
 from sparsifiers import Kind
 
@@ -21,7 +20,7 @@ __all__ = ["DENSE", "EXCHANGES", "ExchangeContext", "exchange_of"]
 DENSE = DenseExchange  # of dense segments, and of merge buffers that are planned dense
 EXCHANGES: dict[str, type[Exchange]] = {
     "auto": SparseExchange,  # or DENSE, a merge buffer at a time, by measured times
-    "fastest": SparseExchange,  # as "auto", or one of SUMS in send_mode.py in its place, by measured times
+    "fastest": SparseExchange,  # as "auto", or one of SUMS in routing.py in its place, by measured times
     "sparse": SparseExchange,
     "oktopk": OkTopkExchange,
     "masked": MaskedExchange,

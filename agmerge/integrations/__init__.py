@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compress the exchanges of training frameworks, with a line in the script: each file is for one framework.
+"""Exchanges of training frameworks, compressed with a line in the script.
 
-``ddp``: ``compress(model)`` for torch's DistributedDataParallel. ``ddp_hook``: which gives its buckets to a reducer;
-``ddp_refusals``: what it cannot take; ``unsaved``: what scripts leave out of checkpoints; ``shared_model``: a model
-that shows shared parameters. ``transformers``: ``compress(trainer)``; ``transformers_exchange``: what it does around a
-Trainer's methods; ``transformers_elastic``: in an elastic job. ``accelerate``: ``compress(accelerator, model)``;
-``accelerate_elastic``: in an elastic job. ``lightning``: ``CompressedDDPStrategy``. ``files``: ranks' own states beside
-the checkpoints of these three.
+* ``ddp``: DistributedDataParallel, ``compress(model)``; ``ddp_refusals``: what is not supported.
+* ``transformers``: ``compress(trainer)``; ``transformers_exchange``: around a Trainer's methods;
+  ``transformers_elastic``: in an elastic job.
+* ``accelerate``: ``compress(accelerator, model)``.
+* ``lightning``: ``CompressedDDPStrategy``.
+* ``files``: ranks' own states beside the checkpoints of these three. ``unsaved``: states that scripts leave out.
+* ``logged``: figures for logs and trackers.
 
 Nothing is imported before a script asks for the file of its framework, ``agmerge.integrations.ddp`` or ``from
 agmerge.integrations import ddp``. Each may import that framework and torch.distributed, and of agmerge/ what is below.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compress the exchanges of a model that ``accelerate.Accelerator`` has prepared::
+"""Compressed exchanges of a model that ``accelerate.Accelerator`` has prepared::
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     agmerge.integrations.accelerate.compress(accelerator, model)
@@ -15,21 +15,94 @@ from __future__ import annotations
 import copy
 import functools
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedType
 
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
-from agmerge.integrations import accelerate_elastic, ddp, files
-from agmerge.integrations.accelerate_elastic import ElasticOptimizer
+from agmerge.integrations import ddp, files
 from agmerge.integrations.logged import LoggedFigures
+from agmerge.optimizer import DistributedOptimizer
 from agmerge.options.typed import DDPOptions
 from agmerge.runtime import workers
-from agmerge.step.updates import UPDATES
+from agmerge.step.config import UPDATES
 
 if TYPE_CHECKING:
     from typing import Unpack
+
+# In an elastic job: the Accelerator of one process accumulates, clips and steps as it does alone. Gradients of the last
+# backward pass of a step travel, and are combined before they are clipped.
+
+LAUNCHED = (
+    "AGM309: A launcher set a fixed number of workers for accelerate ({found}), which an elastic job does not "
+    "support. Start each worker with `python`, for example `until python train.py; do sleep 1; done`, which restarts "
+    "it after a failure. See docs/elastic.md."
+)
+SCALED = (
+    "AGM309: fp16 is not supported in an elastic job, because it scales the loss. Use bf16 or float32. See "
+    "docs/elastic.md."
+)
+
+
+class ElasticOptimizer(DistributedOptimizer):
+    """Distributed optimizer that takes gradients as they are where they were combined before, to be clipped."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Collective. Step with the gradients of all workers."""
+        is_combined = self._reducer.combines_gradients and self._reducer.passes.combined
+        with self.skip_synchronize() if is_combined else nullcontext():
+            return super().step(closure)
+
+    def combine(self) -> None:
+        """Collective. Combine the gradients of a whole step; those that ``sync="updates"`` steps with stay own."""
+        if self._reducer.combines_gradients:
+            self.synchronize()
+
+    def accumulating(self, model: Any = None) -> AbstractContextManager[None]:
+        """Return a context that sends nothing: other backward passes of the step follow."""
+        return self.no_sync() if self._reducer.combines_gradients else nullcontext()
+
+
+def check_elastic(accelerator: Accelerator) -> None:
+    """Raise ``ValueError`` where this process has been launched, or scales its loss."""
+    if accelerator.distributed_type != DistributedType.NO:
+        raise ValueError(LAUNCHED.format(found=accelerator.distributed_type.value))
+    if accelerator.scaler is not None:
+        raise ValueError(SCALED)
+
+
+def distribute_elastic(
+    accelerator: Accelerator, optimizer: Any, model: torch.nn.Module, options: dict[str, Any]
+) -> ElasticOptimizer:
+    """Return a distributed optimizer around a plain one, which ``accelerator`` is to step.
+
+    ``options``: of :class:`agmerge.DistributedOptimizer`. Raises what :func:`check_elastic` raises.
+    """
+    check_elastic(accelerator)
+    distributed = ElasticOptimizer(optimizer, model.named_parameters(), **options)
+
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        setattr(accelerator, name, _combining(accelerator, distributed, getattr(accelerator, name)))
+    accelerator.no_sync = distributed.accumulating  # that of one process does nothing
+    return distributed
+
+
+def _combining(accelerator: Accelerator, optimizer: ElasticOptimizer, clip: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``clip``, with the gradients combined before they are clipped."""
+
+    @functools.wraps(clip)
+    def clipped(*args: Any, **kwargs: Any) -> Any:
+        if accelerator.sync_gradients:
+            optimizer.combine()
+        return clip(*args, **kwargs)
+
+    return clipped
+
+
+# ``compress``.
 
 _OWN_ENGINES = {
     DistributedType.DEEPSPEED: "DeepSpeed averages gradients in its own engine",
@@ -115,7 +188,7 @@ def _add_to_log(accelerator: Accelerator, number: int, compressed: ddp.Compresse
 
 def _elastic(accelerator: Accelerator, model: torch.nn.Module, options: dict[str, Any]) -> ElasticOptimizer:
     """Distribute the one optimizer that ``accelerator`` has prepared for ``model``, in an elastic job."""
-    accelerate_elastic.check(accelerator)
+    check_elastic(accelerator)
     inner: Any = getattr(model, "_orig_mod", model)  # of a compiled model
     plain = _optimizers_of(accelerator, inner)
     if len(plain) != 1:
@@ -124,7 +197,7 @@ def _elastic(accelerator: Accelerator, model: torch.nn.Module, options: dict[str
             "supports one. Prepare the model with one optimizer, or write the loop without Accelerate."
         )
     prepared = next(one for one in accelerator._optimizers if one.optimizer is plain[0])
-    prepared.optimizer = distributed = accelerate_elastic.distribute(accelerator, plain[0], inner, options)
+    prepared.optimizer = distributed = distribute_elastic(accelerator, plain[0], inner, options)
     _add_to_log(accelerator, 0, distributed)
     return distributed
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from agmerge.options import keywords
-from agmerge.options.arguments import Options
+from agmerge.options import typed
+from agmerge.options.typed import Options
 from agmerge.runtime import workers
-from agmerge.step.updates import UPDATES
+from agmerge.step.config import UPDATES
 
 # By class, and the package that it is of: advice for a model in it.
 OTHERS = {
@@ -115,7 +115,7 @@ def checked_options(given: Mapping[str, Any], model: DistributedDataParallel) ->
     for name in given:
         if name in SAID_ELSEWHERE:
             raise ValueError(f"ddp.compress() does not support {name}=: {SAID_ELSEWHERE[name]}")
-    keywords.refuse_unknown("ddp.compress", given)
+    typed.refuse_unknown("ddp.compress", given)
     merging = given.get("merging")
     if (getattr(merging, "name", None) or merging) == "dear":
         raise ValueError(

@@ -29,9 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
 from agmerge.integrations import ddp, files
 from agmerge.integrations.logged import LoggedFigures
-from agmerge.options.arguments import Options
-from agmerge.options.typed import StrategyOptions
-from agmerge.step.updates import UPDATES
+from agmerge.options.typed import Options, StrategyOptions
+from agmerge.step.config import UPDATES
 
 if TYPE_CHECKING:
     from typing import Unpack

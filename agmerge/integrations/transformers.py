@@ -25,7 +25,7 @@ from agmerge.integrations.transformers_elastic import ElasticTraining
 from agmerge.integrations.transformers_exchange import TrainerExchange
 from agmerge.options.typed import DDPOptions
 from agmerge.runtime import workers
-from agmerge.step.updates import UPDATES
+from agmerge.step.config import UPDATES
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of one step of this rank: when tensors were ready and merge buffers selected, sent and received.
+"""Times of this rank's steps, and in each the moments at which tensors were ready, selected, sent and received.
 
 Marks in time are made on the host or in the stream of a device; making one never waits for anything.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,6 +15,33 @@ from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+# Whole steps, from the end of one to the end of the next, as a user sees them.
+
+KEEP = 50  # steps: the median is of no more
+
+
+class WholeSteps:
+    """Durations of this rank's last steps. Time between ``end`` and ``begin`` does not count."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+        self._began = time.perf_counter()
+
+    def begin(self) -> None:
+        """Begin the next step now."""
+        self._began = time.perf_counter()
+
+    def end(self) -> None:
+        """Count a step that has ended."""
+        self._seconds = [*self._seconds[1 - KEEP :], time.perf_counter() - self._began]
+
+    def typical(self) -> float:
+        """Return the median in seconds; 0 before the first step has ended."""
+        return statistics.median(self._seconds) if self._seconds else 0.0
+
+
+# One step.
 
 Seconds = NDArray[np.float64]  # durations, or times since an origin that the context names
 

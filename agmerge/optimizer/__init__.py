@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers for training scripts.
 
-``distributed``: :class:`DistributedOptimizer`, which every step goes through. ``saving``: its state and checkpoints.
-``local``: :class:`LocalOptimizer` and :class:`LocalSync`, for workers that step by themselves and exchange every so
-many steps; :class:`Nesterov` steps with what they have exchanged.
+* ``distributed``: :class:`DistributedOptimizer`, which every step goes through.
+* ``local``: :class:`LocalOptimizer` and :class:`LocalSync`, for workers that exchange every so many steps, and
+  :class:`Nesterov`.
+* ``saving``: states and checkpoints of these.
 
 May import checkpoint/, engine/ and below.
 """

@@ -13,23 +13,19 @@ from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
 
 from agmerge.checkpoint import horovod_elastic, rank_state, torch_helpers
-from agmerge.engine import dear_modules, grad_scaler, join
+from agmerge.engine import dear_modules, grad_scaler, reducer
 from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
-from agmerge.engine.optimizer_wrapper import OptimizerWrapper
+from agmerge.engine.optimizer_wrapper import OptimizerWrapper, SharingMixin, SwappingMixin
 from agmerge.engine.reducer import Reducer
 from agmerge.engine.reducers import reducer_for
 from agmerge.engine.reporting import ReportingMixin
-from agmerge.engine.sharing import SharingMixin
-from agmerge.engine.swapping import SwappingMixin
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average, ReduceOp
 from agmerge.optimizer.saving import SavingMixin
-from agmerge.options import keywords, notices
-from agmerge.options.arguments import Options
-from agmerge.options.prepare import prepare
-from agmerge.options.resolve import check_passes, resolve
-from agmerge.options.typed import Carry, DenseSum, ExchangeName, Nonfinite, Sparsify, Sync, Unused, Wire
+from agmerge.options import defaults, typed
+from agmerge.options.resolve import check_passes, prepare, resolve
+from agmerge.options.typed import Carry, DenseSum, ExchangeName, Nonfinite, Options, Sparsify, Sync, Unused, Wire
 from agmerge.runtime import workers
 from agmerge.tensors.parameters import optimizers_of
 
@@ -257,7 +253,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         outer: Any = None,
         **unknown: NoReturn,
     ) -> None:
-        keywords.refuse_unknown(type(self).__name__, unknown)
+        typed.refuse_unknown(type(self).__name__, unknown)
         options = Options.from_saved(locals())  # by name
         workers.adopt()  # first, so that what is said below is said by rank 0, whoever has initialised the workers
         self._set_up(optimizer, named_parameters, options, are_new=True)
@@ -266,7 +262,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
             # In an elastic job newcomers connect when all begin the next step.
             if not (workers.launched_elastic() or workers.can_regroup()):
                 self._reducer.connect()
-            notices.warn_of_changes(self._reducer.exchange, self._inner, None)
+            defaults.warn_of_changes(self._reducer.exchange, self._inner, None)
         except BaseException:
             self._reducer.close()
             raise
@@ -451,7 +447,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         Returns:
             The rank that joined last.
         """
-        return join.join(self._reducer, self._step_combined)
+        return reducer.join(self._reducer, self._step_combined)
 
     def _step_combined(self) -> None:
         """Collective. Step with the combined gradients, through the scaler where there is one."""
@@ -483,10 +479,10 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         self._reducer.close()
 
 
-def _of_gradients(reducer: Reducer | UpdateReducer, call: str) -> Reducer:
-    """Return ``reducer``, if it combines gradients. Raises ``ValueError`` where it exchanges updates."""
-    if reducer.combines_gradients:
-        return reducer
+def _of_gradients(combining: Reducer | UpdateReducer, call: str) -> Reducer:
+    """Return ``combining``, if it combines gradients. Raises ``ValueError`` where it exchanges updates."""
+    if combining.combines_gradients:
+        return combining
     raise ValueError(NOT_OF_UPDATES.format(call=call))
 
 

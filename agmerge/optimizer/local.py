@@ -13,21 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from agmerge.checkpoint import rank_state
-from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
-from agmerge.engine.optimizer_states import as_state, check_state, load_state
-from agmerge.engine.optimizer_wrapper import OptimizerHolder
+from agmerge.engine.optimizer_group import OneOrSeveral, as_state, check_state, inner_of, load_state
+from agmerge.engine.optimizer_wrapper import OptimizerHolder, SharingMixin
 from agmerge.engine.outer import ScriptsOuter
 from agmerge.engine.reporting import ReportingMixin
-from agmerge.engine.sharing import SharingMixin
 from agmerge.engine.step_hooks import follow
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import and_more
 from agmerge.optimizer.distributed import DistributedOptimizer
-from agmerge.options import keywords
-from agmerge.options.arguments import Options
+from agmerge.options import typed
 from agmerge.options.defaults import EVERY, of_local_steps
-from agmerge.options.prepare import prepare
-from agmerge.options.typed import LocalOptions, SyncOptions, Wire
+from agmerge.options.resolve import prepare
+from agmerge.options.typed import LocalOptions, Options, SyncOptions, Wire
 from agmerge.runtime import workers
 from agmerge.tensors.parameters import ParameterTable
 
@@ -120,7 +117,7 @@ class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
         **options: Unpack[SyncOptions],
     ) -> None:
         given: dict[str, Any] = {**options}
-        keywords.refuse_unknown(type(self).__name__, given)
+        typed.refuse_unknown(type(self).__name__, given)
         named = list(model.named_parameters())
         inner = self._inner = inner_of(optimizer, named)
         rank_state.warn_of_unread(inner, "sync = agmerge.LocalSync(model, optimizer, ...)", "sync")

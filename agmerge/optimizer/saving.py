@@ -9,15 +9,15 @@ from typing import Any, cast
 import torch
 
 from agmerge.checkpoint import rank_state, torch_helpers
-from agmerge.checkpoint.gather import gather_state
+from agmerge.checkpoint.dcp import gather_state
 from agmerge.checkpoint.rank_state import Wrapper
-from agmerge.engine.optimizer_states import as_state, check_state, load_state, sections_of
+from agmerge.engine.optimizer_group import as_state, check_state, load_state, sections_of
 from agmerge.engine.optimizer_wrapper import OptimizerHolder
 from agmerge.engine.reducer import Reducer
 from agmerge.engine.update_reducer import UpdateReducer
-from agmerge.options import notices
-from agmerge.options.arguments import Options
-from agmerge.options.prepare import with_momentum_of
+from agmerge.options import defaults
+from agmerge.options.resolve import with_momentum_of
+from agmerge.options.typed import Options
 
 
 class SavingMixin:
@@ -96,4 +96,4 @@ class SavingMixin:
         config = self._reducer.exchange.agreed.config.changed(rates=rates)
         self._reducer.exchange.agreed.adopt(config)
         load_state(self._inner, inner)
-        notices.warn_of_changes(self._reducer.exchange, self._inner, before)
+        defaults.warn_of_changes(self._reducer.exchange, self._inner, before)

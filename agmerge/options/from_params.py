@@ -14,7 +14,7 @@ import sparsifiers
 from agmerge.options import published
 from agmerge.options.compressors import unknown
 from sparsifiers import catalogue
-from sparsifiers.registry import spelling
+from sparsifiers.catalogue import spelling
 
 WAYS = ("comm_mode", "communicator")  # ADTopk's name of it, and that of GRACE and FGBuff
 RATIOS = ("compress_ratio", "density")  # that of ADTopk and GRACE, and FGBuff's

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import sparsifiers
-from agmerge.exchanges.send_mode import SUMS
+from agmerge.exchanges.routing import SUMS
 from agmerge.options import published
 from agmerge.options.compressors import cast_name
 from agmerge.step.config import AUTO
-from agmerge.step.dense_cutoff import NAME
-from agmerge.step.density_policy import IMPORTANCE
+from agmerge.step.density_policy import IMPORTANCE, NAME
 
 SELECTING = (*SUMS, "fastest")  # exchanges that are nothing without a selection
 # Options about compression alone, and those of them about selection.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answer names that papers and other projects use with ours, in arguments and command lines.
 
-``sparsifiers.published`` and ``merging.published`` have the names of compressors and planners. Here are all other
+``sparsifiers.catalogue`` and ``merging.registry`` have the names of compressors and planners. Here are all other
 names.
 """
 
@@ -13,11 +13,10 @@ from typing import Any
 import merging
 import sparsifiers
 from agmerge.exchanges.table import EXCHANGES
-from merging.published import NEAREST, folded, nearest
-from merging.registry import find
-from sparsifiers import catalogue, registry
-from sparsifiers import published as aliases
-from sparsifiers.registry import spelling
+from merging.registry import NEAREST, find, folded, nearest
+from sparsifiers import catalogue
+from sparsifiers import catalogue as aliases
+from sparsifiers.catalogue import spelling
 
 COMPRESSION, MERGING, EXCHANGE = "compression", "merging", "exchange"
 NONE = "none"
@@ -114,7 +113,7 @@ def _slip_of_the_pen(argument: str, name: str) -> str:
         return "" if planner is None else f"did you mean {planner}?"
     if argument == COMPRESSION:
         kinds = (sparsifiers.names(), sparsifiers.low_rank_names(), sparsifiers.quantisers(), ("auto", *CASTS))
-        alike = registry.alike(name, [*itertools.chain(*kinds), *aliases.SPARSIFIERS, *aliases.QUANTISERS])
+        alike = catalogue.alike(name, [*itertools.chain(*kinds), *aliases.SPARSIFIERS, *aliases.QUANTISERS])
         return "" if alike is None else f"did you mean {alike!r}?"
-    exchange = registry.alike(name, EXCHANGES)
+    exchange = catalogue.alike(name, EXCHANGES)
     return "" if exchange is None else f"did you mean {exchange!r}?"

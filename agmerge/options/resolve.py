@@ -1,42 +1,168 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check every option of :class:`agmerge.DistributedOptimizer`, and make the config of a step out of them.
+"""Checks of all options of :class:`agmerge.DistributedOptimizer` together, and the config of a step made of them.
 
-Mistakes and combinations without meaning are refused; nothing is accepted and ignored.
+Every wrapper calls ``prepare``. Mistakes and combinations without meaning are refused; nothing is accepted and ignored.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 import sparsifiers
-from agmerge.backends import timeouts
+from agmerge.backends import timeouts, topology
+from agmerge.errors import warn
 from agmerge.exchanges.low_rank.exchange import WIRES as LOW_RANK_WIRES
 from agmerge.exchanges.message import VALUES
 from agmerge.exchanges.table import EXCHANGES
 from agmerge.ops import Average, ReduceOp
-from agmerge.options import density_schedule, published
-from agmerge.options.arguments import Options, check_choice, is_number, is_whole
-from agmerge.options.compressors import compressor_of, densities_of, memory_for
-from agmerge.options.defaults import default_density, density_of, nonfinite_of, timeout_of, wire_of
-from agmerge.options.dense import parse_dense
-from agmerge.options.plans import check_dear, check_send_mode, parse_groups, planner_or_plan
-from agmerge.options.updates import parse_updates
-from agmerge.runtime import horovod_names, process_sets
-from agmerge.step.config import MERGING, TWO_LEVEL, WIRES, Config
-from agmerge.step.density_policy import IMPORTANCE, DensityPolicy
-from agmerge.step.records import Compression, Guards, Merging, Sync
-from agmerge.step.updates import HOLD, UPDATES, Updates
+from agmerge.options import compressors, defaults, published
+from agmerge.options.compressors import (
+    check_dear,
+    check_send_mode,
+    compressor_of,
+    densities_of,
+    memory_for,
+    named,
+    parse_dense,
+    parse_groups,
+    planner_or_plan,
+)
+from agmerge.options.defaults import default_density, density_of, nonfinite_of, resolve_auto, timeout_of, wire_of
+from agmerge.options.meaning import check_meaning
+from agmerge.options.typed import Options, check_choice, is_number, is_whole
+from agmerge.runtime import process_sets, workers
+from agmerge.step import momentum
+from agmerge.step.config import (
+    APPLY,
+    CARRIES,
+    GRADIENTS,
+    HOLD,
+    MERGING,
+    SYNCS,
+    TWO_LEVEL,
+    UPDATES,
+    WIRES,
+    Compression,
+    Config,
+    Guards,
+    Merging,
+    Sync,
+    Updates,
+)
+from agmerge.step.density_policy import DENSITY, IMPORTANCE, DensityPolicy
 from agmerge.tensors.nonfinite import POLICIES
-from sparsifiers import Kind
+from sparsifiers import Kind, catalogue
+
+# ``sync="updates"``: the optimizer's updates of parameters are exchanged, not gradients.
+
+# Options of sync="updates" alone, with their neutral values.
+_OWN = {"carry": ("apply", None), "every": (1,), "fragments": (1,), "overlap": (0,), "decay": (1.0,), "outer": (None,)}
+
+
+def parse_updates(options: Options) -> Updates | None:
+    """Return how updates are exchanged; None with ``sync="gradients"``.
+
+    Raises ``ValueError`` or ``TypeError`` for options without meaning, by themselves or with others.
+    """
+    check_choice("sync", options.sync, SYNCS)
+    if options.sync == GRADIENTS:
+        for name, usual in _OWN.items():
+            if getattr(options, name) not in usual:
+                raise ValueError(
+                    f"{name}={getattr(options, name)!r} requires sync='updates'. Pass sync='updates', or remove "
+                    f"{name}=."
+                )
+        return None
+    for name, problem in _refused(options):
+        raise ValueError(f"{name}={getattr(options, name)!r} is not supported with sync='updates': {problem}")
+    carry = defaults.carry_of(options)
+    check_choice("carry", carry, CARRIES)
+    for name, least in (("every", 1), ("fragments", 1), ("overlap", 0)):
+        value = getattr(options, name)
+        if not is_whole(value, least):
+            raise ValueError(f"{name}={value!r}: expected a whole number >= {least}")
+    if not is_number(options.decay) or not 0.0 < options.decay <= 1.0:
+        raise ValueError(f"decay={options.decay!r}: expected a number in (0, 1]")
+    if options.outer is not None and not callable(options.outer):
+        raise TypeError(
+            f"outer={options.outer!r}: expected agmerge.Nesterov(), or a function that returns a "
+            "torch.optim.Optimizer for a list of parameters"
+        )
+    _check_together(options, carry)
+    given = {name: getattr(options, name) for name in ("every", "fragments", "overlap", "outer")}
+    return Updates(carry=carry, decay=float(options.decay), **given)
+
+
+def _refused(options: Options) -> Iterable[tuple[str, str]]:
+    """Yield the options that mean nothing where no gradient is exchanged, each with the reason."""
+    if options.op is not Average and getattr(options.op, "value", options.op) != Average.value:
+        yield "op", "the updates of the workers are averaged, because their sum would be as large as several steps"
+    if options.backward_passes_per_step != 1:
+        yield (
+            "backward_passes_per_step",
+            "backward passes start no exchange. Accumulate gradients in the script, then call step()",
+        )
+    if options.gradient_predivide_factor != 1.0:
+        yield "gradient_predivide_factor", "no gradients are exchanged. Remove it"
+    if options.sparse_as_dense:
+        yield "sparse_as_dense", "the optimizer receives sparse gradients unchanged. Remove it"
+    if options.unused != "none":
+        yield "unused", "p.grad stays this worker's own gradient. Remove it"
+    memory = getattr(options.memory, "name", options.memory)
+    if memory is not None and (not isinstance(memory, str) or memory.casefold() != "residual"):
+        yield "memory", "residuals are always kept, and the optimizer applies the momentum. Remove it"
+    if options.model is not None or getattr(options.merging, "name", options.merging) == "dear":
+        yield "merging", "DeAR exchanges gradients of a backward pass. Use overlap=1 instead"
+
+
+def _check_together(options: Options, carry: str) -> None:
+    """Raise ``ValueError`` for options of this file that contradict each other, or the exchange."""
+    two_level = options.exchange == topology.EXCHANGE
+    if two_level and carry == APPLY:
+        raise ValueError(
+            "exchange='two-level' is not supported with carry='apply', because a rank selects from a shard of its "
+            "node's values. Pass carry='hold'."
+        )
+    if two_level and options.fragments > 1:
+        raise ValueError(
+            "exchange='two-level' is not supported with fragments, because a node sums all parameters at once. Remove "
+            "fragments=."
+        )
+    if options.fragments > options.every:
+        raise ValueError(
+            f"fragments={options.fragments} must not exceed every={options.every}, because each fragment is exchanged "
+            "in a separate step"
+        )
+    gap = options.every // options.fragments
+    if options.overlap > gap:
+        raise ValueError(
+            f"overlap={options.overlap} must be at most {gap} steps (every={options.every} / "
+            f"fragments={options.fragments}), because messages must arrive before the next ones are sent"
+        )
+    if carry == HOLD and options.overlap:
+        raise ValueError(
+            "overlap is not supported with carry='hold', because a worker would compute with parameters that lack its "
+            "last steps. Pass carry='apply'."
+        )
+    if carry == APPLY and options.decay != 1.0:
+        raise ValueError(
+            "decay is not supported with carry='apply', because the carried values are part of the parameters. Pass "
+            "carry='hold'."
+        )
+
+
+# The config of a step, record by record.
 
 
 def resolve(options: Options) -> Config:
     """Check every option and return the config of a step.
 
     Raises ``ValueError`` or ``TypeError`` that says which option is wrong, and why. ``rates`` of the config are not
-    set: they are the optimizer's, see :func:`agmerge.options.prepare.with_momentum_of`.
+    set: they are the optimizer's, see :func:`agmerge.options.resolve.with_momentum_of`.
     """
     _check_choices(options)
     updates = parse_updates(options)
@@ -109,7 +235,7 @@ def _compression(options: Options, updates: Updates | None) -> Compression:
             "wire, or exchange='sparse', 'oktopk', 'two-level' or 'auto'."
         )
     rule, patterns_of_dense, cutoff = parse_dense(options, compressor, density)
-    warmup = density_schedule.parse_warmup(options.warmup, bool(patterns))
+    warmup = compressors.parse_warmup(options.warmup, bool(patterns))
     return Compression(
         compressor=compressor,
         memory=memory_for(options.memory, compressor) if updates is None else updates.memory_for(compressor),
@@ -155,7 +281,7 @@ def _check_low_rank(options: Options, compressor: sparsifiers.Compressor) -> Non
 
 def _reduction(op: Any) -> ReduceOp:
     """Return ``op`` as ours, also where the script gives a constant of Horovod's; ``ValueError`` for other sums."""
-    name = op.value if isinstance(op, ReduceOp) else horovod_names.reduction(op)
+    name = op.value if isinstance(op, ReduceOp) else process_sets.horovod_reduction(op)
     if name in ("average", "sum"):
         return ReduceOp(name)
     raise ValueError(
@@ -198,3 +324,143 @@ def _scales(scaler: Any) -> bool:
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler={scaler!r}: expected the torch.amp.GradScaler that scales the loss")
     return scaler is not None and scaler.is_enabled()
+
+
+# Preparation, the same for every wrapper: checks, decisions, and the config. An option that is None has not been given,
+# so nothing can disagree with it.
+
+KEPT = (
+    "AGM707: compression={name!r} uses memory='residual' with {optimizer}, because memory={memory!r} cannot apply the "
+    "momentum of {optimizer}. Pass memory='residual' to silence this warning."
+)
+
+
+class Prepared(NamedTuple):
+    """Checked options of a script, and what a step needs of them."""
+
+    options: Options  # with the compressor, its density and the memory decided; others as the script gave them
+    config: Config
+
+
+def prepare(options: Options, optimizer: torch.optim.Optimizer | None, *, are_new: bool = True) -> Prepared:
+    """Check the options of a script, decide the open ones, and return them with the config of a step.
+
+    All wrappers call this, so that the first mistake of several is the same on each of them. Raises ``ValueError`` or
+    ``TypeError``. Nothing communicates.
+
+    Args:
+        options: as the script gave them, or those in use.
+        optimizer: the one that steps; None: it is not known.
+        are_new: the script has just given them; those in use may have some of an earlier compressor.
+    """
+    if are_new:
+        check_meaning(options.compression, vars(options))
+        _check_agreement(options.compression, options.density, options.rank)
+    if options.sync == UPDATES and optimizer is not None:
+        _check_outer(options.outer, optimizer)
+    options = replace(options, process_set=process_sets.by_ranks(options.process_set))  # torch's groups do not pickle
+    return _decided(replace(options, compression=resolve_auto(options, optimizer)), optimizer)
+
+
+def prepare_change(
+    options: Options,
+    optimizer: torch.optim.Optimizer | None,
+    compression: Any,
+    given: Mapping[str, Any],
+    own: Mapping[str, Any],
+) -> Prepared:
+    """Return the options, and the config, of a wrapper that compresses otherwise from now on.
+
+    Args:
+        options: those in use.
+        optimizer: which ``compression="auto"`` goes by; None: it is not known.
+        compression: as the constructor takes it.
+        given: ``density``, ``rank``, ``memory`` and ``warmup``; a density or rank that is None is the one in use.
+        own: options of the compressor, by name.
+    """
+    asked = replace(Options(), sync=options.sync, exchange=options.exchange, compression=compression, **given)
+    _check_agreement(asked.compression, asked.density, asked.rank)
+    compression = resolve_auto(asked, optimizer)  # earlier options do not count
+    check_meaning(compression, {name: getattr(asked, name) for name in ("density", "rank", "warmup")})
+    density = options.density if asked.density is None else asked.density
+    rank = options.rank if asked.rank is None else asked.rank
+    if own and not isinstance(compression, str):
+        raise TypeError(
+            f"{', '.join(own)}: options of a compressor require the compressor's name, got compression={compression!r}"
+        )
+    if own:
+        compression = named(compression, DENSITY if density == IMPORTANCE else density, rank, **own)
+    density = density if density == IMPORTANCE else defaults.own_density(compression) or density
+    if own or asked.rank is None:
+        rank = next((part.rank for part in defaults.objects(compression) if part.rank is not None), rank)
+    said = {"memory": asked.memory, "warmup": asked.warmup, "density": density, "rank": rank}
+    return _decided(replace(options, compression=compression, **said), optimizer)
+
+
+def _decided(options: Options, optimizer: torch.optim.Optimizer | None) -> Prepared:
+    """Return options of which the compression is decided, with density and memory decided too, and their config."""
+    options = replace(options, density=defaults.density_of(options), memory=memory_beside(options, optimizer))
+    return Prepared(options, with_momentum_of(resolve(options), optimizer))
+
+
+def with_momentum_of(config: Config, optimizer: torch.optim.Optimizer | None, groups: Any = None) -> Config:
+    """Return ``config`` with the momentum of this optimizer's groups, where its memory applies that.
+
+    ``optimizer``: None: it is not known. ``groups``: those that the optimizer is about to load; None:
+    its own. Raises as :func:`agmerge.step.momentum.rates` does.
+    """
+    return config.changed(rates=momentum.rates(optimizer, config.compression.memory, groups))
+
+
+def _check_agreement(compression: Any, density: Any, rank: Any) -> None:
+    """Raise ``ValueError`` if a density or a rank was given (not None) that is not that of a compressor object.
+
+    ``compression``: as the script gives it. ``density="importance"`` goes around the object's own.
+    """
+    for part in defaults.objects(compression):
+        if part.selects and density is not None and density not in (IMPORTANCE, part.density):
+            if isinstance(density, dict):
+                raise ValueError(
+                    f"density={density!r} requires a compressor's name or a single density, got "
+                    f"compression={compression!r}"
+                )
+            raise ValueError(
+                f"density={density!r} and compression={compression!r} disagree. Pass the density to the compressor "
+                "only."
+            )
+        if part.rank is not None and rank not in (None, part.rank):
+            raise ValueError(f"rank={rank!r} and compression={compression!r} disagree. Pass the rank to one of them.")
+
+
+def _check_outer(outer: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``TypeError`` if a script's ``outer=`` does not make an optimizer: it is asked once, of the parameters."""
+    if not callable(outer) or type(outer).__module__.partition(".")[0] == "agmerge":
+        return  # no function is refused later; ours makes one
+    made = outer([p.detach() for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"outer={outer!r} returned {made!r}, expected a torch.optim.Optimizer")
+
+
+def memory_beside(options: Options, optimizer: torch.optim.Optimizer | None) -> Any:
+    """Return the memory that the script asks for; where it asks for none, one that goes with the optimizer.
+
+    That is None, the compressor's own, unless this applies momentum, and the optimizer has one that it cannot apply in
+    the optimizer's place. Then it is ``"residual"``, and rank 0 says so.
+    """
+    if options.memory is not None or options.sync == UPDATES or optimizer is None:
+        return options.memory
+    named = isinstance(options.compression, str) and catalogue.is_sparsifier(options.compression)
+    if not named and not defaults.objects(options.compression):
+        return None
+    compressor = compressor_of(options.compression, DENSITY, options.rank)
+    memory = sparsifiers.memory(compressor.memory)
+    if not memory.has_momentum or compressor.kinds != {Kind.SPARSE}:  # beside factors it is refused, by name
+        return None
+    try:
+        momentum.rates(optimizer, memory)
+    except ValueError:
+        if workers.is_initialized():
+            text = KEPT.format(name=compressor.name, optimizer=type(optimizer).__name__, memory=memory.name)
+            warn(text, workers.rank())
+        return "residual"
+    return None

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agmerge.step.updates import UPDATES
-from sparsifiers.quantising.choice import NONE
+from agmerge.step.config import UPDATES
+from sparsifiers.quantising.base import NONE
 
 WORTH = 1.1  # times as fast: less is no reason to change a script
 NOT_HERE = "do not use agmerge here"

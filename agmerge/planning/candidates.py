@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import merging
-from agmerge.exchanges.send_mode import OWN, SendMode, send_mode
-from agmerge.planning.plan_choice import predicted_finish
-from agmerge.step.agreement import with_mode
+from agmerge.exchanges.routing import OWN, SendMode, send_mode
+from agmerge.planning.codec_choice import predicted_finish
+from agmerge.step.agreed_state import with_mode
 from merging import Measurements, Pieces
 from merging.measured import sent_whole
 from merging.pieces import pieces_of

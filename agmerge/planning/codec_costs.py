@@ -6,9 +6,8 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from agmerge.exchanges.message.sample import Handling, handling
-from agmerge.exchanges.message.values import value_codec
-from agmerge.exchanges.send_mode import OWN
+from agmerge.exchanges.message.scaled import Handling, handling, value_codec
+from agmerge.exchanges.routing import OWN
 from agmerge.planning.codec_choice import Codec
 from agmerge.planning.cost_probe import measured_class
 from agmerge.planning.measuring import bytes_of_element, gather_seconds

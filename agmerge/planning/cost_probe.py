@@ -1,36 +1,259 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what selection and the exchange cost here, on the messages, the collective and the packing in use.
+"""Probes of what selection and the exchange cost here, on the messages, the collective and the packing in use.
 
-Probes are spread over steps, within a :class:`agmerge.planning.probe_budget.Budget`: no step shall be much longer for
-them. Functions that return a generator yield where they have to wait for the end of the next step.
+They are spread over steps, within a :class:`Budget`: no step shall be much longer for them. Functions that return a
+generator yield where they have to wait for the end of the next step.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Generator, Iterator
-from typing import NamedTuple, TypeVar
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
+import torch
 
 from agmerge.backends.handshake import gather_bytes
-from agmerge.exchanges import Exchange
-from agmerge.planning.message_timing import BURST, MessageTimer
-from agmerge.planning.probe_budget import Budget
+from agmerge.exchanges import Exchange, InFlight, SegmentBuffers
+from agmerge.exchanges.message.format import RoundHeader
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Layout, Segment, TensorClass
 from merging import Curve
-from sparsifiers import Kind
+from sparsifiers import Kind, Selection, Sparsifier
+
+# One message, timed.
+
+PIECE_OF_WORK = torch.ones(128, 128)  # its product with itself takes about a tenth of a millisecond
+BURST = 4  # small messages in a row
+
+
+class MessageTimer:
+    """Timer of one message, sent again and again: one segment, selected from and exchanged as in a step.
+
+    All times are this rank's own. No residual or update that is still needed is written to. Used between two steps and
+    not after the next one, in which memory changes places.
+    """
+
+    def __init__(self, buffers: MergeBuffers, segment: Segment, exchange: Exchange, step: int, backward: float) -> None:
+        """Select once, so that the length of the message is known.
+
+        Args:
+
+            buffers: the merge buffers in use, with their memory and sparsifier.
+            segment: the elements of the message.
+            exchange: how it is sent: selected from if that is a sparse one, else dense.
+            step: its density and number count.
+            backward: seconds of a backward pass on this rank; half of it goes on after a message has left.
+        """
+        self.buffers, self.segment, self.step, self._exchange = buffers, segment, step, exchange
+        self.began = self.now()
+        self.sent = 0  # bytes handed to collectives
+        self._busy = backward / 2  # seconds, about, that backward goes on after a message has left
+        self.prepares = exchange.prepares is not None  # factors are made of segments, or few bits, tensor by tensor
+        self.segment_buffers = buffers.flat.operands(segment)
+        if not exchange.sparse:
+            quantises = exchange.prepares is Kind.QUANTISED
+            self.segment_buffers = _in_use(self.segment_buffers) if quantises else _zeros(self.segment_buffers)
+        self.on_host = segment.tensor_class.device.type == "cpu"
+        self._shares_cores = self.on_host and exchange.can_poll  # backward and the network's threads
+        self.selection = self._select()  # the last one; None: the segment is sent dense
+        self.factorises = exchange.factorises  # segments are matrices, and factors of these are sent
+        self.capacity = self._elements()  # of a message
+
+    def start(
+        self, name: str, segment_buffers: list[SegmentBuffers], selections: list[Selection | None], tensors: int
+    ) -> InFlight:
+        """Collective. Send a message of these segments, ``tensors`` in all, and return it under way."""
+        header = RoundHeader(self.step, self.buffers.fingerprint, 0, 0, (False,) * tensors)
+        return self._exchange.start(name, segment_buffers, selections, header)
+
+    def wait(self, in_flight: InFlight) -> None:
+        """Collective. Receive a message and write nothing."""
+        self._exchange.wait(in_flight)
+        self.sent += in_flight.bytes
+
+    def time_selection(self, runs: int) -> tuple[float, float]:
+        """Collective. Return the seconds to select, and those to pack and start: means of ``runs`` messages."""
+        selecting = packing = 0.0
+        for _ in range(runs):
+            begin = self.now()
+            self.selection = self._select()
+            selected = self.now()
+            wait = self._send()
+            selecting, packing = selecting + selected - begin, packing + self.now() - selected
+            wait()
+        return selecting / runs, packing / runs
+
+    def time_exchange(self, runs: int) -> float:
+        """Collective. Return the seconds from the packed message to its arrival, the median of ``runs`` messages.
+
+        For dense segments packing counts, too.
+        """
+        seconds = []
+        for _ in range(runs):
+            begin = self.now()
+            wait = self._send()
+            begin = self.now() if self.selection is not None or self.prepares else begin
+            wait()
+            seconds.append(self.now() - begin)
+        return statistics.median(seconds)
+
+    def time_work(self, pieces: int) -> float:
+        """Return the seconds of so many pieces of work, with no message under way."""
+        begin = self.now()
+        for _ in range(pieces):
+            torch.mm(PIECE_OF_WORK, PIECE_OF_WORK)
+        return self.now() - begin
+
+    def time_burst(self, messages: int, pieces: int) -> float:
+        """Collective. Return the seconds of ``BURST`` times so many pieces of work, with messages sent in between.
+
+        The first ``messages`` of the turns send one each, and at the end all are received.
+        """
+        scratch = SegmentBuffers(self.segment, self.segment_buffers.work, torch.empty_like(self.segment_buffers.update))
+        started = []
+        begin = self.now()
+        for number in range(BURST):
+            if number < messages:
+                self.selection = self._select()
+                started.append(self.start(f"probe {number}", [scratch], [self.selection], len(self.segment.slots)))
+            self.time_work(pieces)
+        for in_flight in started:
+            self.wait(in_flight)
+            self._exchange.finish(in_flight)
+        return self.now() - begin
+
+    def now(self) -> float:
+        """Return a time in seconds, when the device has finished all queued work."""
+        device = self.segment.tensor_class.device
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(device)  # between steps: nothing else runs
+        return time.perf_counter()
+
+    def _elements(self) -> int:
+        """Return the elements of a message."""
+        if self.factorises and self.buffers.flat.bases is not None:
+            return sum(map(self.buffers.flat.bases.elements, self.segment.slots))
+        return self.segment.numel if self.selection is None else self.selection.indices.numel()
+
+    def _select(self) -> Selection | None:
+        """Select from the segment under a key of its own; return None where it is sent dense."""
+        if not self._exchange.sparse or not self.segment.tensor_class.sparse:
+            return None
+        part = self.buffers.config.compression.compressor.part(Kind.SPARSE)
+        assert part is not None  # the tensor class is a sparse one
+        sparsifier = cast(Sparsifier, part.unobserved)  # figures are of training, and not of probes
+        work, k, shapes = self.buffers.vector(self.segment, self.step)
+        return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)
+
+    def _send(self) -> Callable[[], object]:
+        """Collective. Send the message; return the function that waits for it."""
+        in_flight = self.start("probe", [self.segment_buffers], [self.selection], len(self.segment.slots))
+
+        def wait() -> None:
+            # During backward the network's threads must share the cores: a message takes longer than on an idle host.
+            start = time.monotonic()
+            while self._shares_cores and time.monotonic() - start < self._busy:
+                if self._exchange.arrived(in_flight):
+                    break
+                torch.mm(PIECE_OF_WORK, PIECE_OF_WORK)
+            self.wait(in_flight)
+
+        return wait
+
+
+def _zeros(segment_buffers: SegmentBuffers) -> SegmentBuffers:
+    """Return buffers that may be summed where they lie, again and again.
+
+    Between steps ``work`` is free to be overwritten, unless the last update is in it.
+    """
+    shared = segment_buffers.work.data_ptr() == segment_buffers.update.data_ptr()
+    work = torch.zeros_like(segment_buffers.work) if shared else segment_buffers.work.zero_()
+    return SegmentBuffers(segment_buffers.segment, work, segment_buffers.update)
+
+
+def _in_use(segment_buffers: SegmentBuffers) -> SegmentBuffers:
+    """Return separate buffers, with numbers in them: zeros might be quantised faster."""
+    work = torch.linspace(-1.0, 1.0, segment_buffers.segment.length, device=segment_buffers.work.device)
+    update = torch.empty_like(segment_buffers.update)
+    return SegmentBuffers(segment_buffers.segment, work.to(segment_buffers.work.dtype), update)
+
+
+# Limits of probes and planning: how much longer a step takes; of probes also their time and bytes in all.
+
+SECONDS = 1.0  # for all probes together,
+STEPS = 3.0  # or so many steps' worth of time, whichever is more
+SHARE = 0.05  # of a step: limit of the time for probes, or for a part of planning, after it
+LEAST = 1e-3  # seconds that are allowed after any step: in less nothing can be timed
+GRADIENTS = 8.0  # times the bytes of all gradients, for all probes together: docs/dev/planning.md says why
+FLOOR = 1 << 16  # bytes that any model may spend: below, its messages are headers and little else
+
+
+def share_of(step: float) -> float:
+    """Return the seconds by which a step that takes ``step`` seconds may be longer."""
+    return max(LEAST, SHARE * step)
+
+
+class Budget:
+    """Account of probes.
+
+    Figures are the maximum over ranks, so that every rank counts, and stops, at the same point.
+    """
+
+    def __init__(self, step: float, gradient: int, *, at_once: bool = False) -> None:
+        """Set the limits where a step takes ``step`` seconds and all gradients ``gradient`` bytes.
+
+        ``at_once``: all probes follow one step, however long they take.
+        """
+        self.share = math.inf if at_once else share_of(step)  # seconds, after one step
+        self._seconds = max(SECONDS, STEPS * step)
+        self._bytes = max(FLOOR, GRADIENTS * gradient)
+        self.seconds, self.bytes = 0.0, 0.0  # spent so far
+        self._here = 0.0  # seconds spent after the step that has just ended
+
+    @property
+    def is_spread(self) -> bool:
+        """Return whether probes are spread over steps."""
+        return self.share < math.inf
+
+    def spend(self, seconds: float, sent: float) -> None:
+        """Count a probe that took so many seconds and handed so many bytes to collectives."""
+        self.seconds, self.bytes, self._here = self.seconds + seconds, self.bytes + sent, self._here + seconds
+
+    def next_step(self) -> None:
+        """Begin the account of the next step."""
+        self._here = 0.0
+
+    def fits(self, seconds: float) -> bool:
+        """Return whether a probe of so many seconds may follow the step that has just ended. The first one may."""
+        return self._here == 0.0 or self._here + seconds <= self.share
+
+    def runs(self, seconds: float, sent: float, most: int, part: float = 1.0) -> int:
+        """Return how many runs of so many seconds and bytes each fit after this step, at least 1, at most ``most``.
+
+        ``part``: share of the whole budget that may be used.
+        """
+        room = min(self.share - self._here, part * self._seconds - self.seconds)
+        bytes_left = part * self._bytes - self.bytes
+        fitting = [left / each for left, each in ((room, seconds), (bytes_left, sent)) if each > 0]
+        return max(1, int(min([most, *fitting])))
+
+    def allows(self, seconds: float, sent: float, part: float = 1.0) -> bool:
+        """Return whether so many more seconds and bytes fit into ``part``, a share of the whole budget."""
+        return self.seconds + seconds <= part * self._seconds and self.bytes + sent <= part * self._bytes
+
+
+# The probes.
 
 GROWTH = 2.0  # of the sizes, at least
 RUNS = 6  # of one size in one visit, at most
 SIZES = 0.8  # of the budget: the remainder is for later probes
 VISITS = 2  # to each size, after different steps where a step has room for one of them only
 SLOPED = 2.0  # times the seconds of the smallest size: beyond, costs grow with elements; seen messages bound the slope
-
 ENOUGH = 1 << 20  # elements of a quantised message, which need memory of their own; training shows larger ones
-
 PIECE = 1e-5  # seconds: no processor does a piece of work sooner
 ROUNDS = 5  # so often are small messages in a row timed, at most
 BETWEEN = (1e-3, 0.05)  # seconds of work from one of them to the next, least and most

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input of planners: the tensors with their times and loads, and the costs that all ranks have measured."""
+"""Input of planners: the tensors with their times and loads, and the costs that all ranks have measured.
+
+Beside them are the bounds that training's own messages set to probes, and whether times have drifted since.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,14 +18,77 @@ import merging
 from agmerge.backends.handshake import gather_bytes
 from agmerge.exchanges.low_rank.exchange import WIRES
 from agmerge.exchanges.message.format import slot_bytes
-from agmerge.metrics.step_times import Seconds
-from agmerge.planning.cost_probe import MeasuredCosts, measured_class
-from agmerge.step.importance import Energies
+from agmerge.exchanges.routing import send_mode
+from agmerge.metrics.running_times import RunningStepTimes
+from agmerge.metrics.step_times import Seconds, WholeSteps
+from agmerge.planning.codec_choice import predicted_exchange_seconds, predicted_finish
+from agmerge.planning.cost_probe import Budget, MeasuredCosts, measured_class, probe
+from agmerge.step.density_policy import Energies
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Slot, TensorClass
-from merging import Measurements
+from merging import Curve, Measurements
+from merging.plan import Elements
 from sparsifiers import Compressor, Kind, Quantiser
-from sparsifiers.quantising.blocks import block_size, blocks_in
+from sparsifiers.quantising.base import block_size, blocks_in
+
+# Drift: a plan no longer fits, because times have changed since it was made.
+
+STEADY = (0.8, 1.25)  # times the exchange seconds after the plan was made: within these, unchanged
+LATE = 0.15  # of the finish: backward that moved by less is unchanged
+CONFIRMATIONS = 2  # looks in a row that must see a change
+
+
+class Finding(IntEnum):
+    """Conclusion from measured times; of two findings the larger one counts."""
+
+    KEEP = 0  # nothing: times are as they were when the plan was made
+    PLAN = 1  # another plan, from the known costs
+    PROBE = 2  # another plan, from costs that are measured again
+
+
+class DriftDetector:
+    """Comparison of measured times with the measurements behind the plan in use. Rank 0's; nothing communicates."""
+
+    def __init__(self) -> None:
+        self._findings: list[Finding] = []  # of the looks since the plan was made, or confirmed
+        # Seconds of exchanges, measured / predicted, in the first of these looks; None: there was none.
+        self._usual_ratio: float | None = None
+
+    def restart(self) -> None:
+        """Begin again: a plan was made. The next look shows how long exchanges take, relative to the prediction."""
+        self._findings, self._usual_ratio = [], None
+
+    def look(
+        self, plan: merging.Plan, planned_from: Measurements, ready: Seconds, travel: Seconds, load: Elements
+    ) -> Finding:
+        """Return the finding: other than KEEP if ``CONFIRMATIONS`` looks in a row have seen a change.
+
+        Args:
+
+            plan: the one in use.
+            planned_from: the measurements behind it, or the last ones that led to no better plan.
+            ready: when each tensor is ready, (n,), on the slowest rank.
+            travel: seconds of each merge buffer's exchange, (W, m). The last rank to reach an exchange sees its own
+                duration; the others waited for that rank, so the minimum counts.
+            load: elements that each tensor sends from now on, (n,). Other loads than before need no confirmation.
+        """
+        ratio = float(travel.min(axis=0).sum() / predicted_exchange_seconds(plan, planned_from).sum())
+        if self._usual_ratio is None:
+            self._usual_ratio = ratio
+        if not np.array_equal(load, planned_from.profile.load):
+            return Finding.PLAN
+        finding = Finding.KEEP
+        if abs(ready[-1] - planned_from.profile.backward.sum()) > LATE * predicted_finish(plan, planned_from):
+            finding = Finding.PLAN
+        if not STEADY[0] <= ratio / self._usual_ratio <= STEADY[1]:
+            finding = Finding.PROBE
+        self._findings.append(finding)
+        recent = self._findings[-CONFIRMATIONS:]
+        confirmed = len(recent) == CONFIRMATIONS and Finding.KEEP not in recent
+        return max(recent) if confirmed else Finding.KEEP
+
+
+# Measurements of all ranks, as a planner takes them.
 
 LOW_RANK, BY_NAME = "low rank", "by name"  # a fact of measurements, and its value where tensors have different ranks
 
@@ -165,3 +234,219 @@ def bytes_of_quantised(buffers: MergeBuffers, tensor_class: TensorClass, quantis
     sizes = [(slot.numel, block_size(slot.shape)) for slot in slots]
     taken = sum(blocks_in(numel, size) * quantiser.record_bytes(size) for numel, size in sizes)
     return taken / max(1, sum(numel for numel, _ in sizes))
+
+
+# Bounds on the results of probes: how long training's own messages took to be made and to travel.
+#
+# Probes are short, and most of them small. On a slow link they end before the sizes of training's messages. On a busy
+# machine one delayed probe makes every larger size look costly: a message was predicted to take 1 s, not 0.04. Training
+# has sent its messages in many steps, so the seconds that all of one step took together are known well. They bound
+# every curve. Messages in one take no longer than one after the other, and beside its start-up a message of a share of
+# the elements takes about that share of the seconds.
+#
+# Dense messages are much larger than those that training has sent. What the curve of these says so far beyond them is
+# no bound: on a busy machine probes of small messages take as long as training's messages, so the curve is flat, and a
+# dense exchange of 0.5 s would take 28 ms. As many seen messages as have its bytes, one after the other, are a bound.
+
+SLACK = 2.0  # times its share of the seconds seen: limit of a message beside its start-up
+
+
+class SeenMessages(NamedTuple):
+    """Times of the compressed messages of one training step together."""
+
+    work: int  # elements that are selected from
+    load: int  # elements of the messages
+    making: float  # seconds of the slowest rank to select and pack; NaN: not all of it is timed
+    travel: float  # seconds of the exchanges, waiting for late ranks left out
+
+
+def measure_costs(
+    buffers: MergeBuffers, step: int, backward: float, budget: Budget, seen: SeenMessages | None
+) -> Iterator[MeasuredCosts | None]:
+    """Collective. Yield as :func:`agmerge.planning.cost_probe.probe`, with costs bounded by seen messages.
+
+    ``seen``: None: nothing was.
+    """
+    for costs in probe(buffers, step, backward, budget, bounded=seen is not None):
+        yield costs if costs is None or seen is None else bounded(costs, seen, *_whole(buffers, step))
+
+
+def _whole(buffers: MergeBuffers, step: int) -> tuple[int, float]:
+    """Return the elements of a dense exchange of everything, and how many message elements have one's bytes."""
+    tensor_class = measured_class(buffers.layout)
+    as_many = tensor_class.dtype.itemsize / bytes_of_element(buffers, tensor_class, step, buffers.wire)
+    if tensor_class.kind is not Kind.QUANTISED:  # those are exchanged by shards, or between two, as in an all-reduce
+        as_many *= 2 / buffers.across.size  # of an all-reduce, beside an all-gather
+    return buffers.layout.numel, as_many
+
+
+def seen_in(plan: merging.Plan, profile: merging.Profile, making: Seconds, travel: Seconds) -> SeenMessages | None:
+    """Return the times of steps under ``plan``; None where nothing is compressed.
+
+    Args:
+
+        plan: that training has sent by.
+        profile: of the tensors.
+        making, travel: seconds of each merge buffer, (W, m). The last rank to reach an exchange sees its own duration;
+            the others waited for that rank, so of ``travel`` the minimum counts.
+    """
+    compressed = [number for number, dense in enumerate(plan.dense) if not dense]
+    if not compressed:
+        return None
+    bounds = [plan.bounds[number] for number in compressed]
+    # Else messages are made while others travel, or tensors come.
+    whole = max(plan.parts) == 1 and not send_mode(plan).ahead
+    return SeenMessages(
+        work=sum(int(profile.work[start:stop].sum()) for start, stop in bounds),
+        load=sum(int(profile.load[start:stop].sum()) for start, stop in bounds),
+        making=float(making.max(axis=0)[compressed].sum()) if whole else math.nan,
+        travel=float(travel.min(axis=0)[compressed].sum()),
+    )
+
+
+def bounded(costs: MeasuredCosts, seen: SeenMessages, numel: int, as_many: float) -> MeasuredCosts:
+    """Return ``costs``, bounded by seen messages. Pure.
+
+    Args:
+
+        costs: as probed.
+        seen: in training.
+        numel: elements of all tensors.
+        as_many: elements of a message with as many bytes as one dense element.
+    """
+    exchange = bounded_exchange(costs.exchange, seen.load, seen.travel)
+    sparsify, message = costs.sparsify, costs.message
+    if sparsify is not None and message is not None and seen.work:
+        sparsify, message = bounded_making(sparsify, message, seen)
+    dense = None
+    if costs.dense is not None:
+        dense = bounded_dense(costs.dense, numel, _most(exchange, seen, as_many * numel))
+    return MeasuredCosts(sparsify, exchange, dense, message)
+
+
+def bounded_exchange(curve: Curve, load: int, seconds: float) -> Curve:
+    """Return the cost of exchanges where messages of ``load`` elements together took so many seconds."""
+    if not (load and seconds > 0.0):
+        return curve
+    within = _below(curve, min(curve.seconds[0], seconds), load, seconds)
+    capped = [min(value, seconds) if at <= load else value for at, value in zip(*within, strict=True)]
+    return _ending(Curve(within[0], tuple(capped)), load, seconds)
+
+
+def bounded_making(sparsify: Curve, message: Curve, seen: SeenMessages) -> tuple[Curve, Curve]:
+    """Return the costs of selection and of messages where making all messages of a step took ``seen.making`` seconds.
+
+    Other processor time of a message, ``message(0)``, is not among the seconds seen.
+    """
+    if not seen.making > 0.0:
+        return sparsify, message
+    start = message.seconds[0]
+    message = Curve(*_below(message, start, seen.load, seen.making))
+    message = _ending(message, seen.load, min(message(seen.load), start + seen.making))
+    sparsify = Curve(*_below(sparsify, sparsify(1), seen.work, seen.making))
+    return _ending(sparsify, seen.work, seen.making - (message(seen.load) - start)), message
+
+
+def _below(curve: Curve, start: float, elements: int, seconds: float) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return the points of a curve, none above ``start`` and ``SLACK`` times its share of ``seconds``."""
+    most = [start + SLACK * seconds * at / elements for at in curve.elements]
+    return curve.elements, tuple(min(pair) for pair in zip(curve.seconds, most, strict=True))
+
+
+def _ending(curve: Curve, elements: int, seconds: float) -> Curve:
+    """Return the curve with one more point where it ends before ``elements``; it does not fall."""
+    if elements <= curve.elements[-1]:
+        return curve
+    return Curve((*curve.elements, elements), (*curve.seconds, max(seconds, curve.seconds[-1])))
+
+
+def _most(exchange: Curve, seen: SeenMessages, elements: float) -> float:
+    """Return the most seconds of a message of so many elements: by its curve, or in seen messages one after the other.
+
+    ``exchange``: seconds over elements, bounded.
+    """
+    in_a_row = seen.travel * elements / seen.load if seen.load else 0.0
+    return max(float(exchange(elements)), in_a_row)
+
+
+def bounded_dense(dense: Curve, whole: int, seconds: float) -> Curve:
+    """Return the cost of dense exchanges where one of everything takes about ``seconds`` at most. Pure.
+
+    Where only one size was probed, all elements are another point: a constant would make them cost nothing.
+
+    Args:
+
+        dense: seconds over elements, as probed.
+        whole: elements of all tensors.
+        seconds: of compressed messages with the bytes of all tensors, at most.
+    """
+    start = dense.seconds[0]
+    within = Curve(*_below(dense, start, whole, seconds))
+    if len(dense.elements) == 1:
+        return _ending(within, whole, min(seconds, start * whole / dense.elements[0]))
+    most = start + SLACK * seconds
+    return within if within(whole) <= most else _ending(within, whole, most)
+
+
+# The measurer: times of steps and results of probes, between steps.
+
+
+class Look(NamedTuple):
+    """Typical times of the steps since the last look; the same on every rank."""
+
+    ready: Seconds  # when each tensor is ready, on the slowest rank, since the first; (n,)
+    making: Seconds  # processor time of each merge buffer's messages, of every rank; (W, m)
+    travel: Seconds  # of each merge buffer's exchange, of every rank; (W, m)
+    step: float  # seconds of a whole step, on the slowest rank
+
+
+class Measurer:
+    """Measurer for the plans of one agreement. A subclass may measure more, or differently."""
+
+    def __init__(self, buffers: MergeBuffers, times: RunningStepTimes) -> None:
+        self.buffers, self.times = buffers, times  # read, and never changed here but for restart() of averages
+        self.whole = WholeSteps()
+        self.bytes_probed = 0  # handed to collectives by probes, by the rank that sent most
+
+    def look(self) -> Look:
+        """Collective. Return the averages of all ranks, and begin new ones."""
+        own = self.times.ready(), self.times.making(), self.times.travel(), np.array([self.whole.typical()])
+        ready, making, travel, step = gather_seconds(self.buffers, *own)
+        self.times.restart()
+        return Look(ready.max(axis=0), making, travel, float(step.max()))
+
+    def measure(self, step: int, look: Look | None = None, *, at_once: bool = False) -> Iterator[Measurements | None]:
+        """Collective. Measure a part at each ``next``, between steps, and yield None; yield the measurements last.
+
+        Args:
+
+            step: the one to come.
+            look: the times of steps; None: they are asked for.
+            at_once: nothing is left for later steps.
+        """
+        look = self.look() if look is None else look
+        budget = Budget(look.step, 4 * self.buffers.layout.numel, at_once=at_once)
+        before = self.bytes_probed
+        if budget.is_spread:  # the exchange of times has taken time, too
+            yield None
+        for costs in measure_costs(self.buffers, step, float(look.ready[-1]), budget, self.seen(step, look)):
+            self.bytes_probed = before + int(budget.bytes)
+            if costs is None or not budget.fits(budget.share):  # no probe and no plan after the same step
+                yield None
+            if costs is not None:
+                yield self.with_costs(step, look.ready, costs)
+
+    def seen(self, step: int, look: Look) -> SeenMessages | None:
+        """Return what steps have shown of their messages; None: nothing that bounds the results of probes."""
+        return seen_in(self.buffers.plan, profile(self.buffers, look.ready, step), look.making, look.travel)
+
+    def with_costs(self, step: int, ready: Seconds, costs: MeasuredCosts) -> Measurements:
+        """Collective. Return the measurements for planning; rank 0's counts.
+
+        Args:
+
+            step: the one to come.
+            ready: when each tensor is ready, (n,).
+            costs: of selection and exchanges.
+        """
+        return measurements(self.buffers, step, ready, costs)

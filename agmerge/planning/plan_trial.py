@@ -24,7 +24,7 @@ import torch
 import merging
 from agmerge.planning import candidates
 from agmerge.planning.candidates import Candidate
-from agmerge.step.agreement import why_plan_does_not_fit
+from agmerge.step.agreed_state import why_plan_does_not_fit
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.version import __version__
 from merging import storage

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import merging
 import sparsifiers
-from agmerge.exchanges.send_mode import OWN, send_mode, with_send_mode
+from agmerge.exchanges.routing import OWN, send_mode, with_send_mode
 from agmerge.planning.candidates import Candidate, all_dense
-from agmerge.planning.plan_choice import best_plan, planner_of, predicted_finish
+from agmerge.planning.codec_choice import best_plan, planner_of, predicted_finish
 from agmerge.planning.quantiser_costs import CountedZeros, Speed, in_quantiser, measure_quantisers
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements, Pieces
-from sparsifiers.quantising.choice import NONE
+from sparsifiers.quantising.base import NONE
 
 ABOUT = 1.05  # times the fastest step: a trial cannot tell such steps from it
 HOPELESS = 1.5  # times the fastest predicted step: slower candidates are not tried

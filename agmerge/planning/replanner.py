@@ -16,30 +16,160 @@ from typing import Any
 import numpy as np
 
 import merging
-from agmerge.exchanges.send_mode import send_mode
+from agmerge.exchanges.routing import send_mode
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.planning import candidates
 from agmerge.planning.candidates import Candidate
+from agmerge.planning.codec_choice import FixedCounts, planner_of
 from agmerge.planning.codec_costs import SampledValues
-from agmerge.planning.cost_probe import MeasuredCosts
-from agmerge.planning.drift import DriftDetector, Finding
-from agmerge.planning.first_choices import choose_budgets, choose_cutoff
-from agmerge.planning.measurer import Look, Measurer
-from agmerge.planning.measuring import gather_seconds, number_of_rank_0, profile
-from agmerge.planning.plan_choice import FixedCounts, planner_of
+from agmerge.planning.cost_probe import MeasuredCosts, share_of
+from agmerge.planning.measuring import DriftDetector, Finding, Look, Measurer, gather_seconds, number_of_rank_0, profile
 from agmerge.planning.plan_trial import KeptTrial, PlanTrial, place_of
-from agmerge.planning.probe_budget import share_of
 from agmerge.planning.quantiser_choice import QuantiserChoice
 from agmerge.planning.quantiser_costs import CountedZeros
-from agmerge.planning.reasons import status_of
 from agmerge.planning.sparse_choice import SparseChoice, named
-from agmerge.step.agreed_state import Decision
-from agmerge.step.agreement import decide_on_rank_0, why_plan_does_not_fit
+from agmerge.step.agreed_state import Decision, decide_on_rank_0, why_plan_does_not_fit
+from agmerge.step.config import AUTO, Config
+from agmerge.step.density_policy import DenseCutoff, budgets_by_energy
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.plan_status import Activity, PlanStatus
-from merging import Measurements
+from merging import Measurements, dense_cutoff
 from merging.pieces import go_on
 from sparsifiers import Kind
+from sparsifiers.quantising.base import NONE
+
+# First choices, made once the first steps are measured, and for good: budgets by importance and the dense cutoff. Rank
+# 0 chooses, and tells every rank. Nothing here changes merge buffers: the caller applies the answer.
+
+
+def choose_budgets(buffers: MergeBuffers) -> tuple[int, ...]:
+    """Collective. Return the elements that each tensor may send in a step, by the energy of all ranks' gradients.
+
+    ``buffers`` has added up energies (``density="importance"``). The counts are by slot; 0: nothing is selected.
+    """
+    slots = buffers.layout.slots
+    assert buffers.budgets.energy is not None
+    density = buffers.config.compression.density.target
+    (energies,) = gather_seconds(buffers, buffers.budgets.energy.of(slots))
+    decision = decide_on_rank_0(
+        buffers.comm,
+        lambda: {"budgets": budgets_by_energy(slots, energies, density)},
+        None,
+        buffers.config.guards.timeout,
+    )
+    return tuple(decision["budgets"])
+
+
+def choose_cutoff(buffers: MergeBuffers, planner: merging.Planner, measured: merging.Measurements) -> DenseCutoff:
+    """Collective. Return the cutoff of ``dense="partial"`` with which steps are predicted to end first; it is final.
+
+    The compressor's density counts, not that of the step: a warm-up ends, the cutoff stays.
+
+    Args:
+
+        buffers: its cutoff in use is the largest that may be chosen, for tensors only become sparse.
+        planner: makes the plans that are compared, on rank 0.
+        measured: of steps with the cutoff in use; rank 0's counts.
+    """
+    config = buffers.config
+    cutoff = config.compression.partial
+    assert cutoff is not None and cutoff.elements is not None
+    in_use, density = cutoff.elements, config.compression.density.target
+
+    def decide() -> dict[str, int]:
+        sizes = [slot.numel for slot in buffers.flat.tensors.slots]  # whole tensors, where ranks have shards of them
+        exempt = [
+            config.compression.dense(slot.name, local)
+            for slot, local in zip(buffers.flat.tensors.slots, buffers.flat.locals, strict=True)
+        ]
+        if not dense_cutoff.feasible(sizes, exempt, density):
+            return {"elements": in_use}
+        chosen = dense_cutoff.choose(planner, measured, sizes, exempt, density, in_use, planner.min_gain)
+        return {"elements": chosen}
+
+    decision = decide_on_rank_0(buffers.comm, decide, lambda decision: "", config.guards.timeout, decider=repr(planner))
+    return DenseCutoff(decision["elements"], final=True)
+
+
+# The record for reports: what planning does on one rank, what is in use, and why.
+
+NONE_SELECTED = "no sparsifier is in use"
+ALONE = "there is one worker, which sends nothing"
+UNTIL = "candidates are tried until about step {until}"
+
+
+def status_of(
+    buffers: MergeBuffers,
+    choice: SparseChoice | QuantiserChoice,
+    now: Activity,
+    measured: Measurements | None,
+    bytes_probed: int,
+    until: int,
+) -> PlanStatus:
+    """Return the status of planning with these merge buffers and this choice.
+
+    ``until``: the step, counted from 1, before which a choice that is open is likely to be made.
+    """
+    quantiser = None if all(buffers.plan.dense) else buffers.quantiser
+    return PlanStatus(
+        wire=buffers.wire,
+        wire_why=_why_codec(buffers, choice.codec_why, now, until),
+        exchange=buffers.exchange,
+        exchange_why=_why_exchange(buffers, choice.exchange_why, now, until),
+        quantiser=quantiser.name if quantiser is not None else NONE,
+        bits=quantiser.bits if quantiser is not None else None,
+        quantiser_why=_why_quantiser(buffers, choice, now, until),
+        activity=now,
+        bytes_probed=bytes_probed,
+        measured=measured,
+    )
+
+
+def _why_codec(buffers: MergeBuffers, chosen: str, now: Activity, until: int) -> str:
+    """Return the reason for the value codec in use. ``chosen``: that of the choice, "" if none was made."""
+    config, given = buffers.config, buffers.config.compression.wire
+    if not config.wires:
+        if not _selects(config):
+            return NONE_SELECTED
+        return "these options leave no choice" if given == AUTO else f"you set wire={given!r}"
+    return _why_undecided(buffers, chosen, now, until) or "no other format was tried"
+
+
+def _why_exchange(buffers: MergeBuffers, chosen: str, now: Activity, until: int) -> str:
+    """Return the reason for the exchange in use. ``chosen``: that of the choice, "" if none was made."""
+    config, given = buffers.config, buffers.config.merging.exchange
+    if not _selects(config) and (config.quantises or not config.chooses_dense):
+        return NONE_SELECTED
+    if not config.exchanges and not config.chooses_dense:
+        return f"you set exchange={given!r}"
+    why = _why_undecided(buffers, chosen, now, until) or "no other exchange was tried"
+    return why if config.exchanges else f"exchange={given!r} compresses if that is faster: {why}"
+
+
+def _why_quantiser(buffers: MergeBuffers, choice: SparseChoice | QuantiserChoice, now: Activity, until: int) -> str:
+    """Return the reason for the quantizer in use."""
+    if not buffers.config.quantisers:
+        return "you set it" if buffers.quantiser is not None else "no quantizer is in use"
+    if choice.is_open:
+        return ALONE if buffers.comm.size == 1 else UNTIL.format(until=until)
+    return choice.quantiser_why
+
+
+def _selects(config: Config) -> bool:
+    """Return whether elements of tensors are selected."""
+    return Kind.SPARSE in config.compression.compressor.kinds
+
+
+def _why_undecided(buffers: MergeBuffers, chosen: str, now: Activity, until: int) -> str:
+    """Return ``chosen``, the reason for this run's choice, or why it has made none; empty: neither is known."""
+    if buffers.comm.size == 1:
+        return ALONE
+    if now is Activity.FIXED:
+        return "the plan is fixed"
+    return chosen or ("" if now is Activity.SETTLED else UNTIL.format(until=until))
+
+
+# The replanner.
 
 FIRST = 10  # steps that are measured before the first plan
 LIKELY = 70  # steps after which the first choice has been made, in most runs: measuring, probing, a trial of three

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import merging
-from agmerge.exchanges.send_mode import OWN
+from agmerge.exchanges.routing import OWN
 from agmerge.planning import codec_choice, plan_trial
 from agmerge.planning.candidates import Candidate
 from agmerge.planning.codec_costs import SampledValues, measure_codecs

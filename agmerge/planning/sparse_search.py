@@ -12,15 +12,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import merging
-from agmerge.exchanges.message.values import value_codec
-from agmerge.exchanges.send_mode import OKTOPK, OWN, with_send_mode
-from agmerge.exchanges.traffic import exchanged_by
+from agmerge.exchanges.message.scaled import value_codec
+from agmerge.exchanges.routing import OKTOPK, OWN, exchanged_by, with_send_mode
 from agmerge.planning import codec_choice, plan_trial
 from agmerge.planning.candidates import Candidate, all_dense
-from agmerge.planning.codec_choice import FAR, LEAST, Codec, in_codec
+from agmerge.planning.codec_choice import FAR, LEAST, Codec, best_plan, in_codec, planner_of, predicted_finish
 from agmerge.planning.cost_probe import measured_class
 from agmerge.planning.measuring import bytes_of_element, profile
-from agmerge.planning.plan_choice import best_plan, planner_of, predicted_finish
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Measurements, Pieces
 

@@ -17,10 +17,10 @@ from agmerge.backends import Backend, timeouts
 from agmerge.backends.handshake import Fact
 from agmerge.backends.streams import streams_of
 from agmerge.runtime import process_sets
-from agmerge.runtime.call_agreement import agree
 from agmerge.runtime.collectives import broadcast_object, root_of
-from agmerge.runtime.collectives.raw import expanded
-from agmerge.tensors.dtensors import is_dtensor, like, local_of, shard_of
+from agmerge.runtime.collectives.operation import expanded
+from agmerge.runtime.process_sets import agree
+from agmerge.tensors.parameters import is_dtensor, like, local_of, shard_of
 
 CHUNK = 32 * 2**20  # bytes of one message, and all the memory that a broadcast needs beside the tensors
 ALIGNED = 16  # bytes: the largest element is a complex number of two doubles

@@ -3,7 +3,7 @@
 
 ``AGMERGE_LINK=200mbit`` holds back the collectives of whatever backend is opened, and ``agmerge.testing.link`` those of
 ranks in memory. Each rank has a full-duplex port of that rate: a collective ends when the bytes that leave this rank in
-it, by the usual algorithm (:mod:`agmerge.metrics.link_bytes`), would have left, after those of the ones before.
+it, by the usual algorithm (:mod:`agmerge.metrics.totals`), would have left, after those of the ones before.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from agmerge.backends import Backend, Handle
-from agmerge.backends.delegating import DelegatingBackend
-from agmerge.metrics import link_bytes
+from agmerge.backends.base import DelegatingBackend
+from agmerge.metrics import totals
 
 VARIABLE = "AGMERGE_LINK"
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -85,13 +85,13 @@ class LinkedBackend(DelegatingBackend):
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
         """Collective. See :meth:`Backend.all_reduce`."""
-        size = link_bytes.all_reduce(self._inner.summed_bytes(tensor), self.size)
+        size = totals.all_reduce_bytes(self._inner.summed_bytes(tensor), self.size)
         return self._held(name, self._inner.all_reduce(tensor, name, op), size)
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         """Collective. See :meth:`Backend.all_gather`."""
         return self._held(
-            name, self._inner.all_gather(out, tensor, name), link_bytes.all_gather(tensor.nbytes, self.size)
+            name, self._inner.all_gather(out, tensor, name), totals.all_gather_bytes(tensor.nbytes, self.size)
         )
 
     def all_to_all(
@@ -104,14 +104,14 @@ class LinkedBackend(DelegatingBackend):
     ) -> Handle:
         """Collective. See :meth:`Backend.all_to_all`."""
         width = tensor.element_size()
-        sent = link_bytes.all_to_all([width * length for length in splits], self.rank)
-        received = link_bytes.all_to_all([width * length for length in out_splits], self.rank)
+        sent = totals.all_to_all_bytes([width * length for length in splits], self.rank)
+        received = totals.all_to_all_bytes([width * length for length in out_splits], self.rank)
         return self._held(name, self._inner.all_to_all(out, tensor, out_splits, splits, name), max(sent, received))
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         """Collective. See :meth:`Backend.reduce_scatter`."""
         whole = self._inner.scatters_by_all_reduce(tensor)
-        moved = link_bytes.all_reduce if whole else link_bytes.reduce_scatter
+        moved = totals.all_reduce_bytes if whole else totals.reduce_scatter_bytes
         size = moved(self._inner.summed_bytes(tensor), self.size)
         return self._held(name, self._inner.reduce_scatter(out, tensor, name), size)
 

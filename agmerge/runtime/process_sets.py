@@ -1,20 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of ranks that communicate by themselves: ``process_set=`` of an optimizer and of a single collective."""
+"""Groups of ranks that communicate by themselves: ``process_set=`` of an optimizer and of a single collective.
+
+Before a collective of the module's own, the ranks of its group compare their next calls.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from agmerge.backends import Backend, timeouts, torch_objects
 from agmerge.backends.base import Chosen
-from agmerge.backends.handshake import gather_texts
-from agmerge.errors import RankMismatchError
-from agmerge.runtime import horovod_names, workers
-from agmerge.runtime.call_agreement import agree
+from agmerge.backends.handshake import Fact, first_difference, gather_bytes, gather_texts, ranks_of
+from agmerge.errors import AGMergeError, RankMismatchError
+from agmerge.runtime import workers
+
+# Agreement on the ranks' next calls, before any tensor travels.
+#
+# All agreements of a communicator are one call to the backend, whatever they are about: ranks that make different calls
+# meet here, and all of them get the same error.
+
+JOINED = bytes(16)  # in the place of a digest: this rank makes no more calls
+ADVICE = "Every rank must make the same call."
+
+
+def agree(comm: Backend, label: str, facts: Sequence[Fact], what: str = "collective", advice: str = ADVICE) -> None:
+    """Collective. Raise :class:`agmerge.RankMismatchError` on every rank unless all ranks state the same ``facts``.
+
+    ``label``: the call's name in messages and errors. ``facts``: (name, value) in a fixed order. ``what``: the subject
+    of the error; ``advice``: what to do. One all-gather of 16 bytes a rank, more on a mismatch or where a rank has
+    joined: then :class:`agmerge.AGMergeError` is raised unless the call can do without it.
+    """
+    text = json.dumps(list(facts)).encode()
+    digests = exchange_digests(comm, label, hashlib.blake2b(text, digest_size=16).digest())
+    if len(set(digests)) == 1:
+        return
+    texts = exchange_texts(comm, label, text)
+    stated = [json.loads(answer) if answer else None for answer in texts]
+    making = next(facts for facts in stated if facts)
+    assumed = [facts or making for facts in stated]  # one that has joined agrees to anything
+    if any(facts != making for facts in assumed):
+        raise RankMismatchError(f"AGM101: {what}: {first_difference(assumed)}. {advice}")
+    if not joinable(making):
+        gone = ranks_of(digests, JOINED)
+        raise AGMergeError(
+            f"AGM121: {label}: {gone} called join(), after which only sums and averages are supported. Make other "
+            "calls before join()."
+        )
+
+
+def exchange_digests(comm: Backend, label: str, own: bytes) -> list[bytes]:
+    """Collective. Return a digest of every rank's next call, 16 bytes each, by rank."""
+    return gather_bytes(comm, own, f"agreement ({label})", timeouts.default())
+
+
+def exchange_texts(comm: Backend, label: str, own: bytes) -> list[bytes]:
+    """Collective. Return every rank's next call in full, by rank; b"" of one that has joined."""
+    return gather_texts(comm, own, f"agreement ({label})", timeouts.default())
+
+
+def joinable(facts: Sequence[Sequence[str]]) -> bool:
+    """Return whether ranks that have joined can take part, with zeros, in the call that ``facts`` describe."""
+    values = dict((name, value) for name, value in facts)
+    return values.get("call") == "allreduce" and values.get("op") in ("sum", "average")
+
+
+def share_numbers(comm: Backend, label: str, numbers: Sequence[int]) -> list[list[int]]:
+    """Collective. Return every rank's ``numbers`` (int64), of which all have equally many, by rank."""
+    own = np.asarray(numbers, dtype=np.int64).tobytes()
+    gathered = gather_bytes(comm, own, f"numbers ({label})", timeouts.default())
+    return [np.frombuffer(packed, dtype=np.int64).tolist() for packed in gathered]
+
+
+# Objects of Horovod that scripts pass: its constants, its compressors and its process sets.
+#
+# They are known by where they come from, and Horovod is never imported: a script that passes one of its objects has
+# imported it already.
+
+
+def horovod_reduction(op: object) -> str | None:
+    """Return the meaning of a constant of Horovod's ("average", "sum", "adasum", ...); None for anything else."""
+    hvd = sys.modules.get("horovod.torch")
+    if hvd is None or type(op) is not int:
+        return None
+    names = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+    return next((name.lower() for name in names if getattr(hvd, name, None) == op), None)
+
+
+def horovod_compression(given: object) -> str | None:
+    """Return the name of one of Horovod's own compressors ("none", "fp16"); None for anything else."""
+    if getattr(given, "__module__", None) != "horovod.torch.compression":
+        return None
+    return {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(getattr(given, "__name__", ""))
+
+
+def is_process_set(given: object) -> bool:
+    """Return whether ``given`` is a process set of Horovod's, as opposed to a :class:`agmerge.ProcessSet` or ranks.
+
+    Such a set has ``ranks``, ``process_set_id`` (0: all ranks; None: not registered) and ``included()``; a backend
+    makes a communicator over it by :meth:`agmerge.backends.Backend.over`.
+    """
+    return type(given).__module__ == "horovod.common.process_sets"
+
+
+# Process sets.
 
 
 def _checked_ranks(given: Any) -> list[int]:
@@ -165,7 +261,7 @@ def group(given: Any, call: str) -> Group:
     world = workers.world()
     if given is None or given is global_process_set:
         return Group(world, range(world.size))
-    if horovod_names.is_process_set(given):
+    if is_process_set(given):
         return _of_horovod(world, given, call)
     of_torch = torch_objects.ranks_of(given)
     if of_torch is not None:
@@ -225,7 +321,7 @@ def parse_process_set(given: Any) -> Chosen:
     """
     if given is None or given is global_process_set:
         return Chosen()
-    if horovod_names.is_process_set(given):
+    if is_process_set(given):
         return Chosen() if given.process_set_id == 0 else Chosen(horovod=given)
     return Chosen(tuple(given.ranks if isinstance(given, ProcessSet) else _checked_ranks(by_ranks(given))))
 

@@ -9,7 +9,7 @@ import merging
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.plan_status import PlanStatus
-from sparsifiers.quantising.choice import NONE
+from sparsifiers.quantising.base import NONE
 
 QUANTIZED = "{what} from {step} on: {times:.1f}x less traffic than DDP ({why})"
 UNCOMPRESSED = "uncompressed {tensors} from {step} on, as DDP sends them ({why})"

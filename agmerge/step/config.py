@@ -1,27 +1,199 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a step: the arguments of :class:`agmerge.DistributedOptimizer`, resolved.
+"""Options of a step: the arguments of :class:`agmerge.DistributedOptimizer`, resolved, in four records.
 
 ``options/`` checks them and makes a :class:`Config`; this file has what can be asked of one.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 
+import merging
 import sparsifiers
 from agmerge.backends import topology
+from agmerge.backends.base import Chosen
 from agmerge.backends.handshake import Fact
 from agmerge.exchanges.message import VALUES
-from agmerge.exchanges.message.values import CHOICE, WHOLE
-from agmerge.exchanges.send_mode import SUMS
-from agmerge.step.records import Compression, Guards, Merging, Sync
-from agmerge.step.updates import GRADIENTS, UPDATES
+from agmerge.exchanges.message.scaled import CHOICE, WHOLE
+from agmerge.exchanges.routing import SUMS
+from agmerge.ops import ReduceOp
+from agmerge.step import density_policy, momentum
+from agmerge.step.density_policy import DensityPolicy
 from agmerge.tensors.layout import TensorClass
+from agmerge.tensors.parameters import ParameterInfo
+from merging.timeline import LIMIT
 from sparsifiers import Kind
-from sparsifiers.quantising.choice import NONE
+from sparsifiers.memories import Decaying, HandBack, NoMemory, Residual
+from sparsifiers.quantising.base import NONE
+
+# ``groups=``, as Horovod has it: the script decides which parameters share a message.
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of parameters: ``number`` of equal size in the order of parameters, or as listed."""
+
+    number: int = 0  # 0: they are listed
+    listed: tuple[tuple[torch.Tensor, ...], ...] = ()  # parameters, group by group
+
+    def by_name(self, members: Sequence[ParameterInfo]) -> list[list[str]]:
+        """Return the groups as names. A parameter that is in no group is one by itself, one that is frozen in none.
+
+        Raises ``ValueError`` for a listed parameter that needs a gradient and is not among ``members``.
+        """
+        if self.number:
+            names = [member.name for member in members]
+            size, more = divmod(len(names), self.number)
+            ends = [group * size + min(group, more) for group in range(self.number + 1)]
+            return [names[start:stop] for start, stop in zip(ends, ends[1:], strict=False) if start < stop]
+        names_of = {member.parameter: member.name for member in members}
+        for tensor in (tensor for group in self.listed for tensor in group):
+            if tensor.requires_grad and tensor.numel() and tensor not in names_of:
+                raise ValueError(
+                    f"groups: a tensor of shape {list(tensor.shape)} is not a parameter of this optimizer. List only "
+                    "its parameters."
+                )
+        groups = [[names_of[tensor] for tensor in group if tensor in names_of] for group in self.listed]
+        grouped = {name for group in groups for name in group}
+        return [group for group in groups if group] + [[name] for name in names_of.values() if name not in grouped]
+
+    def plan(self, members: Sequence[ParameterInfo], order: Sequence[str]) -> merging.Plan:
+        """Return one merge buffer a group, in the order in which groups are complete; ``order``: names by readiness.
+
+        Raises ``ValueError`` for a group that is too large for one message.
+        """
+        position = {name: index for index, name in enumerate(order)}
+        groups = [sorted(group, key=position.__getitem__) for group in self.by_name(members)]
+        groups.sort(key=lambda group: position[group[-1]])
+        numel = {member.name: member.local.numel() for member in members}
+        for group in groups:
+            if sum(numel[name] for name in group) >= LIMIT:
+                raise ValueError(f"groups: the group of {group[0]!r} has 2**31 elements or more. Split it.")
+        return merging.Plan(tuple(len(group) for group in groups), names=tuple(n for group in groups for n in group))
+
+
+# ``sync="updates"``: the optimizer's updates of parameters are exchanged, not gradients.
+
+GRADIENTS, UPDATES = SYNCS = ("gradients", "updates")
+APPLY, HOLD = CARRIES = ("apply", "hold")
+Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """Options of an exchange of updates: its schedule, the residual, and the outer optimizer."""
+
+    carry: str  # "apply": the residual stays in this worker's parameters; "hold": beside the shared parameters
+    every: int  # steps from one exchange of a parameter to the next
+    fragments: int  # the merge buffers take turns, in so many groups
+    overlap: int  # steps between sending and receiving
+    decay: float  # of residuals, from one exchange to the next
+    outer: Outer | None  # makes the optimizer that steps with the combined updates; None: they are taken as they are
+
+    def fragment_at(self, step: int) -> int | None:
+        """Return the number of the fragment that is exchanged after step ``step`` (1, 2, ...); None: none is."""
+        phase = step % self.every
+        return next((f for f in range(self.fragments) if f * self.every // self.fragments == phase), None)
+
+    def merge_buffers_of(self, fragment: int) -> Callable[[int], Collection[int]] | None:
+        """Return which merge buffers, of so many, are in a fragment; None: all are."""
+        if self.fragments == 1:
+            return None
+        return lambda count: {buffer for buffer in range(count) if buffer * self.fragments // count == fragment}
+
+    def memory_for(self, compressor: sparsifiers.Compressor, *, narrow: bool = False) -> sparsifiers.Memory:
+        """Return the memory of the residuals of ``compressor``.
+
+        With "apply" the parameters hold them, unless they are ``narrow``, of 16 bits: these could not.
+        """
+        if compressor.memory == "none":  # it drops nothing
+            return NoMemory()
+        if self.carry == APPLY:
+            return Residual() if narrow else HandBack()
+        return Residual() if self.decay == 1.0 else Decaying(self.decay)
+
+    def facts(self) -> Iterator[Fact]:
+        """Yield the facts that must be the same on every rank."""
+        yield "carry", self.carry
+        yield "every", str(self.every)
+        yield "fragments", str(self.fragments)
+        yield "overlap", str(self.overlap)
+        yield "decay", str(self.decay)
+        # Without addresses, which differ from process to process.
+        yield "outer", re.sub(r" at 0x[0-9a-fA-F]+", "", str(getattr(self.outer, "__qualname__", repr(self.outer))))
+
+
+def planner_for(updates: Updates, planner: merging.Planner | None, numel: int) -> merging.Planner | None:
+    """Return the planner: where merge buffers take turns one by size, of about as many buffers as fragments.
+
+    ``numel``: elements of all parameters. A planner without times stays.
+    """
+    if updates.fragments == 1 or planner is None or not planner.timed:
+        return planner
+    return merging.get("threshold", bytes=max(1, 4 * numel // updates.fragments))
+
+
+# The four records. ``resolve`` makes each in one function, and a field's name occurs in one of them alone.
+
+DenseRule = Callable[[str, torch.Tensor], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """What is sent of which tensor, and the error feedback of what is not sent."""
+
+    compressor: sparsifiers.Compressor  # of every tensor that `dense` does not exempt
+    memory: sparsifiers.Memory  # the rule of its residuals
+    density: DensityPolicy
+    wire: str  # the value codec of sparse tensors
+    dense: DenseRule  # which parameters are always sent uncompressed
+    partial: density_policy.DenseCutoff | None  # dense="partial": `dense` goes dense whatever the cut
+    patterns: tuple[re.Pattern[str], ...]  # those that `dense` was made from, if it was
+    rates: momentum.Rates | None = None  # where the memory takes the optimizer's momentum from, if it does
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merging:
+    """Which gradients share a message, and how messages are exchanged."""
+
+    sparsify: str  # "ahead" of merging, "behind" it, or "auto"
+    exchange: str  # of sparse tensors, a name of exchanges.table.EXCHANGES
+    planner: merging.Planner | None  # None: there is a plan
+    plan: merging.Plan | None
+    groups: Groups | None  # plans by themselves; the planner is then not asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sync:
+    """What is combined, over which ranks and passes, and who applies it."""
+
+    process_set: Chosen
+    op: ReduceOp  # Average or Sum
+    passes: int  # backward passes per step
+    predivide: float  # dense sums are of gradient / predivide
+    sparse_as_dense: bool  # gradients of sparse layout are made dense
+    ordered: bool  # sums in rank order, whatever the plan
+    zero_unused: bool  # a parameter that no rank has used gets a gradient of zeros
+    model: torch.nn.Module | None  # merging="dear": its forward takes the updates
+    updates: Updates | None  # sync="updates": the optimizer's updates are exchanged; None: gradients are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guards:
+    """When a step is given up, skipped or refused."""
+
+    timeout: float  # seconds, for every wait
+    check_every: int  # steps between two comparisons of replicas; 0: after the first step alone
+    nonfinite: str  # policy for a step in which a rank has a gradient that is infinite or NaN
+    scaled: bool  # by an attached GradScaler
+
+
+# The config.
 
 MERGING = "agmerge"  # the default planner
 AUTO = "auto"

@@ -1,26 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat buffers of all tensor classes between two agreements, and where gradients and updates of parameters lie."""
+"""Flat buffers of all tensor classes between two agreements: messages over them, places of updates, sent values."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
+import merging
 from agmerge.backends import Backend
 from agmerge.backends.topology import Nodes
-from agmerge.exchanges import SegmentBuffers
+from agmerge.exchanges import Exchange, SegmentBuffers, routing
+from agmerge.exchanges.base import Store
 from agmerge.exchanges.low_rank.bases import Bases
+from agmerge.exchanges.message.scaled import ValueSample, ZeroCount
 from agmerge.exchanges.node_shards import NodeShards, sharded
+from agmerge.exchanges.routing import (
+    Message,
+    group_by,
+    group_by_dtype,
+    group_into_messages,
+    message_name,
+    send_modes,
+    split,
+)
 from agmerge.step.config import Config
 from agmerge.step.gradients_in_place import GradientsInPlace
-from agmerge.step.update_home import InArenas
-from agmerge.tensors.arena import MOMENTA, Arena
-from agmerge.tensors.flat_memory import trim
-from agmerge.tensors.handed_out import UNSHARED, references
+from agmerge.tensors.arena import MOMENTA, UNSHARED, Arena, Unwritten, Write, references, trim
 from agmerge.tensors.layout import Layout, Segment, Slot, TensorClass
 from agmerge.tensors.parameters import ParameterInfo
-from sparsifiers import Kind, LowRank
+from sparsifiers import Kind, LowRank, kernel_updates
+from sparsifiers.quantising.base import block_size
+
+# Messages of each merge buffer of a plan: a pure function, the same on every rank.
+
+
+def messages_of(
+    plan: merging.Plan, layout: Layout, exchanges: Mapping[Kind, Exchange], workers: int, *, ordered: bool
+) -> list[list[Message]]:
+    """Return the messages of each merge buffer.
+
+    Args:
+
+        plan: of the tensors in ``layout``, in its order.
+        layout: where they lie.
+        exchanges: by kind of tensor class; that of ``Kind.DENSE`` also serves merge buffers that the plan sends dense.
+        workers: the number of ranks that exchange messages.
+        ordered: sums are in rank order, whatever the plan: dense tensors do not share messages with others.
+    """
+    ride = [kind for kind, each in exchanges.items() if each.carries_dense and not ordered]
+    mixes_classes = all(each.mixes_classes for each in exchanges.values())
+    bytes_of = exchanges[Kind.SPARSE].whole_bytes if Kind.SPARSE in exchanges else None
+    messages: list[list[Message]] = []
+    kinds = zip(plan.bounds, send_modes(plan), plan.dense, plan.parts, strict=True)
+    for index, (bounds, mode, goes_dense, parts) in enumerate(kinds):
+        segments = routing.segments(layout, *bounds, mode.ahead and not goes_dense)
+        if goes_dense:
+            groups = group_by_dtype(segments)
+        elif mixes_classes:
+            groups = group_into_messages(segments, workers, ride, bytes_of)
+        else:
+            groups = group_by(segments, lambda tensor_class: tensor_class)
+        if parts > 1:
+            groups = [message for group in groups for message in split(group, parts)]
+        messages.append(
+            [
+                Message(message_name(index, number), index, _carrier(exchanges, group, goes_dense, ride), tuple(group))
+                for number, group in enumerate(groups)
+            ]
+        )
+    return messages
+
+
+def _carrier(
+    exchanges: Mapping[Kind, Exchange], group: Sequence[Segment], goes_dense: bool, ride: Collection[Kind]
+) -> Exchange:
+    """Return the exchange for a message of these segments."""
+    kind = group[0].tensor_class.kind
+    if kind is Kind.DENSE and not goes_dense and all(routing.goes_quantised(segment, ride) for segment in group):
+        kind = Kind.QUANTISED
+    return exchanges[Kind.DENSE if goes_dense else kind]
+
+
+def presparsified(messages: list[list[Message]], plan: merging.Plan) -> dict[int, Segment]:
+    """Return, by slot, the segment of each tensor that is selected from before it is merged.
+
+    Where messages are split, each slice is selected from when it is sent, and is not listed.
+    """
+    found: dict[int, Segment] = {}
+    for row, mode, parts in zip(messages, send_modes(plan), plan.parts, strict=True):
+        if mode.ahead and parts == 1:
+            for message in row:
+                for part, selected in zip(message.segments, message.selected, strict=True):
+                    if selected:
+                        found[part.slots[0].index] = part
+    return found
+
+
+# Places of updates: in the arenas, or over gradients, where every rank has whole tensors.
+#
+# With ``exchange="two-level"`` a :class:`agmerge.exchanges.node_shards.NodeShards` takes the place of
+# :class:`InArenas`: there a rank's arenas have shards, and whole updates are gathered inside the node.
+
+
+class InArenas:
+    """Updates that are found where they were written.
+
+    ``arena_of``: the arena of each slot; ``in_place``: gradients and updates that lie in no arena.
+    """
+
+    def __init__(self, arena_of: Sequence[Arena], in_place: GradientsInPlace) -> None:
+        self._arena_of, self._in_place = arena_of, in_place
+
+    def rebuild(self, bounds: Sequence[tuple[int, int]]) -> None:
+        """Do nothing: unlike those of :class:`NodeShards`, these updates do not depend on the plan's merge buffers."""
+
+    def let_updates_go(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        """Do nothing: the arenas do it."""
+
+    def of(self, slot: Slot) -> torch.Tensor:
+        """Return the update of a tensor, in C order: a view."""
+        if slot.index in self._in_place:
+            return self._in_place.of(slot)
+        return self._arena_of[slot.index].gradients[slot.index]
+
+    def gather(self, arenas: Mapping[TensorClass, Arena]) -> int:
+        """Return 0, the bytes sent: updates are whole already."""
+        return 0
+
+
+# The buffers.
 
 State = dict[tuple[str, str], torch.Tensor]  # by kind ("residual", "momentum") and name of the tensor
 
@@ -219,3 +328,120 @@ class FlatBuffers:
 
 def _tensor_class(member: ParameterInfo) -> TensorClass:
     return TensorClass(member.device, member.dtype, member.kind, member.density)
+
+
+# The log of a round: what it sends and receives is subtracted at once, or recorded for the caller.
+
+# Of a segment: indices (None: all elements) and values that were sent (None: exactly those of `work`).
+Sent = tuple[Segment, "torch.Tensor | None", "torch.Tensor | None"]
+# Of a segment: the indices and values of each rank, and the factor of the values.
+Received = tuple[Segment, "list[tuple[torch.Tensor, torch.Tensor]]", float]
+
+
+class SentValues(Store):
+    """Store of the exchanges of one agreement, and the log of the round under way.
+
+    Sent values are subtracted from ``work``, which becomes the residual. With a memory that hands back they are
+    recorded in ``sent`` instead, and all ranks' selections in ``received`` where these take the place of an update.
+    """
+
+    def __init__(self, flat: FlatBuffers) -> None:
+        self._flat, self.bases = flat, flat.bases
+        self.has_residual = any(arena.memory.has_residual for arena in flat.arenas.values())
+        self.sent: list[Sent] = []
+        self.received: list[Received] = []
+        self._sample: ValueSample | None = None  # of selected values; None: not asked for
+        self._zeros: ZeroCount | None = None  # of quantised tensors; None: not asked for
+
+    def subtract_sent(
+        self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | Unwritten | None
+    ) -> None:
+        """Subtract sent values from ``work``, as :meth:`Arena.subtract_sent`, or record them, to hand others back."""
+        arena = self._flat.arena_with(segment)
+        if not arena.memory.hands_back:
+            arena.subtract_sent(segment, indices, sent)
+            return
+        if indices is not None:  # copies: the buffers of a message are written again
+            # As many as there are are all, unless a codec without a 0 has moved them up. A device is not asked.
+            full = indices.numel() == segment.length and indices.device.type == "cpu"
+            everything = full and int(indices[-1]) == segment.length - 1
+            indices = None if everything else indices.clone()
+        if isinstance(sent, torch.Tensor):
+            sent = sent.to(arena.work.dtype, copy=True)
+        elif sent is not None:
+            sent = sent.tensor().view(-1)
+        self.sent.append((segment, indices, sent))
+
+    def write_and_subtract(self, segment: Segment, write: Write) -> bool:
+        """Write sent values to their message and subtract them in one pass: :meth:`Arena.write_and_subtract`."""
+        return self._flat.arena_with(segment).write_and_subtract(segment, write)
+
+    def add_unsent(self, segment: Segment, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Add unsent values of sums to ``work``, as :meth:`Arena.add_unsent`, or record them in ``sent``, negated."""
+        arena = self._flat.arena_with(segment)
+        if arena.memory.hands_back:
+            self.subtract_sent(segment, indices, -values)
+        else:
+            arena.add_unsent(segment, indices, values)
+
+    def takes_selections(
+        self, segment: Segment, selections: list[tuple[torch.Tensor, torch.Tensor]], factor: float
+    ) -> bool:
+        """Record all ranks' selections, and return True, if they are few and one pass can apply them."""
+        tensor_class, arena = segment.tensor_class, self._flat.arena_with(segment)
+        if sum(len(indices) for indices, _ in selections) > segment.length // 2 or not (
+            arena.memory.hands_back and kernel_updates.takes_in(tensor_class.dtype, tensor_class.device)
+        ):
+            return False
+        self.received.append((segment, selections, factor))
+        return True
+
+    def update_of(self, slot: Slot) -> torch.Tensor:
+        """Return where the update of a tensor, or of this rank's shard of it, is written, in its shape, contiguous."""
+        if slot.index in self._flat.in_place:
+            return self._flat.in_place.of(slot)
+        return self._flat.arena_of[slot.index].gradients[slot.index]
+
+    def forget(self) -> None:
+        """Forget the values of a round: it has been applied, or comes to nothing."""
+        self.sent.clear()
+        self.received.clear()
+        if self.bases is not None:
+            self.bases.forget()
+
+    # -- a sample of values, for the choice of codecs -------------------------------------------------------------
+
+    def start_sample(self, elements: int) -> None:
+        """Copy some of the values of the next step, which selects so many ``elements``, for :meth:`end_sample`."""
+        self._sample = ValueSample(elements)
+
+    def observe(self, values: torch.Tensor, count: int | torch.Tensor) -> None:
+        """Copy some of the values that a message has of a segment, in a step that is asked for a sample."""
+        if self._sample is not None:
+            self._sample.take(values, count)
+
+    def end_sample(self) -> torch.Tensor | None:
+        """Return the sample, as :meth:`ValueSample.values` does, and stop sampling; None: none was asked for."""
+        sample, self._sample = self._sample, None
+        return None if sample is None else sample.values()
+
+    # -- zeros beside other values, for the choice of quantisers --------------------------------------------------
+
+    @property
+    def counts_zeros(self) -> bool:
+        """Return whether zeros of the step under way are counted."""
+        return self._zeros is not None
+
+    def start_zeros(self) -> None:
+        """Count zeros in the blocks of the next step, for :meth:`end_zeros`."""
+        self._zeros = ZeroCount()
+
+    def count_zeros(self, slot: Slot, values: torch.Tensor | None) -> None:
+        """Count zeros in the blocks of a tensor, in a step that is asked for it."""
+        if self._zeros is not None:
+            self._zeros.take(values, slot.numel, block_size(slot.shape))
+
+    def end_zeros(self) -> tuple[int, int]:
+        """Return the coordinates in mixed blocks, and all that were counted; stop counting."""
+        count, self._zeros = self._zeros, None
+        return (0, 0) if count is None else count.counts()

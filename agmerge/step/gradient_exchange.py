@@ -10,7 +10,8 @@ raises a flag in its messages; then every rank discards the round, agrees again 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+import json
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,25 +19,205 @@ import torch
 
 import merging
 from agmerge.backends import Backend
-from agmerge.backends.handshake import Fact
-from agmerge.errors import AGMergeError
+from agmerge.backends.handshake import Fact, gather_texts
+from agmerge.errors import AGMergeError, NoAnswer, NonFiniteError, and_more
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.step_times import StoppedClock
 from agmerge.step.agreed_state import AgreedState, OnAgreement, TensorTable
-from agmerge.step.between_steps import BetweenSteps
 from agmerge.step.carried_state import CarriedState
-from agmerge.step.combined import Combined
 from agmerge.step.config import TWO_LEVEL, Config
-from agmerge.step.fault import Fault
 from agmerge.step.gradient_norm import GradientNorm
 from agmerge.step.group import Group
-from agmerge.step.kept_results import KeptResults
+from agmerge.step.kept_results import NEW, BetweenSteps, KeptResults, Position, Settled, settle
 from agmerge.step.merge_buffers import MergeBuffers
-from agmerge.step.nonfinite_verdict import resolve_nonfinite
 from agmerge.step.round import GradientOf, Round
-from agmerge.step.settling import NEW, Position, Settled, settle
 from agmerge.step.two_level_round import TwoLevelRound
-from agmerge.tensors.difference import Difference
+from agmerge.tensors.arena import Difference
+from agmerge.tensors.layout import Slot
+from agmerge.tensors.nonfinite import SKIP
+
+
+class Combined:
+    """Result of one round. Tensors are views, valid until the next round begins.
+
+    ``is_part``: the merge buffers that had been received when a worker was lost. The others are exchanged in a round of
+    their own, once this one is committed and the exchange is connected to the survivors. ``follows``: such a part.
+    """
+
+    def __init__(
+        self,
+        attempt: Round,
+        zero_unused: bool,
+        norm: GradientNorm | None = None,
+        *,
+        is_part: bool = False,
+        follows: bool = False,
+    ) -> None:
+        self._round, self._zero_unused, self._norm = attempt, zero_unused, norm
+        self.is_part, self.follows = is_part, follows
+        self.is_whole = attempt.is_complete  # has all tensors
+        self.buffers: MergeBuffers = attempt.buffers
+        self.skipped = attempt.nonfinite  # the step comes to nothing: a rank has found an infinity or NaN
+        self.used: Sequence[bool] = attempt.used  # by slot: whether any rank had a tensor
+        self.flags = attempt.flags_of_all  # flags of all ranks, see Flag
+        # Once computed. A cached_property would do, but before Python 3.12 one lock is for all ranks that are threads.
+        self._updates: Mapping[str, torch.Tensor | None] | None = None
+
+    @property
+    def updates(self) -> Mapping[str, torch.Tensor | None]:
+        """Return the combined tensor of each name, in the shape and strides of the table's.
+
+        None: no rank had one, and no residual of it was sent. All are infinite in a skipped step. Nothing is computed
+        in a step in which this is not read. Tensors in ``buffers.store.received`` are missing.
+        """
+        if self._updates is None:
+            self._updates = self._computed()
+        return self._updates
+
+    def _computed(self) -> Mapping[str, torch.Tensor | None]:
+        """Return the combined tensors, see :attr:`updates`."""
+        if self.skipped:
+            for slot in self._round.slots():
+                if slot.index in self.buffers.flat.in_place:
+                    self.buffers.flat.updates.of(slot).fill_(torch.inf)
+        received = {slot.name for segment, *_ in self.buffers.store.received for slot in segment.slots}
+        updates = {
+            slot.name: self.buffers.flat.update(slot) if self._zero_unused or self._round.has_update(slot) else None
+            for slot in self._round.slots()
+            if slot.name not in received
+        }
+        if self._norm is not None:
+            self._look_at([slot for slot in self._round.slots() if updates.get(slot.name) is not None], self._norm)
+        self.buffers.flat.in_place.let_go()  # else gradients would be held until the next backward pass
+        return updates
+
+    def _look_at(self, slots: Sequence[Slot], norm: GradientNorm) -> None:
+        """Give the updates of ``slots``, which exist, to ``norm``."""
+        of, noises = self.buffers.flat.updates.of, self._round.noises
+        noisy = {slot.index for slot in slots if noises and self.buffers.is_quantised(slot)}
+        norm.take(
+            lambda: (of(slot) for slot in slots if slot.index not in noisy),
+            (of(slot) for slot in slots if slot.index in noisy),
+            noises,
+            may_hold=not any(slot.index in self.buffers.flat.in_place for slot in slots),
+            adds=self.follows,
+        )
+
+
+# The error that has ended an exchange: after it ranks are at different places, and nothing can be exchanged. In an
+# elastic group a lost rank ends nothing: the others meet in the next group, and continue.
+
+
+class Fault:
+    """The error that has ended an exchange; none at first. ``abort``: called where a rank is missing.
+
+    ``survives``: the others go on without a rank that is missing: see ``lost``.
+    """
+
+    def __init__(self, abort: Callable[[], None], *, survives: bool = False) -> None:
+        self.lost: NoAnswer | None = None  # in an elastic group: a rank is missing, and nothing can be sent in it
+        self._error: BaseException | None = None
+        self._abort, self._survives = abort, survives
+
+    def __bool__(self) -> bool:
+        return self._error is not None
+
+    def record(self, error: BaseException | None) -> None:
+        """Record an error, after which :meth:`check` raises; None: there is none, in another group."""
+        self.lost = None
+        if isinstance(error, NoAnswer):
+            self._abort()
+            if self._survives:
+                self.lost = error
+                return
+        self._error = error
+
+    def check(self) -> None:
+        """Raise :class:`agmerge.AGMergeError` if an error has ended the exchange."""
+        if self._error is not None:
+            raise AGMergeError(f"AGM124: An earlier error ended this exchange: {self._error}") from self._error
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record an error that leaves the block, and let it pass."""
+        try:
+            yield
+        except BaseException as error:
+            self.record(error)
+            raise
+
+    @contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Record an error that leaves the block, and let it pass, unless the next exchange goes on without the lost."""
+        try:
+            with self.recording():
+                yield
+        except NoAnswer:
+            if self.lost is None:
+                raise
+
+
+# The verdict of all ranks on gradients that are infinite or NaN, at the same step. It comes once all messages of the
+# step have arrived. Nothing of an attempt is kept before ``step()``, so there is little to undo.
+
+MOST_IN_A_ROW = 100  # skipped steps: a scaler halves its scale at each, and has found the right one long before
+GIVEN_UP = (
+    "AGM119: Step {step} is abandoned on all ranks: {why}. Parameters and residuals are unchanged. Call zero_grad() "
+    "to continue with the next batch, or end the script."
+)
+
+
+def resolve_nonfinite(attempt: Round) -> AGMergeError | None:
+    """Collective. Decide about an attempt in which a rank has found an infinity or NaN, or has given up.
+
+    Either all updates become infinite, so that every GradScaler backs off, and None is returned; or the result is an
+    error, the same on every rank, for the caller to raise. With every gradient finite, nothing happens.
+    """
+    if not attempt.nonfinite:
+        return None
+    buffers, totals = attempt.buffers, attempt.totals
+    config = buffers.config
+    policy = config.guards.nonfinite
+    if config.sync.updates is None and policy == SKIP:
+        totals.skipped(buffers.layout.numel, buffers.flat.tensors.numel)
+        if totals.skipped_in_a_row < MOST_IN_A_ROW:
+            for slot in buffers.layout.slots:
+                if slot.index not in buffers.flat.in_place:  # a gradient of this rank, until its update is read
+                    buffers.flat.updates.of(slot).fill_(torch.inf)
+            return None
+    own = json.dumps([attempt.guard.given_up, attempt.guard.parameters_found()])
+    texts = gather_texts(buffers.comm, own.encode(), "nonfinite", buffers.config.guards.timeout)
+    said = [json.loads(text) for text in texts]
+    why = "; ".join(f"rank {rank} {words}" for rank, (words, _) in enumerate(said) if words)
+    if why:
+        return AGMergeError(GIVEN_UP.format(step=attempt.step, why=why))
+    where = _described([names for _, names in said])
+    if config.sync.updates is not None:
+        return NonFiniteError(
+            f"AGM106: Gradients or updated parameters are infinite or NaN: {where}. The shared parameters are "
+            "unchanged. Call zero_grad() to continue without this step. nonfinite='skip' skips such steps on the "
+            "affected rank. If the parameters are not finite, load a checkpoint.",
+            where,
+        )
+    if policy == SKIP:
+        return NonFiniteError(
+            f"AGM108: {totals.skipped_in_a_row} steps in a row were skipped because of infinite or NaN gradients; in "
+            f"this step: {where}. Training does not recover by itself. Check the loss, the data and the learning rate.",
+            where,
+        )
+    return NonFiniteError(
+        f"AGM106: Gradients are infinite or NaN: {where}. Parameters and residuals are unchanged. Call zero_grad() to "
+        "continue without this step. nonfinite='skip' skips such steps, and scaler= supports float16 under autocast.",
+        where,
+    )
+
+
+def _described(names_by_rank: Iterable[list[str]]) -> str:
+    """Return a text that names the parameters that each rank has found."""
+    return "; ".join(f"rank {rank}: {and_more(names)}" for rank, names in enumerate(names_by_rank) if names)
+
+
+# The exchange.
 
 Due = Callable[[int], Collection[int]]  # of so many merge buffers, the numbers of those that are exchanged
 
@@ -187,7 +368,7 @@ class GradientExchange:
         """Collective. Send the remaining messages, receive all, and return the combined tensors.
 
         ``gradient_of``: called with the name of each tensor that was not handed over, and again where the round is
-        repeated. It may return a :class:`agmerge.tensors.difference.Difference`, which saves a pass. ``flags``: bits
+        repeated. It may return a :class:`agmerge.tensors.arena.Difference`, which saves a pass. ``flags``: bits
         that this rank announces. ``due``: returns which of so many merge buffers are exchanged; None: all.
         ``nonfinite``: names of parameters that this rank already knows not to be finite. Raises
         :class:`agmerge.NonFiniteError` on every rank, according to ``config.guards.nonfinite``: the exchange stays

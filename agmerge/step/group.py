@@ -1,18 +1,190 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group of ranks that exchange with each other: their communicators, and this rank's place among them."""
+"""Group of ranks that exchange with each other: communicators, counted bytes, clocks and side streams."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
+import numpy as np
 import torch
 
-from agmerge.backends import Backend, topology
+from agmerge.backends import Backend, Handle, topology
+from agmerge.backends.base import DelegatingBackend
 from agmerge.backends.handshake import Fact, require_agreement
-from agmerge.backends.warm_up import warm_up
+from agmerge.backends.streams import Streams, streams_of
+from agmerge.backends.torch import warm_up
+from agmerge.metrics import totals
+from agmerge.metrics.step_times import Clock, Seconds
 from agmerge.step.config import TWO_LEVEL, Config
 from agmerge.step.kept_results import KeptBackend, KeptResults
-from agmerge.step.side_streams import SideStreams
+
+# Clocks: a device has its own, and all else goes by the host's.
+
+
+class HostClock(Clock):
+    """Clock of the host, for tensors on the host."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def since(self, origin: float, marks: Sequence[float]) -> Seconds:
+        return np.array(marks, dtype=np.float64) - origin
+
+
+class DeviceClock(Clock):
+    """Clock of one device, with events in its current stream: they tell when it gets there, not when the host asked.
+
+    An event that tells time takes the host some microseconds to make, and there are two for each tensor. ``streams``:
+    of the device's kind.
+    """
+
+    on_device = True
+
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        self._device, self._streams = device, streams
+
+    def mark(self) -> Any:
+        return self._streams.record(self._streams.current(self._device), timed=True)
+
+    def since(self, origin: Any, marks: Sequence[Any]) -> Seconds:
+        return np.array([self._streams.seconds(origin, mark) for mark in marks], dtype=np.float64)
+
+
+def clock_for(devices: Iterable[torch.device]) -> Clock:
+    """Return the clock of the only device; with several, which have no time in common, the host's."""
+    distinct = set(devices)
+    if len(distinct) == 1 and (streams := streams_of(device := distinct.pop())) is not None:
+        return DeviceClock(device, streams)
+    return HostClock()
+
+
+# Bytes that leave this rank, counted where collectives start: in one place for all exchanges.
+
+Count = Callable[[int], None]  # is given the bytes of a collective that leave this rank
+
+
+def nobody_counts(size: int) -> None:
+    """Discard a count of ``size`` bytes."""
+
+
+class CountedBackend(DelegatingBackend):
+    """Communicator that reports the bytes leaving this rank to ``count``. Barriers do not count.
+
+    Communicators made from it are not counted; their users count for themselves.
+    """
+
+    def __init__(self, inner: Backend, count: Count) -> None:
+        super().__init__(inner)
+        self._count = count
+
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
+        """Collective. See :meth:`Backend.all_reduce`."""
+        self._count(totals.all_reduce_bytes(self._inner.summed_bytes(tensor), self.size))
+        return self._inner.all_reduce(tensor, name, op)
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        """Collective. See :meth:`Backend.all_gather`."""
+        self._count(totals.all_gather_bytes(tensor.nbytes, self.size))
+        return self._inner.all_gather(out, tensor, name)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        out_splits: Sequence[int],
+        splits: Sequence[int],
+        name: str,
+    ) -> Handle:
+        """Collective. See :meth:`Backend.all_to_all`."""
+        width = tensor.element_size()
+        self._count(totals.all_to_all_bytes([width * length for length in splits], self.rank))
+        return self._inner.all_to_all(out, tensor, out_splits, splits, name)
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
+        """Collective. See :meth:`Backend.reduce_scatter`."""
+        whole = self._inner.scatters_by_all_reduce(tensor)
+        moved = totals.all_reduce_bytes if whole else totals.reduce_scatter_bytes
+        self._count(moved(self._inner.summed_bytes(tensor), self.size))
+        return self._inner.reduce_scatter(out, tensor, name)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
+        """Collective. See :meth:`Backend.broadcast`."""
+        self._count(totals.broadcast_bytes(tensor.nbytes, self.size, self.rank, root))
+        return self._inner.broadcast(tensor, root, name)
+
+
+# Side streams.
+
+ELSEWHERE = (
+    "AGM703: Tensors are on {device}, which is not the current device of this process, so other libraries and pinned "
+    "memory use {kind}:0 on every rank. Call torch.{kind}.set_device() first."
+)
+
+
+class SideStreams:
+    """One stream for each device, in which all device work of an exchange is queued: backward goes on beside it.
+
+    A gradient may be ready in any stream: :meth:`note` it there, then queue its readers :meth:`within`. Before results
+    are read, or tensors freed that are read within, :meth:`join` is required. Without devices, or where their streams
+    are not known, all methods do nothing.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[torch.device, Streams] = {}  # of the devices that are served
+        self._side: dict[torch.device, Any] = {}  # one of each device that ever was: allocators keep memory by stream
+        self._noted: dict[torch.device, dict[int, Any]] = {}  # streams by their numbers, since `within`
+
+    def serve(self, devices: Iterable[torch.device]) -> None:
+        """Work on ``devices`` from now on, and on no others. Warns where this thread's own device is another one."""
+        known = {device: streams_of(device) for device in devices}
+        self._kinds = {device: kind for device, kind in known.items() if kind is not None}
+        new = {device: kind for device, kind in self._kinds.items() if device not in self._side}
+        if new and not any(kind.is_current(device) for device, kind in self._kinds.items()):
+            device = next(iter(new))
+            warnings.warn(ELSEWHERE.format(device=device, kind=device.type), stacklevel=2)
+        for device, kind in new.items():
+            self._side[device], self._noted[device] = kind.new(device), {}
+
+    def note(self, device: torch.device) -> None:
+        """Record the stream that this thread queues into now: tensors that are ready in it will be read."""
+        kind = self._kinds.get(device)
+        if kind is not None and (number := kind.number(device)) not in self._noted[device]:
+            self._noted[device][number] = kind.current(device)
+
+    def follow(self) -> None:
+        """Make work queued within from now on wait for the noted streams, and for this thread's own.
+
+        Also before memory that was allocated within is freed: other streams may have read it.
+        """
+        for device, kind in self._kinds.items():
+            self.note(device)
+            noted, self._noted[device] = self._noted[device], {}
+            for stream in noted.values():
+                kind.wait(self._side[device], kind.record(stream))
+
+    def within(self) -> AbstractContextManager[None]:
+        """Make this thread queue into the side streams inside the context, after :meth:`follow`."""
+        return self._within() if self._kinds else nullcontext()
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        self.follow()
+        with ExitStack() as entered:
+            for device, kind in self._kinds.items():
+                entered.enter_context(kind.within(self._side[device]))
+            yield
+
+    def join(self) -> None:
+        """Make work that this thread queues from now on wait for all that was queued within. The host does not wait."""
+        for device, kind in self._kinds.items():
+            kind.wait(kind.current(device), kind.record(self._side[device]))
+
+
+# The group.
 
 
 class Group:

@@ -9,7 +9,7 @@ from itertools import chain, compress
 import torch
 
 from agmerge.exchanges.routing import Message
-from agmerge.tensors.accumulation import table_of
+from agmerge.tensors.arena import table_of
 from agmerge.tensors.layout import Segment, Slot, TensorClass
 from sparsifiers import Compressor, Kind, kernel
 from sparsifiers.candidates import Candidates, TensorNotes

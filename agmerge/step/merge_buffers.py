@@ -18,18 +18,14 @@ import merging
 from agmerge.backends import Backend
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges import Exchange, ExchangeContext, Ranks
-from agmerge.exchanges.reduce_scatter import ScatterExchange
-from agmerge.exchanges.send_mode import OWN, send_mode
+from agmerge.exchanges.dense import ScatterExchange
+from agmerge.exchanges.routing import OWN, send_mode
 from agmerge.exchanges.table import exchange_of
-from agmerge.step.budgets import Budgets
-from agmerge.step.clocks import clock_for
 from agmerge.step.config import Config
-from agmerge.step.counted_links import Count, CountedBackend, nobody_counts
-from agmerge.step.flat_buffers import FlatBuffers
+from agmerge.step.density_policy import Budgets
+from agmerge.step.flat_buffers import FlatBuffers, SentValues, messages_of, presparsified
+from agmerge.step.group import Count, CountedBackend, SideStreams, clock_for, nobody_counts
 from agmerge.step.kernel_buffers import KernelBuffers
-from agmerge.step.messages import messages_of, presparsified
-from agmerge.step.sent_values import SentValues
-from agmerge.step.side_streams import SideStreams
 from agmerge.tensors.layout import Segment, Slot
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind

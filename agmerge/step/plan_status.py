@@ -8,7 +8,7 @@ from enum import Enum
 
 import merging
 from agmerge.step.config import Config
-from sparsifiers.quantising.choice import NONE
+from sparsifiers.quantising.base import NONE
 
 NO_AGREEMENT = "nothing has been sent: ranks agree on it in the first step"
 

@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from agmerge.step import dense_cutoff
+from agmerge.step import density_policy
 from agmerge.step.config import TWO_LEVEL, Config
-from agmerge.tensors.dtensors import is_dtensor, why_not_exchangeable
 from agmerge.tensors.nonfinite import SKIP
-from agmerge.tensors.parameters import ParameterInfo
+from agmerge.tensors.parameters import ParameterInfo, is_dtensor, why_not_exchangeable
 from sparsifiers import Kind
 from sparsifiers.name_patterns import advice
 
@@ -20,7 +19,8 @@ def assign_classes(config: Config, members: Iterable[ParameterInfo]) -> list[Par
     """Return the parameters, each with its treatment. A rule of the script's own is asked once for each of them."""
     compression, members = config.compression, list(members)
     if compression.partial is not None:
-        return dense_cutoff.assign_classes(members, compression.partial, compression.density.target, compression.dense)
+        target, dense = compression.density.target, compression.dense
+        return density_policy.assign_classes(members, compression.partial, target, dense)
     placed = []
     for member in members:
         kind = _kind_of(config, member)
@@ -44,7 +44,7 @@ def with_cutoff_for(config: Config, members: Sequence[ParameterInfo], *, warns: 
         return config
     target, dense = compression.density.target, compression.dense
     return config.changed(
-        partial=dense_cutoff.with_cutoff_for(members, compression.partial, target, dense, warns=warns)
+        partial=density_policy.with_cutoff_for(members, compression.partial, target, dense, warns=warns)
     )
 
 

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from agmerge.exchanges import Noise
-from agmerge.exchanges.all_reduce import in_rank_order
 from agmerge.exchanges.base import AHEAD
+from agmerge.exchanges.dense import sum_in_rank_order
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.node_shards import NodeShards
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.round import GradientOf, Round
-from agmerge.tensors.difference import Difference, as_tensor
+from agmerge.tensors.arena import Difference, as_tensor
 from agmerge.tensors.layout import Slot
 from agmerge.tensors.nonfinite import is_finite
-from sparsifiers.compensation import Alongside
+from sparsifiers.memories import Alongside
 
 
 class TwoLevelRound(Round):
@@ -121,7 +121,7 @@ class TwoLevelRound(Round):
 
     def _of_all_shards(self, noises: Sequence[Noise]) -> list[Noise]:
         """Collective. Return the noise of all shards of this node, added up from that of each rank's own shard."""
-        own = in_rank_order(torch.stack([noise.squares for noise in noises]))
+        own = sum_in_rank_order(torch.stack([noise.squares for noise in noises]))
         squares, size = self._shards.add_up(own)
         self.totals.sent(size, 0)
         return [replace(noises[0], squares=squares)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat buffers of one tensor class (tensor class): two halves, one update, and the only writer of residuals.
+"""Flat buffers of one tensor class: two halves, one update, and the only writer of residuals.
 
 A hook writes ``work = residual + gradient``, in front; what was sent is subtracted; in ``step()`` the halves change
 places, so that ``work`` is the next residual. Until then no bit of the residual changes, whatever happens. Where the
@@ -8,17 +8,162 @@ memory has a residual, the update has a buffer of its own; until the exchange ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+import ctypes
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
-from agmerge.tensors.difference import Difference
-from agmerge.tensors.flat_memory import Halves, zeros
-from agmerge.tensors.handed_out import HandedOut
 from agmerge.tensors.layout import Segment, Slot, TensorClass
-from sparsifiers import Memory, Momentum, Rate, kernel_message
-from sparsifiers.compensation import NOTHING, SUM, Alongside
+from sparsifiers import Memory, Momentum, Rate, kernel, kernel_message
+from sparsifiers.gpu import LargestKey, Momenta, Scratch, TensorTable, compensate, has_kernels
+from sparsifiers.memories import NOTHING, SUM, Alongside
+
+# Differences, which are written where they are needed, without a temporary.
+
+
+class Difference(NamedTuple):
+    """``minuend - subtrahend``, of one shape and device, in the first one's dtype, which has every value of both."""
+
+    minuend: torch.Tensor
+    subtrahend: torch.Tensor
+
+    def write(self, out: torch.Tensor, notes: kernel.Noting | None = None) -> bool | None:
+        """Write the difference to ``out``, of the minuend's shape and dtype; return whether all is finite, if known.
+
+        ``notes``: record the largest written elements where one pass can do both; else they are forgotten.
+        """
+        finite = kernel.subtract(out, self.minuend, self.subtrahend, notes)
+        if finite is None:
+            torch.sub(self.minuend, self.subtrahend, out=out)
+            if notes is not None:
+                notes.forget()
+        return finite
+
+    def tensor(self) -> torch.Tensor:
+        """Return the difference as a new tensor, in the strides of the minuend."""
+        return self.minuend - self.subtrahend
+
+
+def as_tensor(gradient: torch.Tensor | Difference | None) -> torch.Tensor | None:
+    """Return a gradient as a tensor: a new one of a difference; None stays None."""
+    return gradient.tensor() if isinstance(gradient, Difference) else gradient
+
+
+# Flat memory: how it is taken and returned, views of tensors in it, and two halves that change places.
+
+LINE = 64  # bytes
+
+
+class Halves:
+    """Two flat buffers of ``length`` elements: a step writes the front, and the back is as the last step has left it.
+
+    ``double`` False: both are the same memory, of which nothing is kept. ``slots``: the tensors that lie in it.
+    """
+
+    def __init__(
+        self, length: int, dtype: torch.dtype, device: torch.device, slots: Sequence[Slot], *, double: bool = True
+    ) -> None:
+        self.front = zeros(length, dtype, device)
+        self.back = zeros(length, dtype, device) if double else self.front
+        self.front_of = {slot.index: view(self.front, slot) for slot in slots}  # by slot: views of the tensors
+        self.back_of = {slot.index: view(self.back, slot) for slot in slots} if double else self.front_of
+
+    def swap(self) -> None:
+        """Exchange front and back."""
+        self.front, self.back = self.back, self.front
+        self.front_of, self.back_of = self.back_of, self.front_of
+
+    def revert(self, slot: Slot) -> None:
+        """Make one tensor in front what it is at the back."""
+        self.front_of[slot.index].copy_(self.back_of[slot.index])
+
+    def keep(self, slot: Slot) -> None:
+        """Make one tensor at the back what it is in front, before :meth:`swap`."""
+        self.back_of[slot.index].copy_(self.front_of[slot.index])
+
+
+def zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a 1-D tensor of zeros on a cache line's boundary. On the host, pages take memory once written to.
+
+    ``torch.zeros`` would write all of it at once, while all gradients of the first step are still in memory.
+    """
+    if device.type != "cpu":
+        return torch.zeros(length, dtype=dtype, device=device)
+    size = length * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(size + LINE, dtype=np.uint8))  # of calloc's
+    start = -raw.data_ptr() % LINE
+    return raw[start : start + size].view(dtype)
+
+
+def trim() -> None:
+    """Return freed memory to the system. Does nothing where the C library is not glibc.
+
+    glibc keeps freed memory between two allocations that are in use: as much as all gradients, after a step that has
+    copied them one by one to where their updates will be.
+    """
+    if sys.platform == "linux":
+        give = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if give is not None:
+            give(ctypes.c_size_t(0))
+
+
+def view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """Return the tensor of ``slot`` in ``flat``, in its shape and C order: a view."""
+    return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+
+
+# Memory of updates, which a script gets as ``p.grad``: who still refers to it when the next step writes there.
+#
+# As in plain torch, a gradient that a script keeps by reference after ``step()`` and ``zero_grad()`` stays as it is:
+# the next updates are written elsewhere. Use counts show that, at some tens of nanoseconds a tensor.
+
+_count_of_storage = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def references(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the largest reference count among ``tensors``, those of the values of a dictionary."""
+    return max(map(sys.getrefcount, tensors), default=0)  # in C: for each step and tensor
+
+
+class HandedOut:
+    """Flat memory of the updates of ``slots``, all in ``flat``, and whether others than this object refer to it.
+
+    ``views``: by slot, what a parameter's ``grad`` becomes.
+    """
+
+    def __init__(self, flat: torch.Tensor, slots: Sequence[Slot]) -> None:
+        # `.data`: each with a version of its own, which shows whether a script has written to it.
+        self.views = {slot.index: view(flat, slot).data for slot in slots}
+        self._flat = flat
+        self._own_aliases = self._aliases()  # of this library, as long as nothing was handed out
+
+    def is_kept(self, parameters: Mapping[int, torch.Tensor]) -> bool:
+        """Return whether the script still refers to an update, or to a view or an alias of it.
+
+        ``parameters``: by slot, the script's own. What is still a parameter's ``grad`` does not count, for backward
+        passes write to that anyway.
+        """
+        if self._aliases() > self._own_aliases:
+            return True
+        if references(self.views.values()) <= UNSHARED:
+            return False
+        others = {i: one for i, one in self.views.items() if i in parameters and parameters[i].grad is not one}
+        return references(others.values()) > UNSHARED + 1  # `others` refers to each, too
+
+    def _aliases(self) -> int:
+        """Return how many tensors there are in this memory; 0 where torch does not say so."""
+        if _count_of_storage is None:
+            return 0
+        return int(_count_of_storage(self._flat.untyped_storage()._cdata))
+
+
+UNSHARED = references({0: torch.empty(0)}.values())  # count of a tensor that only a dictionary refers to
+
+
+# The arena.
 
 MOMENTA = ("averaged_momentum", "momentum")  # kinds of state: equal on all ranks, and of this rank's own gradients
 
@@ -282,3 +427,59 @@ class Arena:
 
     def _momentum_of(self, slot: Slot, momenta: Halves) -> Momentum:
         return Momentum(momenta.back_of[slot.index], momenta.front_of[slot.index], self.rate_of(slot))
+
+
+# Several tensors of one class at once: in few launches on a device, in few calls on the host.
+
+Gradients = Sequence[tuple[Slot, "torch.Tensor | None"]]  # of tensors of one class; None: the tensor has none
+
+
+def table_of(slots: Sequence[Slot]) -> TensorTable:
+    """Return the begins and lengths of adjacent tensors, in elements from the first one on."""
+    offsets = [slot.offset - slots[0].offset for slot in slots]
+    return TensorTable(offsets, [slot.numel for slot in slots], slots[0].tensor_class.device)
+
+
+def accumulate_together(
+    arena: Arena, gradients: Gradients, table: TensorTable, largest: LargestKey, scratch: Scratch | None
+) -> torch.Tensor:
+    """Accumulate adjacent tensors on a device in few launches, else as :meth:`Arena.accumulate` does.
+
+    ``table``: the tensors, as :func:`table_of` returns them. ``largest``: takes the largest magnitude of the merge
+    buffer on the device. ``scratch``: of their slice of ``work``, if a sparsifier selects from it directly. Returns
+    their largest magnitude, 0-dim.
+    """
+    slots = [slot for slot, _ in gradients]
+    part = slice(min(slot.offset for slot in slots), max(slot.end for slot in slots))
+    work = arena.work[part]
+    if scratch is not None:
+        scratch.forget()
+    formula = arena.memory.one_formula(map(arena.rate_of, slots)) if has_kernels(work) else None
+    alike = all(gradient is None or gradient.dtype == arena.tensor_class.dtype for _, gradient in gradients)
+    if formula is not None and formula.has_kernel and alike:
+        rows = [None if gradient is None else gradient.contiguous() for _, gradient in gradients]
+        residual, momenta = None if arena.residual is None else arena.residual[part], None
+        if formula.rate is not None and arena.momenta is not None:
+            momenta = Momenta(arena.momenta.back[part], arena.momenta.front[part], *formula.rate)
+        compensate(table, rows, residual, work, largest=largest, scratch=scratch, momenta=momenta)
+        return largest.magnitude
+    if arena.is_sum:
+        add_up(arena, gradients)
+    else:
+        for slot, gradient in gradients:
+            arena.accumulate(slot, gradient)
+    magnitude: torch.Tensor = torch.linalg.vector_norm(work, torch.inf)
+    return magnitude
+
+
+def add_up(arena: Arena, gradients: Gradients) -> None:
+    """Write ``work`` of several tensors where :attr:`Arena.is_sum`: the gradient, plus the residual if there is one."""
+    given = [(arena.work_of(slot), gradient) for slot, gradient in gradients if gradient is not None]
+    missing = [arena.work_of(slot) for slot, gradient in gradients if gradient is None]
+    if given:
+        torch._foreach_copy_([view for view, _ in given], [gradient for _, gradient in given])
+    if missing:
+        torch._foreach_zero_(missing)
+    if arena.memory.has_residual:
+        pairs = [(arena.values.front_of[slot.index], arena.values.back_of[slot.index]) for slot, _ in gradients]
+        torch._foreach_add_([work for work, _ in pairs], [residual for _, residual in pairs])

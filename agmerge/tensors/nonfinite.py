@@ -2,7 +2,7 @@
 """Find gradients that are infinite or NaN, and record the names of their parameters.
 
 A rank announces one in the messages of the step, so that no extra collective is needed. Messages of early merge buffers
-may have left by then: :mod:`agmerge.step.nonfinite_verdict` waits for all messages.
+may have left by then: :mod:`agmerge.step.gradient_exchange` waits for all messages.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the parameters of an optimizer, and the list of those that take part."""
+"""Parameters of an optimizer: their names, those that take part, this rank's shards of them, and fingerprints."""
 
 from __future__ import annotations
 
@@ -9,10 +9,180 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from agmerge.tensors.dtensors import is_dtensor, local_of, shard_of
-from sparsifiers import Kind
+from sparsifiers import Kind, kernel
+from sparsifiers.kernel_message import checksum
+
+# Shards of DTensors. A plain tensor is its own shard.
+#
+# FSDP2 makes parameters and gradients DTensors. Their class belongs to ``torch.distributed``, which this room may not
+# import: they are recognised by ``to_local``, a method that a plain tensor does not have.
+
+FSDP1 = (
+    "parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which is not supported, because it flattens "
+    "parameters. Shard the model with torch.distributed.fsdp.fully_shard (FSDP2)."
+)
+REPLICATED = (
+    "parameter {name!r} is replicated over mesh dimension {dimension!r}, over which FSDP already averages gradients. "
+    "Pass the mesh of the shards to fully_shard, such as mesh['shard'], and the mesh of the replicas as process_set=, "
+    "such as mesh['replicate']."
+)
+PARTIAL = (
+    "parameter {name!r} is a partial sum over mesh dimension {dimension!r} ({placement}), which is not supported. "
+    "Redistribute it first, to shards of the sum."
+)
+OTHER_PLACEMENTS = (
+    "parameter {name!r} has the placements {own}, but its gradient has {gradients}, so a rank lacks the gradient of "
+    "its own shard. Redistribute the gradient first."
+)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a DTensor, spread over several ranks."""
+    return hasattr(tensor, "to_local")
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of ``tensor``, a view without autograd history; a plain tensor itself."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    if not torch.is_grad_enabled():
+        return tensor.to_local()  # type: ignore[no-any-return]
+    with torch.no_grad():
+        return tensor.to_local()  # type: ignore[no-any-return]
+
+
+def like(whole: Any, local: torch.Tensor) -> torch.Tensor:
+    """Return ``local``, this rank's shard, as a DTensor with the mesh and placements of ``whole``; nothing is copied.
+
+    Where ``whole`` is a plain tensor, ``local`` itself.
+    """
+    if not hasattr(whole, "to_local"):
+        return local
+    made: torch.Tensor = type(whole).from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return made
+
+
+def set_gradient(parameter: torch.Tensor, local: torch.Tensor | None) -> None:
+    """Make ``local`` this rank's shard of ``parameter.grad``; None: no gradient."""
+    parameter.grad = None if local is None else like(parameter, local)
+
+
+class Gradients:
+    """Setter of parameters' gradients. DTensors are made once and kept, for making one costs as much as a hook."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter: local shard, and its DTensor
+
+    def set(self, parameter: torch.Tensor, local: torch.Tensor | None) -> None:
+        """Make ``local`` this rank's shard of ``parameter.grad``; None: no gradient."""
+        if local is None or not hasattr(parameter, "to_local"):
+            parameter.grad = local
+            return
+        if parameter.grad is not None and local_of(parameter.grad) is local:
+            return  # it was written there, so the gradient is the right one already
+        made = self._made.get(id(parameter))
+        if made is None or made[0] is not local:
+            made = self._made[id(parameter)] = (local, like(parameter, local))
+        parameter.grad = made[1]
+
+
+def gradient_of(parameter: Any, name: str) -> torch.Tensor | None:
+    """Return this rank's shard of ``parameter.grad``; ``ValueError`` if its placements are not the parameter's.
+
+    ``name``: for the error.
+    """
+    gradient = parameter.grad
+    if gradient is None or not hasattr(gradient, "to_local"):
+        return gradient  # type: ignore[no-any-return]
+    if gradient.placements != parameter.placements:
+        own = _text(parameter.placements)
+        raise ValueError(OTHER_PLACEMENTS.format(name=name, own=own, gradients=_text(gradient.placements)))
+    return local_of(gradient)
+
+
+def shard_of(parameter: Any) -> str:
+    """Return which shard this rank has, such as ``"shard 0/2 S(0)"``; "" for a plain parameter.
+
+    For each dimension of the mesh: its name, this rank's coordinate, its size, and the placement of the tensor along
+    it.
+    """
+    if not hasattr(parameter, "to_local"):
+        return ""
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or [f"mesh dimension {number}" for number in range(mesh.ndim)]
+    places = zip(names, mesh.get_coordinate() or [], mesh.shape, parameter.placements, strict=True)
+    return ", ".join(f"{name} {place}/{size} {placement}" for name, place, size, placement in places)
+
+
+def why_not_exchangeable(parameter: Any, name: str) -> str:
+    """Return why ranks with the same shard cannot combine updates of ``parameter``; "" if they can."""
+    if hasattr(parameter, "_is_flat_param") or hasattr(parameter, "_fsdp_flattened"):
+        return FSDP1.format(name=name)
+    if not hasattr(parameter, "to_local"):
+        return ""
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or range(mesh.ndim)
+    for dimension, placement in zip(names, parameter.placements, strict=True):
+        if placement.is_replicate():
+            return REPLICATED.format(name=name, dimension=dimension)
+        if placement.is_partial():
+            return PARTIAL.format(name=name, dimension=dimension, placement=placement)
+    return ""
+
+
+def _text(placements: Any) -> str:
+    return f"({', '.join(map(str, placements))})"
+
+
+# Fingerprints, computed on a tensor's own device: replicas compare them in place of the tensors.
+
+WORD = 8  # bytes
+CHUNK = 1 << 19  # words that are read at a time without compiled loops: each takes three times its own memory
+
+
+def fingerprints(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return 128 bits for each of ``tensors``: int64[n, 2], on the host.
+
+    They are the checksum of its bytes, and that of its bytes but the first four. One or two differing bits always
+    change them; any other difference does with probability 1 - 2**-64. Integer sums make them equal in any order of
+    addition and on every device. Of a DTensor the local shard counts. Copies only tensors that are not contiguous.
+    """
+    octets = [_octets(local_of(tensor).detach()) for tensor in tensors]
+    pairs = [torch.stack([_checksum(one), _checksum(one[WORD // 2 :])]) for one in octets]  # devices are not waited for
+    return torch.stack([pair.cpu() for pair in pairs]) if pairs else torch.empty(0, 2, dtype=torch.int64)
+
+
+def _octets(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of ``tensor``, in the order of its elements: uint8[n]."""
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # one element counts as contiguous with any stride
+    return flat.view(torch.uint8)
+
+
+def _checksum(octets: torch.Tensor) -> torch.Tensor:
+    """Return :func:`sparsifiers.kernel_message.checksum` of ``octets``, uint8[n], on their device: int64[]."""
+    if kernel.plain(octets, dtype=torch.uint8):
+        found = checksum(octets)
+        return torch.tensor(found - (found >> 63 << 64))
+    return _checksum_by_torch(octets)
+
+
+def _checksum_by_torch(octets: torch.Tensor) -> torch.Tensor:
+    """Return the same with torch's operations, chunk by chunk, so that little memory is needed: int64[]."""
+    total = torch.zeros((), dtype=torch.int64, device=octets.device)
+    for first in range(0, len(octets), CHUNK * WORD):
+        part = octets[first : first + CHUNK * WORD]
+        words = pad(part, (0, -len(part) % WORD)).clone().view(torch.int64)  # a copy begins at a multiple of a word
+        weights = torch.arange(len(words), device=octets.device) * 2 + (2 * first // WORD + 1)
+        total = total + (words * weights).sum()
+    return total
+
+
+# Names, and parameters that take part.
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 import sparsifiers
 from accuracy.parity_tasks import TASKS, Case
 from accuracy.parity_updates import updates
-from agmerge.exchanges.low_rank.factors import matrix_shape, rank_of
+from agmerge.exchanges.low_rank.bases import matrix_shape, rank_of
 from agmerge.exchanges.message.format import slot_bytes
 from agmerge.step.config import is_small
 

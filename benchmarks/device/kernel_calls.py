@@ -11,7 +11,7 @@ from sparsifiers import gpu
 from sparsifiers.gpu import records
 from sparsifiers.gpu.block_table import BlockRun, BlockTable
 from sparsifiers.gpu.kernels import add as add_kernel
-from sparsifiers.quantising.blocks import blocks_in
+from sparsifiers.quantising.base import blocks_in
 from sparsifiers.quantising.draws import Draws
 from sparsifiers.quantising.eden import Eden
 

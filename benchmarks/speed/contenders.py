@@ -187,7 +187,7 @@ def passes(work: Any, optimizer: Any, *, density: float) -> tuple[int, Step, Fig
     """
     import torch
 
-    from agmerge.tensors.flat_memory import zeros
+    from agmerge.tensors.arena import zeros
     from sparsifiers import kernel, kernel_updates
 
     parameters = list(work.model.parameters())
@@ -223,7 +223,7 @@ def passes(work: Any, optimizer: Any, *, density: float) -> tuple[int, Step, Fig
 def agmerge(work: Any, optimizer: Any, backend: str = "torch", **options: Any) -> tuple[int, Step, Figures]:
     """This library."""
     import agmerge as library
-    from agmerge.exchanges.send_mode import OWN, send_mode
+    from agmerge.exchanges.routing import OWN, send_mode
 
     library.init(backend)
     named = list(work.model.named_parameters())

@@ -1,2 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planners, one a file, which partition the tensors of a model into merge buffers; published ones are in `papers`."""
+"""Planners, which partition the tensors of a model into merge buffers.
+
+* `exact`: the optimum, and `agmerge`.
+* `simple`: `layerwise`, `single`, `count` and `threshold`.
+* `papers`: published ones. `search`: functions that planners share.
+"""

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Eden is written with AVX2: eight registers of a block at a time, the others lie in the first-level cache.
-   See eden.py and rotation.py for each operation; the order of additions is theirs. */
+   See eden.py for each operation and the order of additions. */
 
 #include "kernel_quantise_codes.h"
 

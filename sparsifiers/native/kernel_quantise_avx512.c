@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Eden is written with AVX-512: a block of 256 lies in 16 registers. See eden.py and rotation.py for each
-   operation; the order of additions is theirs. */
+/* Eden is written with AVX-512: a block of 256 lies in 16 registers. See eden.py for each operation
+   and the order of additions. */
 
 #include "kernel_quantise_codes.h"
 

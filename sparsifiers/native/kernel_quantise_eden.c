@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Eden for any machine, in plain C: see eden.py. The sums of H are of integers when it is read, exact in any order;
-   when it is written they have the order of rotation.py.
+   when it is written they have the order of `hadamard` there.
 
    A block is a matrix of 16 columns. Butterflies of distance 1 to 8 are between its columns, and those of more
    between its rows. For the former it is transposed, so that compilers find neighbours that are computed alike. */

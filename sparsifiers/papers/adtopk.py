@@ -4,8 +4,8 @@
 Ming, Hu, Zhou, Zheng and Feng, "ADTopk: All-Dimension Top-k Compression for High-Performance Data-Parallel DNN
 Training", HPDC'24. Global top-k leaves whole rows (output channels, neurons) without an update for many steps;
 rows alone keep far less of the gradient. From the paper: rows as dimensions, the longer axis as the searched
-one, interleaving, reuse of the threshold. Ours: exactly k in all, dealt to the rows in turn (`rows.deal`), the
-reuse rule (`threshold_reuse`), and floor-and-fill.
+one, interleaving, reuse of the threshold. Ours: exactly k in all, dealt to the rows in turn (`rows_host.deal`), the
+reuse rule (`candidates.reuse_threshold`), and floor-and-fill.
 """
 
 from __future__ import annotations
@@ -13,16 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsifiers import threshold_reuse
-from sparsifiers.arguments import Request
-from sparsifiers.base import Selection, Sparsifier
-from sparsifiers.estimated import padded
+from sparsifiers import candidates
+from sparsifiers.base import Request, Selection, Sparsifier
+from sparsifiers.estimated import Keyed, padded
+from sparsifiers.exact_topk import bit_view, magnitude_mask
 from sparsifiers.largest import select_largest_on_device, select_rows_on_device
-from sparsifiers.magnitude import bit_view, magnitude_mask
-from sparsifiers.rows import matrices
-from sparsifiers.rows_device import maxima_and_largest_on_device
-from sparsifiers.rows_host import largest_in_rows, maxima_and_largest
-from sparsifiers.stateful import Keyed
+from sparsifiers.rows_host import largest_in_rows, matrices, maxima_and_largest, maxima_and_largest_on_device
 
 
 class AdTopKRow(Sparsifier):
@@ -72,7 +68,7 @@ class AdTopK(Keyed):
         if request.step % 2 == 0:
             return _row_wise(vector, request, request.step // 2)
         known = self._recall(request.key, vector.numel()) if self.reuse else None
-        reused = threshold_reuse.reuse(vector, request.k, known[0] if known else None)
+        reused = candidates.reuse_threshold(vector, request.k, known[0] if known else None)
         if self.reuse and reused.threshold is not None:
             self._keep(request.key, vector.numel(), reused.threshold)
         return padded(reused.indices, request.k)

@@ -6,10 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsifiers.arguments import Request
-from sparsifiers.estimated import Estimated
-from sparsifiers.estimator_sample import Sample
-from sparsifiers.threshold_correction import corrected
+from sparsifiers.base import Request
+from sparsifiers.estimated import Estimated, Sample, corrected
 
 EVALUATIONS = 6
 

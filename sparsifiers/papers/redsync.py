@@ -6,10 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsifiers.arguments import Request
-from sparsifiers.estimated import Estimated, number
-from sparsifiers.estimator_sample import Sample
-from sparsifiers.threshold_correction import reaching
+from sparsifiers.base import Request
+from sparsifiers.estimated import Estimated, Sample, number, reaching
 
 EVALUATIONS = 24  # 2**24 keys are two octaves halved to the last bit
 

@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from sparsifiers import gpu
-from sparsifiers.arguments import Request
-from sparsifiers.base import Selection
+from sparsifiers.base import Request, Selection
+from sparsifiers.candidates import key_from, reuse_threshold
 from sparsifiers.device import bracket, keys_of, take
-from sparsifiers.estimated import key_floor, number, padded
-from sparsifiers.exact_topk import scan
+from sparsifiers.estimated import Keyed, key_floor, number, padded
+from sparsifiers.exact_topk import bit_view, magnitude_mask, scan
 from sparsifiers.largest import select_in_kernels
-from sparsifiers.magnitude import bit_view, magnitude_mask
-from sparsifiers.stateful import Keyed
-from sparsifiers.threshold_reuse import key_from, reuse
 
 
 class Threshold(Keyed):
@@ -28,7 +25,7 @@ class Threshold(Keyed):
     nothing at all may be sent. It must suit the scale of the gradients, which changes during training: too
     low a tau is topk, too high a one sends nothing and delays everything.
 
-    Without tau (the default), tau follows k, per key (`threshold_reuse.reuse`): while the last threshold lets 0.8 k
+    Without tau (the default), tau follows k, per key (`candidates.reuse_threshold`): while the last one lets 0.8 k
     to 1.25 k elements through it is used again, cut to k and nudged; outside that band the exact k are
     selected in the same call and the smallest of them is the next threshold. A steady gradient costs one pass
     and no sample: the cheapest method that keeps to k. On a device the last threshold starts a bisection,
@@ -54,7 +51,7 @@ class Threshold(Keyed):
             bits, floor = bit_view(vector).numpy(), key_from(self.tau, vector.dtype) - 1
             return padded(scan(bits, magnitude_mask(vector.dtype), request.k, floor), request.k)
         kept = self._recall(request.key, vector.numel())
-        reused = reuse(vector, request.k, None if kept is None else float(kept[0]))
+        reused = reuse_threshold(vector, request.k, None if kept is None else float(kept[0]))
         if reused.threshold is not None:
             self._keep(request.key, vector.numel(), reused.threshold)
         return padded(reused.indices, request.k)

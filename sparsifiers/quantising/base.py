@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common base of quantisers: blocks become bytes, and bytes the same numbers on every machine."""
+"""Common base of quantisers: tensors become blocks, blocks bytes, and bytes the same numbers on every machine."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
@@ -12,11 +13,67 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsifiers import kernel_quantising
-from sparsifiers.compressor import Compressor, Kind
+from sparsifiers.base import Compressor, Kind
 from sparsifiers.gpu import records
 from sparsifiers.gpu.block_table import BlockRun, BlockTable
-from sparsifiers.quantising.blocks import blocks_in
 from sparsifiers.quantising.draws import Draws, key_within
+
+# Blocks, which share a scale: a pure function of the shape.
+
+VERSION = 2  # of blocks, levels, scales and random words: with another one the same gradients become other bits
+LARGEST = 256  # coordinates of a block; 1024 and 4096 cost 1 % of a small GPT's loss, 64 to 256 nothing
+LEAST = 64  # a scale of 16 bits then costs a quarter of a bit a coordinate
+
+
+def block_size(shape: Sequence[int]) -> int:
+    """Return the coordinates of each block of a tensor of this shape: 64, 128 or 256.
+
+    It is the largest of these that divides a row, so that no block spans two of them: a row without a gradient,
+    of an embedding or an expert, stays exactly zero, and small rows are not drowned by large ones. Where none does, it
+    is 256, and blocks go across rows. A row has one index of the first dimension. Where blocks mix zeros and others,
+    quantisers keep the zeros.
+    """
+    row = math.prod(shape[1:]) if len(shape) > 1 else math.prod(shape)
+    size = math.gcd(row, LARGEST)
+    return size if size >= LEAST else LARGEST
+
+
+def blocks_in(numel: int, size: int) -> int:
+    """Return how many blocks so many elements have; zeros fill up the last one."""
+    return -(-numel // size)
+
+
+# The choice among several compressors, of which training takes one by the time of its steps.
+
+NONE = "none"  # among candidates: every element, as it is
+NARROW = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that quantisers are given; wider ones travel dense
+
+
+class Choice(Compressor):
+    """Choice among candidates that send every element without error feedback, the most exact one first.
+
+    candidates: names of quantisers, after "none" if elements may travel as they are.
+    until_chosen: the one that is used before one is chosen; not "none".
+    """
+
+    name = "auto"
+    kind = Kind.QUANTISED
+
+    def __init__(self, candidates: Sequence[str], until_chosen: str) -> None:
+        self.candidates, self.until_chosen = tuple(candidates), until_chosen
+        if until_chosen not in self.candidates or until_chosen == NONE:
+            raise ValueError(
+                f"until_chosen={until_chosen!r}: expected one of {', '.join(self.candidates)} except {NONE!r}"
+            )
+
+    def is_for(self, dtype: torch.dtype) -> bool:
+        return dtype in NARROW
+
+    def options(self) -> dict[str, object]:
+        return {"candidates": self.candidates, "until_chosen": self.until_chosen}
+
+
+# The base class.
 
 WRITTEN = (
     "__init__",
@@ -99,7 +156,7 @@ class Quantizer(Compressor):
         """Write all blocks of `values`.
 
         values: 1-D, contiguous, of float32, bfloat16 or float16; zeros fill up the last block.
-        size: coordinates of a block, see `sparsifiers.quantising.blocks.block_size`.
+        size: coordinates of a block, see `sparsifiers.quantising.base.block_size`.
         draws: for these blocks, of the sender's own key.
         out: uint8, 1-D, of `record_bytes(size)` for each block.
         squares: float64[1]: the sum of all squares is added to it, right to 2**-20 of it, so it is for nothing that has

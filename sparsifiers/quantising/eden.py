@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Send the signs, or a few levels, of rotated blocks, with the scale that makes them unbiased: ``eden``.
+"""Quantiser of rotated blocks, ``eden``: their signs, or a few levels, with the scale that makes them unbiased.
 
 Vargaftik et al., "EDEN: Communication-Efficient and Robust Distributed Mean Estimation for Federated Learning", ICML
 2022, any number of bits; with one bit it is the same authors' "DRIVE: One-bit Distributed Mean Estimation", NeurIPS
@@ -12,10 +12,38 @@ import torch
 from torch import Tensor
 
 from sparsifiers.quantising.base import Quantiser
-from sparsifiers.quantising.draws import Draws
+from sparsifiers.quantising.draws import NAN, SCALE, Draws
 from sparsifiers.quantising.levels import FLAT, LEAST, LEVELS, MOST, SPIKE, thresholds
-from sparsifiers.quantising.rotation import folded, hadamard
-from sparsifiers.quantising.scales import NAN, SCALE
+
+# Rotations by a Hadamard matrix, with a fixed order of additions: torch's operations and compiled loops agree.
+
+
+def hadamard(rows: Tensor) -> Tensor:
+    """Return the product of each of ``rows``, (n, size), with the Hadamard matrix of that size, a power of two.
+
+    It is not normalised: applied twice it multiplies by ``size``. Sylvester's construction by butterflies of distance
+    1, 2, 4, ... (Fino and Algazi, 1976): each is one addition and one subtraction, so rounding has one order.
+    """
+    count, size = rows.shape
+    distance = 1
+    while distance < size:
+        pairs = rows.view(count, size // (2 * distance), 2, distance)
+        left, right = pairs[:, :, 0], pairs[:, :, 1]
+        rows = torch.stack((left + right, left - right), dim=2).view(count, size)
+        distance *= 2
+    return rows
+
+
+def folded(rows: Tensor) -> Tensor:
+    """Return the sums of ``rows``, (n, size), size a power of two: (n,). Halves are added: rounding has one order."""
+    half = rows.shape[1]
+    while half > 1:
+        half //= 2
+        rows = rows[:, :half] + rows[:, half : 2 * half]
+    return rows[:, 0]
+
+
+# The quantiser.
 
 NOISE = {1: 0.571, 2: 0.133, 3: 0.036, 4: 0.0096}  # see `Quantiser.noise`
 MIXED = 1  # bit of a record's first byte, the last one of its scale

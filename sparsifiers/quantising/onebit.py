@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsifiers.quantising.base import Quantiser
-from sparsifiers.quantising.draws import Draws
-from sparsifiers.quantising.integers import packed, unpacked
-from sparsifiers.quantising.rotation import folded
-from sparsifiers.quantising.scales import SCALE, as_bits, as_scale, bounded
+from sparsifiers.quantising.draws import SCALE, Draws, as_bits, as_scale, bounded
+from sparsifiers.quantising.eden import folded
+from sparsifiers.quantising.linear import packed, unpacked
 
 LAST_OFF, SIGN = -2, -(1 << 15)  # of 16 bits: all but the last one; the first one
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparsifiers.quantising.draws import Draws
-from sparsifiers.quantising.integers import Integers
-from sparsifiers.quantising.rotation import folded
-from sparsifiers.quantising.scales import LEAST, MOST, as_scale, bounded, steps_of
+from sparsifiers.quantising.draws import LEAST, MOST, Draws, as_scale, bounded, steps_of
+from sparsifiers.quantising.eden import folded
+from sparsifiers.quantising.linear import Integers
 
 # By norm and bits, see `Quantiser.noise`. By the maximum, 2 bits are TernGrad's levels.
 NOISE = {

@@ -9,7 +9,7 @@ import pytest
 
 from agmerge.backends import local
 from agmerge.engine import script_reads
-from agmerge.planning import cost_probe, plan_trial, probe_budget
+from agmerge.planning import cost_probe, plan_trial
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def probes_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Between threads that share Python's lock that takes longer than all else a test does.
     """
-    monkeypatch.setattr(probe_budget, "SHARE", math.inf)
+    monkeypatch.setattr(cost_probe, "SHARE", math.inf)
     monkeypatch.setattr(cost_probe, "RUNS", 2)
     for never in ("HOPELESS", "SURE"):
         monkeypatch.setattr(plan_trial, never, math.inf)

@@ -19,7 +19,7 @@ from typing import Any
 
 from run_tests import WHOLE
 
-from agmerge.backends.horovod_mpi import SLEEPING
+from agmerge.backends.horovod import SLEEPING
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

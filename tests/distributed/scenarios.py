@@ -19,7 +19,7 @@ from torch import nn
 
 import agmerge
 import merging
-from agmerge.planning import probe_budget
+from agmerge.planning import cost_probe
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parents[2] / "examples")]
 from collective_scenarios import every_collective  # noqa: E402
@@ -385,7 +385,7 @@ def collectives() -> dict[str, Any]:
 def main(folder: Path, *names: str) -> None:
     """Run the scenarios of these names, all of ``SCENARIOS`` if there are none, and write what they returned."""
     torch.set_num_threads(1)
-    probe_budget.SECONDS, probe_budget.SHARE = 0.1, 1e3  # plans need not be good ones, and soon
+    cost_probe.SECONDS, cost_probe.SHARE = 0.1, 1e3  # plans need not be good ones, and soon
     agmerge.init()
     for name in names or SCENARIOS:
         found = (SCENARIOS | NAMED)[name]()

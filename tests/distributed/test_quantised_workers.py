@@ -15,7 +15,7 @@ from test_workers import need
 
 import merging
 import sparsifiers
-from agmerge.exchanges.send_mode import send_mode
+from agmerge.exchanges.routing import send_mode
 
 Results = dict[str, list[Any]]
 

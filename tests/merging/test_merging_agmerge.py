@@ -19,10 +19,8 @@ from support.planning_problems import instance
 import merging
 from merging import MODES, Costs, Plan, Profile, predict
 from merging.pieces import pieces_of, run_to_end
-from merging.planners.agmerge import AGMerge, equal_counts
-from merging.planners.exact import optimum
-from merging.planners.search.frontier import Spent, Work
-from merging.planners.search.greedy import greedy
+from merging.planners.exact import AGMerge, equal_counts, optimum
+from merging.planners.search.frontier import Spent, Work, greedy
 
 EXACT, GREEDY = merging.get("exact"), merging.get("agmerge", solver="greedy")
 QUICK = settings(deadline=None)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import merging
-from merging.dense_choice import choose_dense
+from merging.timeline import choose_dense
 
 MODES = ("dense", "ahead", "behind")
 

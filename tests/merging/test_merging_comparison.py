@@ -12,8 +12,7 @@ from support.planning_problems import measured
 
 import merging
 from merging import Curve, Measurements, Plan, Profile, predict
-from merging.comparison import Row, compare, table
-from merging.drawing import svg, ticks
+from merging.drawing import Row, compare, comparison_table, svg, ticks
 from merging.measured import step_end
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -77,15 +76,15 @@ def test_table_is_aligned_and_says_what_the_rows_say() -> None:
         Row("agmerge", "ahead", Plan((2, 1), (True, False)), 0.0125, 1.0, 0.001),
         Row("single", "behind", Plan((3,)), 0.12, 9.6, 0.0),
     )
-    assert table(rows).splitlines() == [
+    assert comparison_table(rows).splitlines() == [
         "planner  mode    finish (ms)  finish / best  exposed (ms)  merge buffers  uncompressed",
         "agmerge  ahead        12.500          1.000         1.000              2             1",
         "single   behind      120.000          9.600         0.000              1             0",
     ]
     given = allowed(("ahead", "behind"))
-    lines = table(compare(given)).splitlines()
+    lines = comparison_table(compare(given)).splitlines()
     assert len(lines) == 1 + len(compare(given)) and len({len(line) for line in lines}) == 1
-    assert len(table(()).splitlines()) == 1
+    assert len(comparison_table(()).splitlines()) == 1
 
 
 @pytest.mark.parametrize("modes", MODES, ids=repr)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from merging import Costs, Curve
-from merging.curve import isotonic
+from merging.measured import isotonic
 
 QUICK = settings(deadline=None)
 RUNS = st.lists(st.floats(0, 1e3), min_size=1, max_size=4)

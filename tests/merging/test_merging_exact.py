@@ -17,11 +17,9 @@ from support.planning_problems import instance
 import merging
 from merging import MODES, Costs, Plan, Profile, predict
 from merging.pieces import run_to_end
-from merging.planners.search.bounds import bound
-from merging.planners.search.edges import edges_of, turned
-from merging.planners.search.frontier import Work, unbeaten
+from merging.planners.search.frontier import Work, bound, edges_of, turned, unbeaten
 from merging.planners.search.tables import tables
-from merging.size_limit import LIMIT
+from merging.timeline import LIMIT
 
 EXACT = merging.get("exact")
 

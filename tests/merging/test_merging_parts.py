@@ -14,8 +14,7 @@ from support.planning_problems import plans_and_profiles
 
 import merging
 from merging import Costs, Plan, Profile, divide, predict
-from merging.message_split import GAIN, SMALLEST
-from merging.size_limit import cut
+from merging.timeline import GAIN, SMALLEST, cut
 
 QUICK = settings(deadline=None)
 
@@ -187,7 +186,7 @@ def test_a_division_costs_few_predictions(monkeypatch: pytest.MonkeyPatch) -> No
         calls.append(arguments)
         return predict(*arguments)
 
-    monkeypatch.setattr("merging.message_split.predict", counted)
+    monkeypatch.setattr("merging.timeline.predict", counted)
     profile, wire = typical(10e-9)
     divide(Plan((1,) * 5), profile, wire, "behind")
     assert len(calls) == 1 + 3  # the other four are too small to divide

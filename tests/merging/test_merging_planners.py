@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 import merging
 from merging import MODES, Costs, Plan, Planner, Profile, registry
-from merging.planners.count import even_counts
-from merging.planners.threshold import threshold_counts
-from merging.size_limit import LIMIT, cut, cut_counts
+from merging.planners.simple import even_counts, threshold_counts
+from merging.timeline import LIMIT, cut, cut_counts
 
 QUICK = settings(deadline=None)
 

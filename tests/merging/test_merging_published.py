@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import merging
-from merging import Cost, Costs, Plan, Profile, budgets, predict
+from merging import Cost, Costs, Plan, Profile, dense_cutoff, predict
 from merging.planners.papers import dear
 from merging.planners.papers.agtf import excess
 
@@ -356,15 +356,15 @@ def test_agtf_without_a_limit_is_the_optimum() -> None:
 
 
 def test_importance_gives_more_to_what_matters() -> None:
-    assert budgets.loads([100, 100], [3.0, 1.0], 0.02).tolist() == [3, 1]
-    assert budgets.loads([100, 300], [0.0, 0.0], 0.1).tolist() == [10, 30]
-    assert budgets.loads([1000, 1000], [1e9, 1.0], 0.01, most=0.015).tolist() == [15, 5]
-    assert budgets.loads([1000, 1000], [1.0, 0.0], 0.01, least=0.001).tolist() == [19, 1]
+    assert dense_cutoff.loads([100, 100], [3.0, 1.0], 0.02).tolist() == [3, 1]
+    assert dense_cutoff.loads([100, 300], [0.0, 0.0], 0.1).tolist() == [10, 30]
+    assert dense_cutoff.loads([1000, 1000], [1e9, 1.0], 0.01, most=0.015).tolist() == [15, 5]
+    assert dense_cutoff.loads([1000, 1000], [1.0, 0.0], 0.01, least=0.001).tolist() == [19, 1]
     rng = np.random.default_rng(1)
     numel, energy = rng.integers(1000, 10**6, 50), rng.exponential(1.0, 50)
-    given = budgets.loads(numel, energy, 0.01, least=0.001, most=0.1)
+    given = dense_cutoff.loads(numel, energy, 0.01, least=0.001, most=0.1)
     assert abs(given.sum() - 0.01 * numel.sum()) <= 51
     assert (given >= np.floor(0.001 * numel)).all() and (given <= 0.1 * numel + 1).all()
     for arguments in (([1], [1.0, 2.0], 0.1), ([1], [-1.0], 0.1), ([1], [1.0], 1.5), ([1], [float("nan")], 0.1)):
         with pytest.raises(ValueError, match="importance"):
-            budgets.loads(*arguments)
+            dense_cutoff.loads(*arguments)

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from agmerge.engine.backward_passes import BackwardPasses
+from agmerge.engine.grad_hooks import BackwardPasses
 
 
 @contextmanager

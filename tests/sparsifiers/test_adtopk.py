@@ -16,7 +16,7 @@ from torch import Tensor
 import sparsifiers
 from sparsifiers import Sparsifier
 from sparsifiers.papers import adtopk
-from sparsifiers.rows_device import largest_in_rows_on_device
+from sparsifiers.rows_host import largest_in_rows_on_device
 
 SHAPES = [(64, 3, 3, 3), (16,), (200, 30), (24,), (10, 40), (10,)]
 N = sum(math.prod(shape) for shape in SHAPES)

@@ -9,10 +9,8 @@ from torch import Tensor
 
 import sparsifiers
 from sparsifiers import Memory, Rate
-from sparsifiers.compensation import SUM, Formula
-from sparsifiers.dgc_memory import DGCMemory
 from sparsifiers.gpu import Scratch
-from sparsifiers.memories import Decaying, HandBack, NoMemory, Residual, ResidualGTopK
+from sparsifiers.memories import SUM, Decaying, DGCMemory, Formula, HandBack, NoMemory, Residual, ResidualGTopK
 
 OPTIMIZERS = [Rate(0.5, True), Rate(0.5, True)]  # what the optimizer says of two tensors
 

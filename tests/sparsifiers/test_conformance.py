@@ -14,7 +14,7 @@ from torch import Tensor
 
 import sparsifiers
 from sparsifiers import Request, Selection, conformance
-from sparsifiers.topk import TopK
+from sparsifiers.largest import TopK
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

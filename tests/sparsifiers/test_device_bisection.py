@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers.arguments import Request
+from sparsifiers.base import Request
 from sparsifiers.device import bracket, keys_of, take
-from sparsifiers.magnitude import magnitude_mask
+from sparsifiers.exact_topk import magnitude_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

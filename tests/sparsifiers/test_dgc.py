@@ -13,7 +13,7 @@ from torch import Tensor
 
 import sparsifiers
 from sparsifiers import dgc, exact_topk
-from sparsifiers.arguments import Request
+from sparsifiers.base import Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

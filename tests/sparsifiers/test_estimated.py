@@ -21,10 +21,9 @@ from torch import Tensor
 
 import sparsifiers
 from sparsifiers import estimated, exact_topk
-from sparsifiers.arguments import Request
-from sparsifiers.estimated import Estimated, key_floor
-from sparsifiers.estimator_sample import normalised, stride_for, strided
-from sparsifiers.magnitude import bit_view, magnitude_mask
+from sparsifiers.base import Request
+from sparsifiers.estimated import Estimated, key_floor, normalised, stride_for, strided
+from sparsifiers.exact_topk import bit_view, magnitude_mask
 from sparsifiers.papers import sidco
 from sparsifiers.papers.sidco import PERIOD, SIDCo
 

@@ -17,13 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsifiers import threshold_correction
-from sparsifiers.estimator_sample import Sample, normalised
-from sparsifiers.papers import sidco_laws
+from sparsifiers import estimated
+from sparsifiers.estimated import Sample, corrected, near, normalised, reaching
+from sparsifiers.papers import sidco
 from sparsifiers.papers.gaussiank import EVALUATIONS, normal_quantile
 from sparsifiers.papers.redsync import bisected, trimmed
 from sparsifiers.papers.sidco import Law, staged, tail_slope
-from sparsifiers.threshold_correction import corrected, near, reaching
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,7 +69,7 @@ def gaussiank(x: Tensor, wanted: Tensor) -> Tensor:
     return corrected(x, wanted, *normal_quantile(x, wanted), EVALUATIONS)
 
 
-def sidco(x: Tensor, wanted: Tensor, stages: int, law: Law) -> Tensor:
+def selected_by_sidco(x: Tensor, wanted: Tensor, stages: int, law: Law) -> Tensor:
     eta = staged(x, wanted, stages, law)
     return corrected(x, wanted, eta, tail_slope(x, eta), 3)
 
@@ -111,7 +110,7 @@ def test_sidco_gp_in_two_stages() -> None:
     for name, density, x, wanted in tries([*CONTINUOUS], (0.1, 0.01)):
         assert 0.75 <= ratio(x, staged(x, wanted, 2, "gp"), wanted) <= 1.30, (name, density)
     for name, density, x, wanted in tries([*CONTINUOUS], DENSITIES):
-        assert 0.80 <= ratio(x, sidco(x, wanted, 2, "gp"), wanted) <= 1.20, (name, density)
+        assert 0.80 <= ratio(x, selected_by_sidco(x, wanted, 2, "gp"), wanted) <= 1.20, (name, density)
 
 
 def test_sidco_ignores_zeros() -> None:
@@ -161,30 +160,30 @@ def test_thresholds_scale_with_the_data_and_fall_with_what_is_wanted(law: Law, s
 
 def test_a_stage_needs_exceedances() -> None:
     x = normalised(torch.from_numpy(np.random.default_rng(0).laplace(size=100)), 0.5).x
-    first = sidco_laws.exponential(x.mean(), torch.tensor(0.25))
+    first = sidco.exponential(x.mean(), torch.tensor(0.25))
     assert int(reaching(x, first)) < 32
     assert float(staged(x, torch.tensor(1.0), 3, "e")) == float(first)
 
 
 def test_the_shape_of_a_pareto_stays_where_its_moments_are_finite() -> None:
     mean, delta = torch.tensor(2.0), torch.tensor(0.01)
-    least, most = sidco_laws.SHAPES
+    least, most = sidco.SHAPES
     for variance, shape in ((0.0, least), (-1e-9, least), (1e9, most)):
-        eta = sidco_laws.pareto(mean, torch.tensor(variance), delta)
+        eta = sidco.pareto(mean, torch.tensor(variance), delta)
         beta = 2.0 * (1 - shape)
         assert float(eta) == pytest.approx(beta / shape * (0.01**-shape - 1), rel=1e-4)
-    flat = sidco_laws.pareto(mean, mean.square(), delta)
-    assert float(flat) == pytest.approx(float(sidco_laws.exponential(mean, delta)), rel=1e-5)
+    flat = sidco.pareto(mean, mean.square(), delta)
+    assert float(flat) == pytest.approx(float(sidco.exponential(mean, delta)), rel=1e-5)
 
 
 def test_the_quantile_of_a_gamma_is_inverted() -> None:
     for shape in (0.05, 0.3, 1.0, 3.0, 100.0, 900.0):
         for part in (1e-7, 1e-3, 0.1, 0.25, 0.6):
             alpha, delta = torch.tensor(shape, dtype=torch.float64), torch.tensor(part, dtype=torch.float64)
-            quantile = sidco_laws.gamma_quantile(alpha, delta)
+            quantile = sidco.gamma_quantile(alpha, delta)
             assert float(torch.special.gammaincc(alpha, quantile)) == pytest.approx(part, rel=2e-3), (shape, part)
     one = torch.ones((), dtype=torch.float64)
-    assert float(sidco_laws.gamma_quantile(one, one * 0.01)) == pytest.approx(-math.log(0.01), rel=1e-5)
+    assert float(sidco.gamma_quantile(one, one * 0.01)) == pytest.approx(-math.log(0.01), rel=1e-5)
 
 
 def test_a_correction_only_moves_what_is_off_and_brackets() -> None:
@@ -204,8 +203,8 @@ def test_a_correction_only_moves_what_is_off_and_brackets() -> None:
 def test_a_correction_never_leaves_the_bracket(slope: float, monkeypatch: pytest.MonkeyPatch) -> None:
     far_and_near = torch.cat((torch.linspace(0.99, 1.0, 9900), torch.linspace(1e4, 1.01e4, 100)))
     for x, wanted in ((far_and_near, 1000.0), (whole("uniform", 0), 1000.0), (whole("student2", 0), 50.0)):
-        spy = Mock(wraps=threshold_correction.off)
-        monkeypatch.setattr(threshold_correction, "off", spy)
+        spy = Mock(wraps=estimated.off)
+        monkeypatch.setattr(estimated, "off", spy)
         corrected(x, torch.tensor(wanted), x[len(x) // 2].clone(), torch.tensor(slope), 12)
         low, high = 0.0, math.inf
         for eta in (float(call.args[2]) for call in spy.call_args_list):
@@ -224,6 +223,6 @@ def test_degenerate_samples_raise_nothing(values: list[float]) -> None:
     assert float(sample.wanted) > 0
     for stages in (1, 2, 5):
         for law in ("e", "gp", "gamma"):
-            sidco(sample.x, sample.wanted, stages, law)
+            selected_by_sidco(sample.x, sample.wanted, stages, law)
     for estimate in (gaussiank, bisected, functools.partial(trimmed, decrement=0.2)):
         assert estimate(sample.x, sample.wanted).shape == ()

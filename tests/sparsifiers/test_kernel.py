@@ -18,8 +18,7 @@ from torch import Tensor
 import sparsifiers
 from agmerge.tensors.arena import subtract
 from sparsifiers import exact_topk, kernel, kernel_message
-from sparsifiers.magnitude import bit_view, magnitude_mask
-from sparsifiers.topk_floor import COMPILED_SAMPLES, places, sampled_floor
+from sparsifiers.exact_topk import COMPILED_SAMPLES, bit_view, magnitude_mask, places, sampled_floor
 
 MASK = magnitude_mask(torch.float32)
 SIZES = [*range(71), 127, 128, 129, 1023, 1024, 1025, 5000]
@@ -114,7 +113,7 @@ def test_the_sample_is_numpys(level: int, monkeypatch: pytest.MonkeyPatch) -> No
     for m in (1, 63, 64, 65, 5000, 100_000):
         assert np.array_equal(kernel.sample(bits, MASK, m), bits[places(len(bits), m)] & MASK)
     compiled = sampled_floor(bits, MASK, 300_000)
-    monkeypatch.setattr("sparsifiers.topk_floor.SAMPLES", COMPILED_SAMPLES)
+    monkeypatch.setattr("sparsifiers.exact_topk.SAMPLES", COMPILED_SAMPLES)
     monkeypatch.setattr(kernel, "library", None)
     assert sampled_floor(bits, MASK, 300_000) == compiled
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsifiers import kernel, kernel_message, memory
-from sparsifiers.dgc_memory import DGCMemory
+from sparsifiers.memories import DGCMemory
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built")
 SPECIALS = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -3e38)

@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import sparsifiers
-from sparsifiers.compensation import Alongside, Momentum
-from sparsifiers.dgc_memory import DGCMemory
-from sparsifiers.memories import Decaying, Memory, NoMemory, Residual, ResidualGTopK
+from sparsifiers.memories import Alongside, Decaying, DGCMemory, Memory, Momentum, NoMemory, Residual, ResidualGTopK
 
 SameBits = Callable[[Tensor, Tensor], bool]
 DTYPES = [

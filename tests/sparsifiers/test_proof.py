@@ -20,8 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import sparsifiers
 from sparsifiers import Selection, conformance, proof
-from sparsifiers.observed import Observed
-from sparsifiers.proof import Proof, contraction, row_numbers, rows_reached
+from sparsifiers.proof import Observed, Proof, contraction, row_numbers, rows_reached
 
 Shapes = list[tuple[int, ...]]
 SHAPES: Shapes = [(64, 3, 3, 3), (16,), (200, 30), (24,), (0, 5), (10, 40), (), (9, 1), (1, 7), (15,)]

@@ -18,11 +18,11 @@ from pretend.tensors import put
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers.conformance_records import DRAWS, decoded, encoded
+from sparsifiers.conformance_reading import DRAWS, decoded, encoded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SCALED = ("int8", "int4", "fp8", "qsgd", "terngrad", "onebit")  # those with a scale of sparsifiers.quantising.scales
+SCALED = ("int8", "int4", "fp8", "qsgd", "terngrad", "onebit")  # those with a scale of sparsifiers.quantising.draws
 
 
 def everything(size: int) -> Iterator[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparsifiers.quantising.blocks import LARGEST, LEAST, block_size, blocks_in
+from sparsifiers.quantising.base import LARGEST, LEAST, block_size, blocks_in
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from torch import Tensor
 
 import sparsifiers
 from sparsifiers import conformance, kernel, kernel_quantising
-from sparsifiers.quantising.base import Quantiser
-from sparsifiers.quantising.blocks import blocks_in
+from sparsifiers.quantising.base import Quantiser, blocks_in
 from sparsifiers.quantising.draws import Draws, key_of
 from sparsifiers.quantising.linear import Int8
 

@@ -12,16 +12,15 @@ from torch import Tensor
 import sparsifiers
 from sparsifiers import Quantiser
 from sparsifiers.conformance_inputs import gaussian
-from sparsifiers.conformance_records import DRAWS, decoded, encoded, inputs
-from sparsifiers.quantising.draws import Draws, key_of
-from sparsifiers.quantising.integers import packed, unpacked
-from sparsifiers.quantising.scales import LEAST, MOST, SCALE, as_scale, bounded, read_scale, write_scale
+from sparsifiers.conformance_reading import DRAWS, decoded, encoded, inputs
+from sparsifiers.quantising.draws import LEAST, MOST, SCALE, Draws, as_scale, bounded, key_of, read_scale, write_scale
+from sparsifiers.quantising.linear import packed, unpacked
 from sparsifiers.quantising.stochastic import NOISE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 INTEGERS = ("int8", "int4", "qsgd", "terngrad")
-SCALED = (*INTEGERS, "fp8", "onebit")  # those with a scale of sparsifiers.quantising.scales
+SCALED = (*INTEGERS, "fp8", "onebit")  # those with a scale of sparsifiers.quantising.draws
 OPTIONS = [{"bits": bits, "norm": norm} for norm, bits in NOISE]
 
 

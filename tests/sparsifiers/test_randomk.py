@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparsifiers
-from sparsifiers.permutation import permuted
+from sparsifiers.randomk import permuted
 
 
 def chi_square_is_plausible(counts: np.ndarray, spread: float = 1.0) -> bool:

@@ -17,10 +17,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsifiers import kernel, rows_host
-from sparsifiers.magnitude import bit_view, magnitude_mask
-from sparsifiers.rows import CIRCLE, GOLDEN, Matrix, deal, matrices, sum_of_floors
-from sparsifiers.rows_device import largest_in_rows_on_device, maxima_and_largest_on_device
-from sparsifiers.rows_host import largest_in_rows, maxima_and_largest, rows_top
+from sparsifiers.exact_topk import bit_view, magnitude_mask
+from sparsifiers.rows_host import (
+    CIRCLE,
+    GOLDEN,
+    Matrix,
+    deal,
+    largest_in_rows,
+    largest_in_rows_on_device,
+    matrices,
+    maxima_and_largest,
+    maxima_and_largest_on_device,
+    rows_top,
+    sum_of_floors,
+)
 
 Shapes = list[tuple[int, ...]]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

@@ -16,8 +16,7 @@ from torch import Tensor
 
 import sparsifiers
 from sparsifiers import Request, Selection, Sparsifier, budget
-from sparsifiers.arguments import check_request
-from sparsifiers.canonical import canonical
+from sparsifiers.base import canonical, check_request
 
 
 class Recorder(Sparsifier):

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import sparsifiers
-from sparsifiers import Memory, Quantiser, Sparsifier, catalogue, published
+from sparsifiers import Memory, Quantiser, Sparsifier, catalogue
+from sparsifiers.catalogue import spelling
+from sparsifiers.largest import TopK
 from sparsifiers.quantising.linear import Int8
-from sparsifiers.registry import spelling
-from sparsifiers.topk import TopK
 
 
 class Doubled(TopK):
@@ -130,9 +130,9 @@ def test_not_every_method_that_ends_in_sgd_is_meant_for_another(other: str) -> N
 
 def test_nearest_names_are_of_what_there_is_and_not_taken() -> None:
     tables: list[tuple[Any, dict[str, str], dict[str, str]]] = [
-        (sparsifiers.get, published.SPARSIFIERS, published.NEAREST_SPARSIFIER),
-        (sparsifiers.low_rank, published.LOW_RANK, published.NEAREST_LOW_RANK),
-        (sparsifiers.quantiser, published.QUANTISERS, published.NEAREST_QUANTISER),
+        (sparsifiers.get, catalogue.SPARSIFIERS, catalogue.NEAREST_SPARSIFIER),
+        (sparsifiers.low_rank, catalogue.LOW_RANK, catalogue.NEAREST_LOW_RANK),
+        (sparsifiers.quantiser, catalogue.QUANTISERS, catalogue.NEAREST_QUANTISER),
     ]
     for make, taken, nearest in tables:
         for name, known in taken.items():

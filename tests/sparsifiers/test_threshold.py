@@ -14,7 +14,7 @@ from torch import Tensor
 
 import sparsifiers
 from sparsifiers import exact_topk
-from sparsifiers.arguments import Request
+from sparsifiers.base import Request
 from sparsifiers.papers.threshold import Threshold
 
 Draw = Callable[..., Tensor]

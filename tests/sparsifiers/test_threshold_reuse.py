@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsifiers import exact_topk, threshold_reuse
-from sparsifiers.magnitude import bit_view, magnitude_mask
-from sparsifiers.threshold_reuse import key_from, reuse, value_of
+from sparsifiers import candidates, exact_topk
+from sparsifiers.candidates import key_from, reuse_threshold, value_of
+from sparsifiers.exact_topk import bit_view, magnitude_mask
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -31,7 +31,7 @@ def indices_of_largest(vector: Tensor, k: int) -> list[int]:
 
 
 def test_a_cold_start_is_exact() -> None:
-    found = reuse(ramp(), 100, None)
+    found = reuse_threshold(ramp(), 100, None)
     assert found.exact
     assert found.threshold == 901.0
     assert found.indices.dtype == np.int32
@@ -40,7 +40,7 @@ def test_a_cold_start_is_exact() -> None:
 
 @pytest.mark.parametrize("count", [80, 81, 99, 100, 101, 125])
 def test_a_count_that_fits_is_accepted(count: int) -> None:
-    found = reuse(ramp(), 100, 1000.5 - count)
+    found = reuse_threshold(ramp(), 100, 1000.5 - count)
     assert not found.exact
     assert found.indices.tolist() == indices_of_largest(ramp(), min(count, 100))
     assert found.threshold == pytest.approx((1000.5 - count) * (count / 100) ** 0.1, rel=1e-12)
@@ -48,20 +48,20 @@ def test_a_count_that_fits_is_accepted(count: int) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 79, 126, 999, 1000])
 def test_any_other_count_is_answered_exactly(count: int) -> None:
-    found = reuse(ramp(), 100, 1000.5 - count)
+    found = reuse_threshold(ramp(), 100, 1000.5 - count)
     assert found.exact
     assert found.threshold == 901.0
     assert found.indices.tolist() == indices_of_largest(ramp(), 100)
 
 
 def test_an_element_at_the_threshold_counts() -> None:
-    assert len(reuse(ramp(), 100, 911.0).indices) == 90
-    assert len(reuse(ramp(), 100, np.nextafter(911.0, 912.0)).indices) == 89
+    assert len(reuse_threshold(ramp(), 100, 911.0).indices) == 90
+    assert len(reuse_threshold(ramp(), 100, np.nextafter(911.0, 912.0)).indices) == 89
 
 
 def test_both_signs_are_sent() -> None:
     vector = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
-    found = reuse(vector, 1000, reuse(vector, 1000, None).threshold)
+    found = reuse_threshold(vector, 1000, reuse_threshold(vector, 1000, None).threshold)
     assert not found.exact
     assert 400 < int((vector[torch.from_numpy(found.indices).long()] < 0).sum()) < 600
 
@@ -70,7 +70,7 @@ def test_both_signs_are_sent() -> None:
 def test_small_k(k: int) -> None:
     vector = ramp(20)
     for threshold in np.arange(0.5, 22.0):
-        found = reuse(vector, k, float(threshold))
+        found = reuse_threshold(vector, k, float(threshold))
         assert 0.8 * k <= len(found.indices) <= k
         assert found.indices.tolist() == indices_of_largest(vector, len(found.indices))
 
@@ -86,7 +86,7 @@ def test_always_the_largest_and_always_enough(
 ) -> None:
     vector = torch.tensor(values).to(dtype)
     k = data.draw(st.integers(1, len(values)))
-    found = reuse(vector, k, threshold)
+    found = reuse_threshold(vector, k, threshold)
     assert 0.8 * k <= len(found.indices) <= k
     assert found.indices.tolist() == indices_of_largest(vector, len(found.indices))
 
@@ -94,7 +94,7 @@ def test_always_the_largest_and_always_enough(
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
 def test_no_threshold_where_none_could_be_corrected(value: float) -> None:
     vector = torch.full((100,), value)
-    found = reuse(vector, 10, None)
+    found = reuse_threshold(vector, 10, None)
     assert found.threshold is None
     assert found.indices.tolist() == list(range(10))
 
@@ -121,7 +121,7 @@ def counting_passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             passes.append(name)
             return inner(*arguments)
 
-        monkeypatch.setattr(threshold_reuse.exact_topk, name, counted)
+        monkeypatch.setattr(candidates.exact_topk, name, counted)
     return passes
 
 
@@ -130,10 +130,10 @@ def test_one_pass_where_the_threshold_fits_or_is_too_low(monkeypatch: pytest.Mon
     threshold = float(vector.abs().topk(2000).values[-1])
     passes = counting_passes(monkeypatch)
     for factor, expected in ((1.0, ["counted_scan"]), (0.5, ["counted_scan"])):
-        reuse(vector, 2000, factor * threshold)
+        reuse_threshold(vector, 2000, factor * threshold)
         assert passes == expected
         passes.clear()
-    reuse(vector, 2000, 2 * threshold)
+    reuse_threshold(vector, 2000, 2 * threshold)
     assert passes[:2] == ["counted_scan", "largest_magnitudes"]
 
 
@@ -149,7 +149,7 @@ def test_under_error_feedback(drift: float, most_exact: float, rows: bool) -> No
     for step in range(steps):
         gradient = torch.randn(n, generator=generator) * scale
         residual += gradient * math.exp(drift * math.sin(2 * math.pi * step / 400))
-        found = reuse(residual, k, threshold)
+        found = reuse_threshold(residual, k, threshold)
         assert 0.8 * k <= len(found.indices) <= k
         threshold = found.threshold
         afresh += found.exact
@@ -160,5 +160,5 @@ def test_under_error_feedback(drift: float, most_exact: float, rows: bool) -> No
 def test_all_are_sent_where_all_are_wanted() -> None:
     """Also those below a threshold of an earlier step: density 1 is the dense exchange."""
     vector = torch.arange(1, 101, dtype=torch.float32)
-    found = threshold_reuse.reuse(vector, 100, threshold=50.0)
+    found = candidates.reuse_threshold(vector, 100, threshold=50.0)
     assert found.exact and len(found.indices) == 100

@@ -17,7 +17,7 @@ from torch import Tensor
 import sparsifiers
 from sparsifiers import exact_topk, kernel
 from sparsifiers.device import largest_magnitudes_on_device
-from sparsifiers.magnitude import bit_view, magnitude_mask
+from sparsifiers.exact_topk import bit_view, magnitude_mask
 
 pytestmark = pytest.mark.usefixtures("loops")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -188,7 +188,7 @@ def test_the_device_path_reads_no_value_on_the_host() -> None:
 
 
 def test_the_cpu_takes_the_path_without_large_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsifiers.topk.select_largest_on_device", None)
+    monkeypatch.setattr("sparsifiers.largest.select_largest_on_device", None)
     assert select(torch.tensor([1.0, -2.0]), 1) == [1]
 
 

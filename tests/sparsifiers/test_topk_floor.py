@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsifiers import exact_topk, kernel
-from sparsifiers.magnitude import bit_view, magnitude_mask
-from sparsifiers.topk_floor import sampled_floor
+from sparsifiers.exact_topk import bit_view, magnitude_mask, sampled_floor
 
 pytestmark = pytest.mark.usefixtures("loops")
 CONTINUOUS = ["gaussian", "student2", "spikes", "block-scaled", "ascending", "descending"]

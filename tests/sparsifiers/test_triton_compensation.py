@@ -9,8 +9,8 @@ from support.triton_inputs import CPU, KINDS, assert_same, bits, for_interpreter
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers.compensation import Momentum, Rate
 from sparsifiers.gpu import LargestKey, Momenta, Scratch, TensorTable, compensate, count_digits
+from sparsifiers.memories import Momentum, Rate
 
 LENGTHS = (4096, 1, 9000, 31, 5000)
 OFFSETS = (0, 4096, 4128, 13152, 13184)

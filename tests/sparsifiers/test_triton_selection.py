@@ -11,7 +11,7 @@ from torch import Tensor
 
 import sparsifiers
 from agmerge.exchanges.message.indices import Blocks, smallest
-from agmerge.exchanges.message.values import VALUES
+from agmerge.exchanges.message.scaled import VALUES
 from sparsifiers.gpu import IndexLayout, IndexSection, Scratch, Slots, count_digits, find_edge, select_largest
 from sparsifiers.gpu.compact import saturated
 from sparsifiers.gpu.digits import DIGITS, MASK

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 import agmerge
 import merging
 from agmerge import testing
-from agmerge.step.sent_values import SentValues
+from agmerge.step.flat_buffers import SentValues
 from agmerge.tensors.arena import Write
 from agmerge.tensors.layout import Segment
 

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 import sparsifiers
-from agmerge.options.arguments import Options
 from agmerge.options.resolve import resolve
+from agmerge.options.typed import Options
 from agmerge.runtime import process_sets, workers
-from agmerge.step.combined import Combined
 from agmerge.step.config import Config
-from agmerge.step.gradient_exchange import GradientExchange
+from agmerge.step.gradient_exchange import Combined, GradientExchange
 from agmerge.tensors.parameters import ParameterInfo
 
 SHAPES = {"a": (48, 32), "b": (1030,), "c": (64, 32), "small": (7,)}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agmerge import testing
-from agmerge.exchanges.low_rank.factors import initial_basis
+from agmerge.exchanges.low_rank.bases import initial_basis
 from agmerge.step.gradient_exchange import GradientExchange
 from support.gradient_exchange import Table, connected, updates_of
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import sparsifiers
 from agmerge.exchanges.quantised.exchange import SEED, number_of
 from agmerge.step.config import is_small
-from sparsifiers.quantising.blocks import block_size, blocks_in
+from sparsifiers.quantising.base import block_size, blocks_in
 from sparsifiers.quantising.draws import Draws, key_of, mixed
 from support import digest, gradients
 

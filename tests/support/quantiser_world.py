@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import merging
-from agmerge.exchanges.send_mode import send_mode
-from agmerge.planning import cost_probe, measurer, plan_trial, quantiser_choice, replanner
-from agmerge.planning.drift import DriftDetector, Finding
-from agmerge.planning.probe_budget import Budget
+from agmerge.exchanges.routing import send_mode
+from agmerge.planning import cost_probe, measuring, plan_trial, quantiser_choice, replanner
+from agmerge.planning.cost_probe import Budget
+from agmerge.planning.measuring import DriftDetector, Finding
 from agmerge.planning.quantiser_costs import Speed
 from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
@@ -85,7 +85,7 @@ class World:
             return Finding.PROBE if world.has_changed else Finding.KEEP
 
         monkeypatch.setattr(DriftDetector, "look", look)
-        monkeypatch.setattr(measurer, "measure_costs", probe)
+        monkeypatch.setattr(measuring, "measure_costs", probe)
         monkeypatch.setattr(quantiser_choice, "measure_quantisers", speeds)
         monkeypatch.setattr(replanner, "PlanTrial", Trial)
 

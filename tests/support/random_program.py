@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import agmerge
 import merging
-from agmerge.exchanges.send_mode import AHEAD
+from agmerge.exchanges.routing import AHEAD
 from agmerge.planning.replanner import Decision
 from agmerge.step.merge_buffers import MergeBuffers
 from support import through_a_file

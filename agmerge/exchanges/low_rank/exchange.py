@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add up factors of matrices over all ranks: PowerSGD in two rounds, ACP-SGD in one."""
+"""Exchange of low-rank factors, added up over all ranks: PowerSGD in two rounds, ACP-SGD in one."""
 
 from __future__ import annotations
 
@@ -8,19 +8,113 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from agmerge.exchanges import all_reduce
+from agmerge.exchanges import dense
 from agmerge.exchanges.base import ExchangeContext, InFlight, SegmentBuffers
-from agmerge.exchanges.dense import decode, place_of, tail_of
-from agmerge.exchanges.low_rank import factors
-from agmerge.exchanges.low_rank.bases import Bases, Basis
-from agmerge.exchanges.low_rank.factors import LEFT
-from agmerge.exchanges.low_rank.matrix import Matrix
+from agmerge.exchanges.dense import decode, largest_summand, place_of, tail_of
+from agmerge.exchanges.low_rank import bases
+from agmerge.exchanges.low_rank.bases import LEFT, RIGHT, Bases, Basis, Product
 from agmerge.exchanges.message import bits
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
 from agmerge.tensors.layout import Segment, Slot
 from agmerge.tensors.nonfinite import is_finite
 from sparsifiers import Kind, Selection
+
+
+@dataclass
+class Matrix:
+    """Tensor as a matrix (n, m), with the basis it is projected on and the factor that this gives."""
+
+    segment: Segment  # of this tensor alone
+    work: torch.Tensor  # (n, m): residual and gradient, less what was sent; a view
+    update: torch.Tensor  # (n, m): is written in the end; a view
+    basis: Basis  # of the last step; in the second round the first round's sum, orthonormal
+    factor: torch.Tensor  # (r, length): `work` projected on the basis, as receivers read it; then the sum of all ranks
+    wire: torch.dtype  # in which the factor travels
+    both: bool  # there is a second round
+    # bool[length of the basis]: rows (of a basis of the RIGHT: columns) of `work` that are zero where the basis is not.
+    # None: there are none; or the basis was made of this step's matrices, and is zero there; or it is not known yet.
+    empty: torch.Tensor | None = None
+
+    @property
+    def slot(self) -> Slot:
+        """Return the place of the tensor."""
+        return self.segment.slots[0]
+
+    def project(self) -> None:
+        """Write the factor of ``work``."""
+        bases.project(self.work, self.basis.side, self.basis.rows, self.factor)
+
+    def find_empty(self, *terms: torch.Tensor) -> None:
+        """Set :attr:`empty`, if the basis is one of the last step; ``terms``: add up to ``work``, each (n, m)."""
+        if not self.both:
+            self.empty = bases.empty_lanes(self.basis.side, self.basis.rows, *terms)
+
+    def find_empty_behind(self) -> None:
+        """Set :attr:`empty` of a matrix on the host that has its factor, and still all of its work.
+
+        If the factor is zero, this rank sends nothing of any row, so all may be left out without a look at them.
+        """
+        if not self.both and not self.factor.any():
+            self.empty = self.basis.rows.any(0)
+        else:
+            self.find_empty(self.work)
+
+    def leave_out(self, lanes: torch.Tensor) -> None:
+        """Make the product zero in some rows, or columns with a basis of the RIGHT. ``lanes``: bool[length]."""
+        self.basis = Basis(self.basis.side, self.basis.rows.masked_fill(lanes, 0.0))
+
+    def add_and_project(self, residual: torch.Tensor, gradient: torch.Tensor, *, moves: bool) -> bool | None:
+        """Write ``work = residual + gradient`` and its factor, in one pass; see :func:`factors.add_and_project`.
+
+        If :attr:`is_taken_off`, the sent product is subtracted in the same pass; if ``moves``, the gradient is copied
+        to the update.
+        """
+        residual, gradient = residual.view_as(self.work), gradient.view_as(self.work)
+        if self.basis.side == RIGHT:  # before the product is subtracted
+            self.find_empty(residual, gradient)
+        finite = bases.add_and_project(
+            self.work,
+            residual,
+            gradient,
+            self.basis.side,
+            self.basis.rows,
+            self.factor,
+            off=self.is_taken_off,
+            copy=self.update if moves else None,
+        )
+        if self.basis.side == LEFT and finite:
+            self.find_empty_behind()
+        return finite
+
+    @property
+    def is_taken_off(self) -> bool:
+        """Return whether one pass can subtract the product: each number of a factor is of one row, and unrounded."""
+        return self.is_known and self.basis.side == RIGHT and self.wire == self.work.dtype
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether the product is known before other ranks' factors are: no second round, no :attr:`empty`."""
+        return not self.both and self.empty is None and self.work.device.type == "cpu"
+
+    def round_factor(self, workers: int) -> None:
+        """Round the factor as it will be read, in the dtype of the work; ``workers`` of them have a finite sum."""
+        if self.wire != self.factor.dtype:
+            limit = largest_summand(self.wire, workers)
+            self.factor.copy_(self.factor.clamp_(-limit, limit).to(self.wire))
+
+    def product(self) -> Product:
+        """Return the product of basis and factor: of what this rank sends, or, once summed, of all ranks."""
+        rows, factor = self.basis.rows, self.factor.to(self.work.dtype)
+        return Product(rows, factor) if self.basis.side == LEFT else Product(factor, rows)
+
+    def write_update(self, scale: float, scratch: torch.Tensor | None) -> None:
+        """Write ``update = scale * product``. ``scratch``: (n, m), in the work's dtype, if the update's differs."""
+        out = self.update if scratch is None else scratch
+        bases.product(*self.product(), scale, out)
+        if scratch is not None:
+            self.update.copy_(scratch)
+
 
 WIRES = {"auto": None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -35,7 +129,7 @@ class _State(State):
     is_full: bool = True  # a rank has set Flag.FULL, so nothing is left out
     riding: list[tuple[SegmentBuffers, torch.Tensor]] = field(default_factory=list)  # dense ones, with their sums
     tail: torch.Tensor | None = None  # numbers of the merged header, behind the first round's factors
-    first: all_reduce.Sum | None = None  # of the first round
+    first: dense.Sum | None = None  # of the first round
 
 
 class LowRankExchange(MultiRoundExchange):
@@ -109,7 +203,7 @@ class LowRankExchange(MultiRoundExchange):
         segment = self._alone.get(slot)
         if segment is None:
             segment = self._alone[slot] = Segment(slot.tensor_class, (slot,))
-        shape, basis = factors.matrix_shape(slot.shape), self.bases.of(slot)
+        shape, basis = bases.matrix_shape(slot.shape), self.bases.of(slot)
         room, both = self._room(slot, shape, basis), self.bases.sends_both(slot)
         return Matrix(segment, work.view(shape), update.view(shape), basis, room, self.wire_of(slot), both)
 
@@ -171,7 +265,7 @@ class LowRankExchange(MultiRoundExchange):
 
     def _send(
         self, name: str, parts: Sequence[torch.Tensor], dtype: torch.dtype
-    ) -> tuple[all_reduce.Sum, Sequence[torch.Tensor]]:
+    ) -> tuple[dense.Sum, Sequence[torch.Tensor]]:
         """Collective. Start the sum of ``parts``, 1-D, in one message; return it, and a view of each part."""
         lengths = [part.numel() for part in parts]
         used = sum(lengths)
@@ -180,7 +274,7 @@ class LowRankExchange(MultiRoundExchange):
         torch.cat([part.to(dtype) for part in parts], out=message[:used])
         received = self.keep(("received", name), length, dtype, message.device) if self.ordered else None
         views = torch.split(message[:used], lengths)
-        return all_reduce.start(self.comm, message, received, name), views
+        return dense.start_sum(self.comm, message, received, name), views
 
     @property
     def can_poll(self) -> bool:
@@ -206,7 +300,7 @@ class LowRankExchange(MultiRoundExchange):
     def _wait_for_first(self, pending: InFlight, state: _State) -> RoundHeader:
         """Collective. Wait for the sums of the first round, and return the merged header of all ranks."""
         assert state.first is not None and state.tail is not None
-        all_reduce.wait(self.comm, state.first, self.timeout)
+        dense.wait_for_sum(self.comm, state.first, self.timeout)
         control = decode(state.tail.tolist(), pending.control, pending.name)
         state.is_full = bool(control.flags & Flag.FULL)
         state.control = replace(control, flags=control.flags & ~Flag.FULL)
@@ -254,7 +348,7 @@ class LowRankExchange(MultiRoundExchange):
         yield from self._commit_rest(pending)
         matrices = [matrix for matrix in state.matrices if matrix.both]
         firsts = [matrix.factor.to(matrix.work.dtype, copy=True) for matrix in matrices]
-        factors.orthonormalize(firsts)
+        bases.orthonormalize(firsts)
         for matrix, rows in zip(matrices, firsts, strict=True):
             matrix.basis = Basis(matrix.basis.other_side, rows)
             matrix.factor = self._room(matrix.slot, matrix.work.shape, matrix.basis)
@@ -269,7 +363,7 @@ class LowRankExchange(MultiRoundExchange):
         pending.count({"plain": total.bytes})
         pending.elements += sum(view.numel() for view in views)
         yield total.handle
-        all_reduce.wait(self.comm, total, self.timeout)
+        dense.wait_for_sum(self.comm, total, self.timeout)
 
     # -- 3. into an update ------------------------------------------------------------------------------------------
 
@@ -302,7 +396,7 @@ class LowRankExchange(MultiRoundExchange):
             elif 0.0 < most < torch.inf:
                 staged.append(matrix.factor.to(matrix.work.dtype, copy=True))
                 self.bases.stage(matrix.slot, Basis(matrix.basis.other_side, staged[-1]))
-        factors.orthonormalize(staged)
+        bases.orthonormalize(staged)
 
 
 def _with_overflows(control: RoundHeader, matrices: Sequence[Matrix]) -> tuple[RoundHeader, list[str]]:
@@ -322,10 +416,10 @@ def _find_empty_on_device(matrices: Sequence[Matrix]) -> torch.Tensor | None:
     """Set what is empty of matrices on a device, and return it of all of them, 1-D; None: there are no matrices."""
     if not matrices:
         return None
-    bases = [matrix.basis.rows for matrix in matrices]
+    basis_rows = [matrix.basis.rows for matrix in matrices]
     sides, works = [matrix.basis.side for matrix in matrices], [matrix.work for matrix in matrices]
-    empty = factors.empty_lanes_on_device(sides, bases, works)
-    for matrix, lanes in zip(matrices, torch.split(empty, [basis.shape[1] for basis in bases]), strict=True):
+    empty = bases.empty_lanes_on_device(sides, basis_rows, works)
+    for matrix, lanes in zip(matrices, torch.split(empty, [basis.shape[1] for basis in basis_rows]), strict=True):
         matrix.empty = lanes
     return empty
 

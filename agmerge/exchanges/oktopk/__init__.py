@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combine by a global threshold: Ok-Topk, with a volume that does not grow with the number of workers.
+"""Ok-Topk, a sum by a global threshold, with a volume that does not grow with the number of workers.
 
-``exchange``: the phases. ``histogram``, ``regions`` and ``reduction``: their mathematics, pure functions.
+* ``exchange``: the phases, and their mathematics.
+* ``regions``: which rank adds up what.
 """

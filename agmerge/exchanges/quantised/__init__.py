@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantised all-reduce: every element in few bits.
 
-``shards``: which blocks an owner adds up. ``layout``: the bytes of a message. ``exchange``: what messages have in
-common; ``gathered``: all ranks read all of them; ``two_phase``: each adds up its shard, and sends the mean.
+* ``exchange``: in one phase all ranks read all messages; in two each adds up its shard, and sends the mean.
+* ``layout``: which blocks an owner adds up, and the bytes of a message.
 """

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of gradients of which every element travels in few bits."""
+"""Exchanges of gradients of which every element travels in few bits, in one phase or in two."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,12 +14,11 @@ import torch
 from torch import Tensor
 
 from agmerge.backends import Handle
-from agmerge.errors import MessageError
-from agmerge.exchanges.all_reduce import write_in_rank_order
-from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, SegmentBuffers
+from agmerge.errors import MessageError, NoAnswer
+from agmerge.exchanges.base import AHEAD, Exchange, ExchangeContext, InFlight, Noise, SegmentBuffers
+from agmerge.exchanges.dense import sum_in_rank_order, write_in_rank_order
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader
-from agmerge.exchanges.quantised.layout import MessageLayout, ShardLayout, number_of
-from agmerge.exchanges.quantised.shards import Piece, Run, cut_blocks, cut_plain
+from agmerge.exchanges.quantised.layout import MessageLayout, Piece, Run, ShardLayout, cut_blocks, cut_plain, number_of
 from agmerge.tensors.layout import Segment, Slot
 from sparsifiers import Kind, Selection
 from sparsifiers.gpu.block_table import BlockTable
@@ -297,3 +297,267 @@ def refuse_damaged(name: str, ranks: Sequence[int]) -> None:
             f"AGM501: {name}: the messages of ranks {sorted(set(ranks))} were damaged in transit (wrong checksum) and "
             "were not used. Check the network, the memory and the drivers of their machines."
         )
+
+
+# One phase: every rank reads the messages of all.
+
+
+class GatheredExchange(QuantisedExchange):
+    """All-gather of quantised gradients, among two ranks or with error feedback: one hop, and one quantisation."""
+
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context, shards=1)
+
+    def _send(self, name: str, layout: MessageLayout, message: Tensor) -> tuple[Handle, Tensor]:
+        received = self.keep(("received", name), self.comm.size * layout.size, torch.uint8, message.device)
+        return self.comm.all_gather(received, message, name), received
+
+    def wait(self, pending: InFlight) -> RoundHeader:
+        """Collective. Wait for all messages, and return the merged header.
+
+        Raises :class:`agmerge.MessageError`, the same on every rank, for a message that has changed on its way.
+        """
+        pending.handle.wait(self.timeout)
+        return self._checked(pending, pending.received.view(self.comm.size, -1))
+
+    def wait_on_stream(self, pending: InFlight) -> None:
+        """Collective. Make the device's stream wait for all messages."""
+        pending.handle.wait_on_stream(self.timeout)
+        rows = pending.received.view(self.comm.size, -1)
+        pending.said.append(rows[:, : pending.extra.layout.first[0].announced])
+
+    def read(self, pending: InFlight, said: Sequence[Tensor]) -> RoundHeader:
+        """Check what all ranks have announced, and return the merged header."""
+        return self._checked(pending, said[0], sealed=False)
+
+    def _checked(self, pending: InFlight, rows: Tensor, *, sealed: bool | None = None) -> RoundHeader:
+        """Return the merged header of all messages, ``rows``; see :meth:`wait` and ``ShardLayout``."""
+        state: State = pending.extra
+        shard = state.layout.first[0]
+        control = shard.header.read_headers(rows, pending.control, pending.name, sealed=sealed)
+        refuse_damaged(pending.name, self._damaged(shard, rows, pending, sealed=sealed))
+        state.squares = sum_in_rank_order(shard.squares(rows).view(-1, 1))  # each rank adds: processors must agree
+        return control
+
+    def finish(self, pending: InFlight) -> None:
+        shard, rows = pending.extra.layout.first[0], pending.received.view(self.comm.size, -1)
+        self._decode(pending, shard.table, [piece for piece, _ in shard.records], rows, 0, self.scale)
+        update_of = {load.segment: load.update for load in pending.loads}
+        for run, where in shard.plain:
+            self._write_sum(run, rows[:, where], update_of[run.segment][run.start : run.stop])
+
+    def noise(self, pending: InFlight) -> Noise | None:
+        if self.context.feedback:  # the quantisation error is sent later: it is no noise
+            return None
+        return Noise(pending.extra.squares.clone(), self.quantiser.noise * self.scale**2, 0.0)
+
+
+class AloneExchange(GatheredExchange):
+    """Exchange of a rank alone: nothing is quantised, and an update is the gradient, to the bit."""
+
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context)
+        self._exact: dict[int, Tensor | None] = {}  # by slot: the work of a tensor, 1-D; None: it is zero
+
+    def prepare(self, slot: Slot, work: Tensor | None, step: int) -> bool | None:
+        """Note where the values of one tensor lie. Return None: they are not checked."""
+        self._exact[slot.index] = None if work is None else work.view(-1)
+        self._prepared.add(slot.index)
+        return None
+
+    def _encoded(self, segments: Sequence[Segment]) -> list[Slot]:
+        return []
+
+    def finish(self, pending: InFlight) -> None:
+        for slot in quantised_slots([load.segment for load in pending.loads]):
+            out, values = self._output(pending.extra, slot), self._exact.pop(slot.index, None)
+            if values is None:
+                out.zero_()
+            elif out.data_ptr() != values.data_ptr():
+                out.copy_(values)
+            if self.scale != 1.0:  # between nodes, of which there is one
+                out.mul_(self.scale)
+            if self.context.feedback or self.store.has_residual:
+                self.store.subtract_sent(Segment(slot.tensor_class, (slot,)), None, None)
+        super().finish(pending)
+
+    def noise(self, pending: InFlight) -> Noise | None:
+        return None
+
+
+# Two phases: each rank adds up its shard of all messages, and sends the mean to all.
+
+
+class TwoPhaseExchange(QuantisedExchange):
+    """All-to-all of shards, then an all-gather of their means: a rank sends 2 (W-1)/W times its message.
+
+    Each owner is sent its shard of all messages, adds them up in rank order, and quantises the mean once more; that is
+    gathered. The second phase has a communicator of its own, ``ranks.second``, where all ranks call in plan order. It
+    begins wherever arrivals are polled, as soon as the first one has ended; on devices when ``AHEAD`` later messages
+    have left.
+
+    Sources: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023
+    (arXiv 2306.10209); Li et al., "THC: Accelerating Distributed Deep Learning Using Tensor Homomorphic Compression",
+    NSDI 2024.
+    """
+
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context, shards=context.ranks.comm.size)
+        assert context.ranks.second is not None
+        self._second = context.ranks.second
+        self._first_phase: deque[InFlight] = deque()  # messages without a second phase so far, in plan order
+
+    def start(
+        self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
+    ) -> InFlight:
+        """Collective. Send a message; tensors that were not prepared are quantised first."""
+        if any(pending.name == name for pending in self._first_phase):
+            # Of an attempt that came to nothing: other ranks may have started these second phases.
+            self._add_up_all()
+        pending = super().start(name, loads, offers, control)
+        self._first_phase.append(pending)
+        if pending.on_device:
+            self.advance()
+        return pending
+
+    def _send(self, name: str, layout: MessageLayout, message: Tensor) -> tuple[Handle, Tensor]:
+        splits = [shard.size for shard in layout.first]
+        own = [splits[self.comm.rank]] * self.comm.size
+        received = self.keep(("received", name), sum(own), torch.uint8, message.device)
+        return self.comm.all_to_all(received, message, own, splits, name), received
+
+    # -- owners add their shards up -----------------------------------------------------------------------------------
+
+    def arrived(self, pending: InFlight) -> bool:
+        """Collective. Return whether the exchange has ended; start second phases of which the first one has.
+
+        Waits for nothing.
+        """
+        self.advance()
+        return pending.extra.sums is not None and pending.handle.done()
+
+    def advance(self) -> None:
+        """Collective. Start second phases, in plan order, of which the first one has ended; on devices, see ``AHEAD``.
+
+        There it does nothing but in :meth:`start`.
+        """
+        while self._first_phase and self._is_due(self._first_phase[0]):
+            self._add_up_next()
+
+    def _is_due(self, pending: InFlight) -> bool:
+        return len(self._first_phase) > AHEAD if pending.on_device else pending.handle.done()
+
+    def _add_up_all(self) -> None:
+        """Collective. Start all second phases; the host waits for the first ones, or a device that has streams does."""
+        try:
+            while self._first_phase:
+                self._add_up_next()
+        except NoAnswer:  # an elastic group may end them with the results of others
+            raise
+        except BaseException:
+            self._first_phase.clear()  # their second phases would be calls that other ranks do not make
+            raise
+
+    def _add_up_next(self) -> None:
+        """Collective. Start the next second phase. After an error it is the next one still."""
+        self._add_up(self._first_phase[0])
+        self._first_phase.popleft()
+
+    def _add_up(self, pending: InFlight) -> None:
+        """Collective. Add up this rank's shard of a message after its first phase, and start the second one."""
+        if pending.has_streams:
+            pending.handle.wait_on_stream(self.timeout)
+        else:
+            pending.handle.wait(self.timeout)
+        state: State = pending.extra
+        rank, size, step = self.comm.rank, self.comm.size, pending.control.step
+        shard, summed, longest = state.layout.first[rank], state.layout.second[rank], state.layout.longest
+        rows = pending.received.view(size, -1)
+        message = self.keep(("sum", pending.name), longest, torch.uint8, rows.device)
+        keys, key = self._keys(step, 0, size), self._key(None, step, 1, 0)
+        self.quantiser.encode_sum_all(shard.table, rows, keys, self.scale, self.quantiser, key, message)
+        for (run, where), (_, out) in zip(shard.plain, summed.plain, strict=True):
+            self._write_sum(run, rows[:, where], message[out].view(run.segment.tensor_class.dtype))
+        if pending.has_streams:
+            summed.merge_headers(message[: summed.size], rows, rank, key=key)
+        else:
+            control, fault = self._checked(shard, rows, pending)
+            squares = shard.squares(rows).sum(dim=0, keepdim=True)  # in any order: the others read this rank's sum
+            summed.write_header(message[: summed.size], control, fault=fault, key=key, squares=squares)
+        state.sums = self.keep(("sums", pending.name), size * longest, torch.uint8, rows.device)
+        pending.handle = self._second.all_gather(state.sums, message, f"{pending.name}/sum")
+        pending.bytes += longest
+        pending.codecs = self._codecs(pending.codecs, [summed], longest)
+
+    def _checked(self, shard: ShardLayout, rows: Tensor, pending: InFlight) -> tuple[RoundHeader, int]:
+        """Return the merged header of the first phase, and 1 + the first rank of a damaged message, or 0.
+
+        Raises nothing: the other ranks have to learn of the fault.
+        """
+        control = pending.control
+        for sender in range(len(rows)):
+            row = rows[sender : sender + 1]
+            try:
+                control = control.merged([control, shard.header.read_headers(row, pending.control, pending.name)])
+            except MessageError:
+                return pending.control, 1 + sender
+        damaged = self._damaged(shard, rows, pending)
+        return control, 1 + damaged[0] if damaged else 0
+
+    # -- and updates come back ----------------------------------------------------------------------------------------
+
+    def wait(self, pending: InFlight) -> RoundHeader:
+        """Collective. Wait for a message, and return the merged header. Starts all second phases first.
+
+        Raises :class:`agmerge.MessageError`, the same on every rank, for a message that has changed on its way.
+        """
+        self._add_up_all()
+        pending.handle.wait(self.timeout)
+        return self._checked_sums(pending, self._sums(pending))
+
+    def wait_on_stream(self, pending: InFlight) -> None:
+        """Collective. Make the device's stream wait for a message. Starts all second phases first."""
+        self._add_up_all()
+        pending.handle.wait_on_stream(self.timeout)
+        pending.said.append(self._sums(pending)[:, : pending.extra.layout.second[0].announced])
+
+    def read(self, pending: InFlight, said: Sequence[Tensor]) -> RoundHeader:
+        """Check what all owners have announced, and return the merged header."""
+        return self._checked_sums(pending, said[0], sealed=False)
+
+    def _checked_sums(self, pending: InFlight, rows: Tensor, *, sealed: bool | None = None) -> RoundHeader:
+        """Return the merged header of what owners have sent, ``rows``; see :meth:`wait` and ``ShardLayout``."""
+        state: State = pending.extra
+        shards, key = state.layout.second, self._key(None, pending.control.step, 1, 0)
+        damaged, faults = [], []
+        for owner, shard in enumerate(shards):
+            row = rows[owner : owner + 1]
+            damaged += [owner] if shard.damaged(row, lambda _: key, sealed=sealed) else []
+            faults += [fault - 1 for fault in shard.faults(row) if fault]
+        if faults and not damaged:  # headers that do not belong together are told by who has sent them
+            refuse_damaged(pending.name, faults)
+        control = shards[0].header.read_headers(rows, pending.control, pending.name, sealed=sealed)
+        refuse_damaged(pending.name, damaged)
+        state.squares = shards[0].squares(rows[:1])
+        return control
+
+    def finish(self, pending: InFlight) -> None:
+        update_of, places, sums = {load.segment: load.update for load in pending.loads}, list[Tensor](), list[Tensor]()
+        layout: MessageLayout = pending.extra.layout
+        self._decode(pending, layout.sums, layout.pieces, self._sums(pending).view(1, -1), 1, 1.0)
+        for shard, row in zip(layout.second, self._sums(pending), strict=True):
+            for run, where in shard.plain:
+                places.append(update_of[run.segment][run.start : run.stop])
+                sums.append(row[where].view(run.segment.tensor_class.dtype))
+        copy_all(places, sums)
+
+    def noise(self, pending: InFlight) -> Noise:
+        noise = self.quantiser.noise
+        return Noise(pending.extra.squares.clone(), noise * self.scale**2, noise)
+
+    def _sums(self, pending: InFlight) -> Tensor:
+        """Return what owners have sent: uint8[W, longest]."""
+        sums = pending.extra.sums
+        assert sums is not None
+        rows: Tensor = sums.view(self.comm.size, -1)
+        return rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay out the bytes of a quantised message: for each shard header | figures | records of blocks | plain values.
+"""Layout of a quantised message: for each shard header | figures | records of blocks | plain values.
 
 Everything starts on a 16-byte boundary and is little-endian. The header is that of sparse messages, with no elements
 announced. The figures are 64-bit words, see :data:`FIGURES`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -16,10 +17,77 @@ from torch import Tensor
 
 from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.exchanges.message.indices import GRAIN
-from agmerge.exchanges.quantised.shards import Piece, Run
-from agmerge.tensors.layout import aligned
+from agmerge.tensors.layout import ALIGNMENT, Segment, Slot, aligned
 from sparsifiers import kernel_message
 from sparsifiers.gpu.block_table import BlockRun, BlockTable
+from sparsifiers.quantising.base import block_size, blocks_in
+
+# Shards of a message, one an owner: pure functions, with the same results on every rank.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive blocks of one tensor that lie in one shard."""
+
+    slot: Slot
+    size: int  # coordinates of a block
+    first: int  # number of the first of them in the tensor
+    blocks: int
+
+    @cached_property
+    def elements(self) -> slice:
+        """Elements of the tensor, 1-D, that the blocks cover; zeros fill up its last block."""
+        return slice(self.first * self.size, min((self.first + self.blocks) * self.size, self.slot.numel))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive elements of a segment that travel as they are, in one shard."""
+
+    segment: Segment
+    start: int  # counted from the first of the segment
+    stop: int
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the elements, in the gradient's dtype."""
+        return (self.stop - self.start) * self.segment.tensor_class.dtype.itemsize
+
+
+def cut_blocks(slots: Sequence[Slot], shards: int) -> list[list[Piece]]:
+    """Return the pieces of each shard: whole blocks in the order of ``slots``, about as many coordinates a shard.
+
+    A block lies where its first coordinate does, counted over all blocks.
+    """
+    sizes = [block_size(slot.shape) for slot in slots]
+    total = sum(blocks_in(slot.numel, size) * size for slot, size in zip(slots, sizes, strict=True))
+    each = -(-total // shards)
+    pieces: list[list[Piece]] = [[] for _ in range(shards)]
+    before = 0  # coordinates of the tensors that came first
+    for slot, size in zip(slots, sizes, strict=True):
+        blocks = blocks_in(slot.numel, size)
+        for shard in range(before // each, (before + blocks * size - 1) // each + 1):
+            first = max(0, -(-(shard * each - before) // size))
+            stop = min(blocks, -(-((shard + 1) * each - before) // size))
+            if first < stop:
+                pieces[shard].append(Piece(slot, size, first, stop - first))
+        before += blocks * size
+    return pieces
+
+
+def cut_plain(segments: Sequence[Segment], shards: int) -> list[list[Run]]:
+    """Return the runs of each shard: of every segment about as many elements."""
+    runs: list[list[Run]] = [[] for _ in range(shards)]
+    for segment in segments:
+        each = aligned(-(-segment.length // shards), ALIGNMENT)
+        for shard in range(shards):
+            start, stop = shard * each, min((shard + 1) * each, segment.length)
+            if start < stop:
+                runs[shard].append(Run(segment, start, stop))
+    return runs
+
+
+# Bytes of a shard, and of a message.
 
 # Figures behind the header: 1 + the rank of a message that arrived damaged in the first phase, or 0; the key of the
 # random words, without the tensor; the squares of all quantised elements of the sender or senders, a float64; the

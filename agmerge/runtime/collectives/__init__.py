@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives of the module's own, for losses, metrics and set-up.
 
+* ``operation``: one call, from arguments to result and gradient.
+* ``reduce``, ``scatter``, ``gather``, ``alltoalls``, ``broadcasts``: one kind each. ``sparse``: sparse layout.
+* ``objects``: Python objects, ``barrier`` and ``join``.
+
 They use another communicator than the optimizers. Each first agrees on its arguments, so that a mistake is an error on
 every rank and never a hang or a crash inside the backend. That costs one all-gather of 16 bytes; these calls are not
 for the hot path.
@@ -11,10 +15,8 @@ from __future__ import annotations
 from agmerge.runtime.collectives.alltoalls import alltoall, alltoall_async
 from agmerge.runtime.collectives.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_, root_of
 from agmerge.runtime.collectives.gather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from agmerge.runtime.collectives.joins import join
-from agmerge.runtime.collectives.objects import allgather_object, barrier, broadcast_object
-from agmerge.runtime.collectives.operation import poll, synchronize
-from agmerge.runtime.collectives.raw import as_bytes
+from agmerge.runtime.collectives.objects import allgather_object, barrier, broadcast_object, join
+from agmerge.runtime.collectives.operation import as_bytes, poll, synchronize
 from agmerge.runtime.collectives.reduce import (
     allreduce,
     allreduce_,

@@ -10,9 +10,17 @@ import torch
 
 from agmerge.backends import Handle
 from agmerge.backends.handshake import Fact
-from agmerge.runtime.call_agreement import share_numbers
-from agmerge.runtime.collectives.operation import Operation, Pending, run_all, start
-from agmerge.runtime.collectives.raw import byte_view, described, plain, row_kind
+from agmerge.runtime.collectives.operation import (
+    Operation,
+    Pending,
+    byte_view,
+    described,
+    plain,
+    row_kind,
+    run_all,
+    start,
+)
+from agmerge.runtime.process_sets import share_numbers
 
 
 class Alltoall(Operation):

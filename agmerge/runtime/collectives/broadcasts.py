@@ -11,8 +11,7 @@ import torch
 from agmerge.backends import Backend, Handle
 from agmerge.backends.handshake import Fact
 from agmerge.ops import Average
-from agmerge.runtime.collectives.operation import Operation, Pending, run, start
-from agmerge.runtime.collectives.raw import byte_view, copied, described, expanded
+from agmerge.runtime.collectives.operation import Operation, Pending, byte_view, copied, described, expanded, run, start
 from agmerge.runtime.collectives.reduce import reduced_gradients
 
 

@@ -11,10 +11,9 @@ import torch
 from agmerge.backends import Handle
 from agmerge.backends.handshake import Fact
 from agmerge.ops import Average
-from agmerge.runtime.call_agreement import share_numbers
-from agmerge.runtime.collectives.operation import Operation, Pending, run, run_all, start
-from agmerge.runtime.collectives.raw import byte_view, plain, row_kind
+from agmerge.runtime.collectives.operation import Operation, Pending, byte_view, plain, row_kind, run, run_all, start
 from agmerge.runtime.collectives.reduce import reduced_gradients
+from agmerge.runtime.process_sets import share_numbers
 
 
 class Allgather(Operation):

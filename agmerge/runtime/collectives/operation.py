@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one collective of the module's own, from its arguments to its result and its gradient.
+"""One collective of the module's own, from its arguments to its result and its gradient.
 
 Each kind defines the facts that all ranks must state alike, the start of its messages, its results and the gradient.
-Everything else is here: the agreement, the handle, the graph.
+Everything else is here: the checks of arguments, the agreement, the handle, the graph.
 """
 
 from __future__ import annotations
@@ -10,16 +10,164 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 
 from agmerge.backends import Backend, Handle, timeouts
 from agmerge.backends.handshake import Fact
-from agmerge.runtime.call_agreement import agree
-from agmerge.runtime.collectives import arguments
-from agmerge.runtime.process_sets import Group, group
+from agmerge.errors import AGMergeError
+from agmerge.ops import Average, ReduceOp, Sum
+from agmerge.runtime import process_sets
+from agmerge.runtime.process_sets import Group, agree, group
+
+# Arguments that scripts pass: ``ValueError`` and ``TypeError`` say what to pass instead.
+
+OPS = "agmerge.Average, Sum, Min, Max or Product"
+
+
+class Compressor(Protocol):
+    """Cast for tensors that travel, as :class:`agmerge.Compression` or one of Horovod's."""
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the tensor that travels in place of ``tensor``, and a context."""
+
+    def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        """Return ``tensor`` in its old dtype, with the loss of the cast. ``context``: the one of ``compress``."""
+
+
+def label(name: Any, call: str) -> str:
+    """Return the name of a call in errors: the script's name for it, or its own."""
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"{call}: name must be a string, got {name!r}")
+    return name or call
+
+
+def check_tensor(given: Any, call: str) -> None:
+    """Raise unless ``given`` is a dense tensor."""
+    if given is None:
+        raise TypeError(
+            f"{call}: the tensor is None (is it the gradient of a parameter that this rank did not use?). Pass a "
+            "tensor on every rank, with zeros if the rank has no values."
+        )
+    if not isinstance(given, torch.Tensor):
+        hint = "grouped_allreduce for lists, " if isinstance(given, (list, tuple)) else ""
+        raise TypeError(
+            f"{call}: expected a tensor, got {type(given).__name__}. Use {hint}torch.tensor() for numbers, and "
+            "allgather_object or broadcast_object for other objects."
+        )
+    if given.layout is not torch.strided:
+        raise ValueError(
+            f"{call}: a tensor of layout {given.layout} is not supported. Pass tensor.to_dense(), or use "
+            "sparse_allreduce_async."
+        )
+
+
+def check_list(given: Any, call: str) -> list[torch.Tensor]:
+    """Return the tensors of a grouped call."""
+    if isinstance(given, torch.Tensor) or not isinstance(given, Sequence) or isinstance(given, str):
+        raise TypeError(f"{call}: expected a list of tensors, got {type(given).__name__}")
+    if not given:
+        raise ValueError(f"{call}: the list of tensors is empty")
+    for tensor in given:
+        check_tensor(tensor, call)
+    return list(given)
+
+
+def check_overwritten(tensor: torch.Tensor, call: str) -> None:
+    """Raise where writing over ``tensor`` would make its gradient wrong without a word."""
+    if torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf:
+        raise ValueError(
+            f"{call}: the tensor requires a gradient, which a call in place does not support. Use "
+            f"{call.replace('_async_', '_async').removesuffix('_')}, or pass tensor.detach()."
+        )
+
+
+def reduction(op: Any, average: Any, call: str) -> ReduceOp:
+    """Return the reduction that ``op`` means, also where it is a constant of Horovod's, or ``average`` in its stead.
+
+    Raises ``TypeError``, ``ValueError`` or, for Adasum, :class:`agmerge.AGMergeError`; ``call``: the name in errors.
+    """
+    if isinstance(average, ReduceOp) or isinstance(average, str):
+        raise TypeError(f"{call}: average must be True or False, got {average!r}. Pass op= and name= by keyword.")
+    if op is not None and average is not None:
+        raise ValueError(f"{call}: The op parameter supersedes average. Please provide only one of them.")
+    if op is None:
+        return Sum if average is not None and not average else Average
+    name = process_sets.horovod_reduction(op)
+    if name is not None:
+        op = ReduceOp(name)
+    if not isinstance(op, ReduceOp):
+        raise ValueError(f"{call}: op must be {OPS}, got {op!r}")
+    if op is ReduceOp.ADASUM:
+        raise AGMergeError(f"AGM303: {call}: op=Adasum is supported by Horovod only. Use {OPS}.")
+    return op
+
+
+def compressor(given: Any, call: str) -> Compressor:
+    """Return ``given``, the ``compression=`` of a collective, or raise ``TypeError`` if it is no cast."""
+    if hasattr(given, "compress") and hasattr(given, "decompress"):
+        return given  # type: ignore[no-any-return]
+    raise TypeError(f"{call}: compression must be agmerge.Compression.none, .fp16 or .bf16, got {given!r}")
+
+
+def factor(given: Any, name: str, call: str) -> float:
+    """Return ``prescale_factor`` or ``postscale_factor``, the one that ``name`` names, as a number."""
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        raise TypeError(f"{call}: {name} must be a number, got {given!r}") from None
+
+
+# Tensors as bytes, so that any dtype travels on any backend.
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the elements of ``tensor`` in C order."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous ``tensor``, 1-D."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` without its graph, contiguous: its own memory where that is so already, else a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def copied(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a contiguous copy of ``tensor`` without its graph, perhaps of another dtype."""
+    bare = tensor.detach().resolve_conj().resolve_neg()
+    return bare.to(dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def row_kind(tensor: torch.Tensor) -> str:
+    """Return, for agreements where lengths may differ, the dtype and the kind of device where that is no CPU."""
+    return f"{tensor.dtype}{_elsewhere(tensor)}"
+
+
+EXPANDED = " expanded, so several elements share one memory location and cannot be written. Pass its clone()"
+
+
+def expanded(tensor: torch.Tensor) -> str:
+    """Return, for the facts of a call that writes to ``tensor``, why this rank cannot; "" if it can."""
+    return EXPANDED if torch._debug_has_internal_overlap(tensor) == 1 else ""  # 1: yes; 2: perhaps, which torch allows
+
+
+def described(tensor: torch.Tensor) -> str:
+    """Return, for agreements, dtype and shape as ``float32[2, 3]``, and the kind of device where that is no CPU."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{_elsewhere(tensor)}"
+
+
+def _elsewhere(tensor: torch.Tensor) -> str:
+    """Return the kind of device where that is no CPU, as the end of a text; else empty."""
+    return "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+
+
+# The operation.
 
 
 class Operation(ABC):
@@ -38,11 +186,11 @@ class Operation(ABC):
     ) -> None:
         self.single = not call.startswith("grouped_")  # the script gave one tensor, and gets one
         self.in_place = call.endswith("_")  # the results are the given tensors, so they have no gradient
-        self.tensors = arguments.check_list([given] if self.single else given, arguments.label(name, call))
+        self.tensors = check_list([given] if self.single else given, label(name, call))
         if self.in_place:
             for tensor in self.tensors:
-                arguments.check_overwritten(tensor, call)
-        self.label, self.named = arguments.label(name, self.kind), name is not None
+                check_overwritten(tensor, call)
+        self.label, self.named = label(name, self.kind), name is not None
         self.group = where or group(process_set, self.label)
 
     @property

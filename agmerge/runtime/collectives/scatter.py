@@ -10,10 +10,9 @@ import torch
 
 from agmerge.backends import Handle
 from agmerge.ops import Average, Compression, Sum
-from agmerge.runtime.collectives.arguments import Compressor
 from agmerge.runtime.collectives.gather import Allgather
-from agmerge.runtime.collectives.operation import Pending, run, run_all, start
-from agmerge.runtime.collectives.reduction import Reduction, flat
+from agmerge.runtime.collectives.operation import Compressor, Pending, run, run_all, start
+from agmerge.runtime.collectives.reduce import Reduction, flat
 
 NONE = Compression.none
 

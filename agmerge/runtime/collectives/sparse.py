@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from agmerge.ops import Average, Sum
-from agmerge.runtime.collectives import arguments
+from agmerge.runtime.collectives import operation
 from agmerge.runtime.collectives.gather import Allgather
 from agmerge.runtime.collectives.operation import start
 
@@ -31,10 +31,10 @@ def sparse_allreduce_async(
     Returns:
         A function without arguments that waits and returns the sparse tensor.
     """
-    label = arguments.label(name, "sparse_allreduce_async")
+    label = operation.label(name, "sparse_allreduce_async")
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         raise TypeError(f"{label}: expected a tensor of layout torch.sparse_coo. Use allreduce for dense tensors.")
-    combine = arguments.reduction(op, None, label)
+    combine = operation.reduction(op, None, label)
     if combine not in (Average, Sum):
         raise ValueError(f"{label}: op must be agmerge.Average or agmerge.Sum, got {combine.value}")
     bare = tensor.detach()

@@ -9,13 +9,10 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from merging.checks import Reals, flag
-from merging.costs import Costs
-from merging.plan import Plan
+from merging.costs import Costs, Profile
+from merging.plan import Plan, Reals, flag
 from merging.planner import Planner
-from merging.planners.search.frontier import unbeaten
-from merging.planners.search.readiness import usable
-from merging.profile import Profile
+from merging.planners.search.frontier import unbeaten, usable
 
 Counts = NDArray[np.int64]
 STEPS = 1_000_000  # in which the noise of one tensor per merge buffer is counted
@@ -28,7 +25,7 @@ class AGTF(Planner):
     profile.noise is the residual energy of each tensor after selection at its density K / p, load / numel:
     the (p / K - 1) g of AGTF, with g the tensor's weight. A merge buffer of several keeps their K and leaves
     (sum p / sum K - 1) sum g. Without noise, or at equal densities, nothing is forbidden. Exempt tensors
-    (work 0) are not selected from and do not count here. `loads` in merging.budgets turns gradient
+    (work 0) are not selected from and do not count here. `loads` in merging.dense_cutoff turns gradient
     energies into K.
 
     Labels are (channel clock, noise): those beaten in both are dropped. Noise is counted in millionths of

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from merging.checks import whole
-from merging.costs import Costs
-from merging.plan import Plan
+from merging.costs import Costs, Profile
+from merging.plan import Plan, whole
 from merging.planner import Planner
-from merging.profile import Profile
 from merging.timeline import MODES, predict
 
 MIB = 1 << 20

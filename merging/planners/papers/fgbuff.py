@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
 
-from merging.checks import seconds
-from merging.costs import Costs
-from merging.plan import Plan
+from merging.costs import Costs, Profile
+from merging.plan import Plan, seconds
 from merging.planner import Planner
-from merging.planners.search.readiness import Taken, exchange, selection
-from merging.profile import Profile
+from merging.planners.search.frontier import Taken, exchange, selection
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

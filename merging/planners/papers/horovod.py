@@ -7,12 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from merging.checks import seconds, whole
-from merging.costs import Costs
-from merging.plan import Plan
+from merging.costs import Costs, Profile
+from merging.plan import Plan, seconds, whole
 from merging.planner import Planner
-from merging.planners.search.readiness import usable
-from merging.profile import Profile
+from merging.planners.search.frontier import usable
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

@@ -6,12 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from merging.checks import flag, whole
-from merging.costs import Costs
-from merging.plan import Plan
+from merging.costs import Costs, Profile
+from merging.plan import Plan, flag, whole
 from merging.planner import Planner
-from merging.planners.search.readiness import exchange, usable
-from merging.profile import Profile
+from merging.planners.search.frontier import exchange, usable
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

@@ -6,12 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from merging.checks import flag
-from merging.costs import Costs
-from merging.plan import Plan
+from merging.costs import Costs, Profile
+from merging.plan import Plan, flag
 from merging.planner import Planner
-from merging.planners.search.readiness import exchange, selection
-from merging.profile import Profile
+from merging.planners.search.frontier import exchange, selection
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

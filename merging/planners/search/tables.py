@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from merging.checks import Elements, Reals
-from merging.costs import Cost, Costs
+from merging.costs import Cost, Costs, Profile
 from merging.pieces import Pieces
-from merging.profile import Profile
-from merging.size_limit import LIMIT
+from merging.plan import Elements, Reals
+from merging.timeline import LIMIT
 
 _ROWS = 64  # of a table, made at once, up to the diagonal
 

@@ -20,7 +20,7 @@ from sparsifiers.gpu.kernels.rotation import (
     spread,
 )
 from sparsifiers.quantising import levels
-from sparsifiers.quantising.scales import NAN, SCALE
+from sparsifiers.quantising.draws import NAN, SCALE
 
 _NAN, _SCALE = tl.constexpr(NAN), tl.constexpr(SCALE)
 _LEAST, _MOST, _FLAT = (tl.constexpr(one) for one in (levels.LEAST, levels.MOST, levels.FLAT))

@@ -3,7 +3,7 @@
 
 A program takes `TILE` coordinates, which are whole blocks. A block has `64 << DOUBLINGS` of them, with 0 to 2 of
 these; so what is the same for a block is kept for each 64 coordinates, a group: [TILE // 64]. Sums and differences have
-the order of `sparsifiers.quantising.rotation`.
+the order of `sparsifiers.quantising.eden`.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from agmerge import testing
-from agmerge.backends import collective_marks, local
-from agmerge.backends.collective_marks import docstring, require_marks
+from agmerge.backends import base, local
+from agmerge.backends.base import docstring, require_marks
 from agmerge.errors import AGMergeError
 from agmerge.runtime import workers
 
-LIBRARY = str(collective_marks.PACKAGE / "engine" / "made_up.py")
+LIBRARY = str(base.PACKAGE / "engine" / "made_up.py")
 
 # Of an imaginary file of the library: `start` is the collective.
 SOURCE = '''
@@ -85,7 +85,7 @@ def barrier() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective_marks, "_fine", {})
+    monkeypatch.setattr(base, "_fine", {})
 
 
 FINE: dict[str, Callable[[], object]] = {

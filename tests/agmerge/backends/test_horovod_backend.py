@@ -15,7 +15,7 @@ from pretend.device import Device
 from pretend.registration import install
 from pretend.tensors import put
 
-from agmerge.backends import horovod, horovod_mpi
+from agmerge.backends import horovod
 from agmerge.backends.horovod import SETTINGS, HorovodBackend, HorovodHandle
 from agmerge.errors import AGMergeError
 
@@ -116,8 +116,8 @@ def test_init_says_how_open_mpi_is_to_wait_where_cores_are_few(
     given: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(horovod_mpi, "cores", lambda: 2 * torch.get_num_threads() + 1)
-    for workers, told in (("1", {}), ("2", horovod_mpi.SLEEPING)):
+    monkeypatch.setattr(horovod, "cores", lambda: 2 * torch.get_num_threads() + 1)
+    for workers, told in (("1", {}), ("2", horovod.SLEEPING)):
         started, hvd = {"OMPI_COMM_WORLD_LOCAL_SIZE": workers, **given}, _pretend(monkeypatch)
         _open(monkeypatch, started)
         assert hvd.seen == {**SETTINGS, **told, **started}
@@ -127,10 +127,10 @@ def test_init_says_how_open_mpi_is_to_wait_where_cores_are_few(
 def test_a_script_that_initialises_horovod_hears_once_how_open_mpi_should_wait(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(horovod_mpi, "cores", lambda: 2)
+    monkeypatch.setattr(horovod, "cores", lambda: 2)
     initialised = {"is_initialized": lambda: True, "rank": lambda: rank, "size": lambda: 2}
     started, said = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, {"OMPI_MCA_mpi_yield_when_idle": "0"}
-    for given, missing in ((started, 3), ({**started, **said}, 2), ({**started, **horovod_mpi.SLEEPING}, 0), (said, 0)):
+    for given, missing in ((started, 3), ({**started, **said}, 2), ({**started, **horovod.SLEEPING}, 0), (said, 0)):
         hvd = _pretend(monkeypatch, **initialised)
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")

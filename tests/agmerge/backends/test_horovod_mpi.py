@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from agmerge.backends import horovod_mpi
+from agmerge.backends import horovod
 
 
 @pytest.mark.parametrize(
@@ -15,11 +15,11 @@ from agmerge.backends import horovod_mpi
 def test_threads_that_wait_sleep_where_they_would_take_a_trainers_core(
     workers: int, threads: int, cores: int, sleeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(horovod_mpi, "cores", lambda: cores)
-    told = horovod_mpi.waiting({"OMPI_COMM_WORLD_LOCAL_SIZE": str(workers)}, threads)
-    assert told == (horovod_mpi.SLEEPING if sleeps else {})
+    monkeypatch.setattr(horovod, "cores", lambda: cores)
+    told = horovod.waiting({"OMPI_COMM_WORLD_LOCAL_SIZE": str(workers)}, threads)
+    assert told == (horovod.SLEEPING if sleeps else {})
 
 
 def test_what_open_mpi_has_not_started_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(horovod_mpi, "cores", lambda: 1)
-    assert horovod_mpi.waiting({"HOROVOD_RANK": "0", "HOROVOD_LOCAL_SIZE": "8"}, 8) == {}
+    monkeypatch.setattr(horovod, "cores", lambda: 1)
+    assert horovod.waiting({"HOROVOD_RANK": "0", "HOROVOD_LOCAL_SIZE": "8"}, 8) == {}

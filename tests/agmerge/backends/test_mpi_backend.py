@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from agmerge.backends import mpi
-from agmerge.backends.progress import Call, Progress
+from agmerge.backends.streams import Call, Progress
 from agmerge.errors import CollectiveTimeout
 
 

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from agmerge.backends.progress import Progress
+from agmerge.backends.streams import Progress
 
 
 class Endless:

@@ -12,8 +12,8 @@ import pytest
 import agmerge
 from agmerge.backends import local, registry
 from agmerge.backends.base import Listen
-from agmerge.backends.diagnosis import ProbeResult, Row, built_in
 from agmerge.backends.registry import BACKENDS, detect, size_variable
+from agmerge.backends.status import ProbeResult, Row, built_in
 from agmerge.cli import doctor
 from agmerge.errors import AGMergeError
 from agmerge.runtime import workers

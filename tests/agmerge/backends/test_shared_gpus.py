@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.recorded_cuda import Cuda
 
-from agmerge.backends import shared_gpus, torch_groups
+from agmerge.backends import streams, torch_groups
 
 DIST = SimpleNamespace(is_nccl_available=lambda: True)
 
@@ -31,7 +31,7 @@ DIST = SimpleNamespace(is_nccl_available=lambda: True)
     ],
 )
 def test_gpus_are_shared_where_more_workers_see_them_than_there_are(seen: list[list[str]], says: str) -> None:
-    found = shared_gpus.why_shared(seen)
+    found = streams.why_shared(seen)
     assert found.startswith(f"AGM708: {says} ") if says else found == ""
 
 
@@ -45,20 +45,20 @@ def test_a_world_with_shared_gpus_is_made_without_nccl_and_rank_0_says_why(
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda i: SimpleNamespace(**vars(properties(i)), uuid=f"cuda {i}")
     )
-    monkeypatch.setattr(shared_gpus, "_shared", False)
+    monkeypatch.setattr(streams, "_shared", False)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        shared_gpus.settle(rank, lambda own, name: [own, own, json.dumps(others).encode()])
+        streams.settle_shared_gpus(rank, lambda own, name: [own, own, json.dumps(others).encode()])
     assert torch_groups.kinds(DIST) == kinds and torch_groups.has_nccl(DIST) is ("nccl" in kinds)
     shared = kinds == "gloo"
     assert ["3 workers share 2 GPUs" in str(one.message) for one in said] == [True] * (shared and rank == 0)
 
 
 def test_a_world_without_gpus_shares_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_gpus, "_shared", True)  # of a world before
+    monkeypatch.setattr(streams, "_shared", True)  # of a world before
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    shared_gpus.settle(0, lambda own, name: [own, own])
-    assert not shared_gpus.are_shared()
+    streams.settle_shared_gpus(0, lambda own, name: [own, own])
+    assert not streams.gpus_are_shared()
 
 
 @pytest.mark.parametrize("hosts, shared", [(["", ""], True), (["a", "a"], True), (["a", "b"], False)])
@@ -70,5 +70,5 @@ def test_workers_whom_nccl_takes_for_those_of_two_hosts_share_no_gpu(
     seen = []
     for host in hosts:
         monkeypatch.setenv("NCCL_HOSTID", host)
-        seen.append(shared_gpus.visible())
-    assert bool(shared_gpus.why_shared(seen)) is shared
+        seen.append(streams.visible())
+    assert bool(streams.why_shared(seen)) is shared

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from agmerge import testing
-from agmerge.backends.warm_up import NAME, warm_up
+from agmerge.backends.torch import NAME, warm_up
 from agmerge.runtime import workers
 
 CPU = torch.device("cpu")

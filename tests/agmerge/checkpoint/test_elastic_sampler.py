@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import agmerge
-from agmerge.checkpoint import elastic_sampler
-from agmerge.checkpoint.elastic_sampler import Sampler
+from agmerge.checkpoint.elastic import Sampler
+from agmerge.runtime import workers
 from tests.support import elastic
 
 
@@ -50,8 +50,8 @@ class Job:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, batch: int, ahead: int) -> None:
         self.count, self.batch, self.ahead = count, batch, ahead
         self.told = Place()
-        monkeypatch.setattr(elastic_sampler.workers, "rank", lambda: self.told.rank)
-        monkeypatch.setattr(elastic_sampler.workers, "size", lambda: self.told.size)
+        monkeypatch.setattr(workers, "rank", lambda: self.told.rank)
+        monkeypatch.setattr(workers, "size", lambda: self.told.size)
         self.workers: list[Worker] = []
 
     def change(self, gone: list[int], come: int) -> None:
@@ -113,8 +113,8 @@ def test_each_sample_is_taken_once_an_epoch_whoever_comes_and_goes(
 
 
 def test_epochs_have_orders_of_their_own_which_a_seed_determines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic_sampler.workers, "rank", lambda: 0)
-    monkeypatch.setattr(elastic_sampler.workers, "size", lambda: 1)
+    monkeypatch.setattr(workers, "rank", lambda: 0)
+    monkeypatch.setattr(workers, "size", lambda: 1)
 
     def epochs(seed: int, *, shuffle: bool = True) -> list[list[int]]:
         sampler, found = Sampler(range(10), 2, seed=seed, shuffle=shuffle), []

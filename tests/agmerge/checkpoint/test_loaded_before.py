@@ -14,7 +14,7 @@ from support import mlp, on_ranks, seeded, sgd, train, wrap
 from torch import nn
 
 import agmerge
-from agmerge.engine.optimizer_states import MARK
+from agmerge.engine.optimizer_group import MARK
 
 MODEL = seeded(mlp)
 UPDATES: dict[str, Any] = {"compression": "topk", "sync": "updates"}

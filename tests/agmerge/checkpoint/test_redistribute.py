@@ -153,7 +153,7 @@ def test_as_many_ranks_resume_from_one_file_to_the_bit() -> None:
 
 
 def test_a_plain_optimizer_loads_it_and_large_states_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agmerge.checkpoint.gather.LARGEST", 1000)
+    monkeypatch.setattr("agmerge.checkpoint.dcp.LARGEST", 1000)
     whole, sections = gathered(2, compression="topk")
     for saved, section in zip(whole["agmerge"]["ranks"], sections, strict=True):
         assert all(torch.equal(saved["residuals"][name], one) for name, one in section["residuals"].items())

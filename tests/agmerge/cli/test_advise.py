@@ -22,12 +22,11 @@ from torch import nn
 
 from agmerge.backends import registry
 from agmerge.cli import advise, advise_script, advisor
-from agmerge.cli.advise_turns import OTHERS, ROUNDS, STEPS, TURN, WARM, Turns
-from agmerge.cli.advise_updates import kept, told_cost_of_updates
-from agmerge.options.named_costs import told_cost
+from agmerge.cli.advisor import OTHERS, ROUNDS, STEPS, TURN, WARM, Turns, kept, told_cost_of_updates
+from agmerge.options.defaults import told_cost
 from agmerge.planning import advice
 from agmerge.planning.advice import DDP, LINES, NOT_HERE, OURS, Candidate, Facts
-from agmerge.step.updates import UPDATES
+from agmerge.step.config import UPDATES
 
 ROOT = Path(__file__).resolve().parents[3]
 COST = "22 to 40 %"

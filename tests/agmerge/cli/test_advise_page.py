@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from agmerge.cli import advisor
-from agmerge.cli.advise_turns import OTHERS, STEPS, USES
-from agmerge.cli.advise_updates import COSTS, told_cost_of_updates
-from agmerge.options.defaults import FOUR
-from agmerge.options.named_costs import told_cost
+from agmerge.cli.advisor import COSTS, OTHERS, STEPS, USES, told_cost_of_updates
+from agmerge.options.defaults import FOUR, told_cost
 from agmerge.planning.advice import DDP, NOT_HERE, filled
-from agmerge.step.updates import UPDATES
+from agmerge.step.config import UPDATES
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGE = (DOCS / "will_it_help.md").read_text(encoding="utf-8")

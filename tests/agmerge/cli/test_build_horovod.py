@@ -15,8 +15,7 @@ import pytest
 
 from agmerge.__main__ import main
 from agmerge.cli import build_horovod
-from agmerge.cli.build_horovod import BuildError, environment, facts, key, patch
-from agmerge.cli.wheels import keep
+from agmerge.cli.build_horovod import BuildError, environment, facts, keep, key, patch
 
 TWICE = (("14", "20", 2),)
 
@@ -222,7 +221,7 @@ def test_a_program_that_is_not_there_says_nothing() -> None:
 def test_two_builders_of_one_wheel_do_not_disturb_each_other(tmp_path: Path) -> None:
     wheel = tmp_path / "horovod-0.28.1-x.whl"
     wheel.write_bytes(b"w" * 100_000)
-    code = "import sys, pathlib; from agmerge.cli.wheels import keep; keep(*map(pathlib.Path, sys.argv[1:]))"
+    code = "import sys, pathlib; from agmerge.cli.build_horovod import keep; keep(*map(pathlib.Path, sys.argv[1:]))"
     command = [sys.executable, "-c", code, str(wheel), str(tmp_path / "kept")]
     threads = [threading.Thread(target=subprocess.run, args=(command,), kwargs={"check": True}) for _ in range(2)]
     for thread in threads:

@@ -15,7 +15,7 @@ import pytest
 from agmerge.__main__ import main
 from agmerge.backends import horovod, mpi
 from agmerge.backends import torch as torch_backend
-from agmerge.backends.diagnosis import ProbeResult, Row
+from agmerge.backends.status import ProbeResult, Row
 from agmerge.cli import build_horovod, doctor
 from agmerge.cli.doctor import HOROVODRUN
 

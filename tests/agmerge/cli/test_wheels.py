@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from agmerge.__main__ import main
-from agmerge.cli import build_horovod, wheels
-from agmerge.cli.wheels import keep, refusal
+from agmerge.cli import build_horovod
+from agmerge.cli.build_horovod import keep, refusal
 from agmerge.errors import AGMergeError
 
 
@@ -34,8 +34,8 @@ def changed(path: Path) -> None:
 
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another wheel": (changed, "its hash differs"),
-    "no hash": (lambda wheel: wheels._hash_file(wheel.parent).unlink(), "its hash is missing"),
-    "another hash": (lambda wheel: changed(wheels._hash_file(wheel.parent)), "its hash differs"),
+    "no hash": (lambda wheel: build_horovod._hash_file(wheel.parent).unlink(), "its hash is missing"),
+    "another hash": (lambda wheel: changed(build_horovod._hash_file(wheel.parent)), "its hash differs"),
     "a wheel for all": (lambda wheel: wheel.chmod(0o666), "other users can write to .*x.whl"),
     "a folder for a group": (lambda wheel: wheel.parent.chmod(0o770), "other users can write to .*key"),
     "a cache for all": (lambda wheel: wheel.parent.parent.chmod(0o777), "other users can write to .*cache"),
@@ -50,7 +50,7 @@ def test_a_wheel_that_others_may_have_changed_is_refused(harm: str, kept: Path) 
 
 
 def of_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wheels, "_is_own", lambda each: each != path)
+    monkeypatch.setattr(build_horovod, "_is_own", lambda each: each != path)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
@@ -68,12 +68,12 @@ def test_nothing_is_put_into_a_folder_of_another_user(level: int, kept: Path, mo
 
 
 def test_whose_a_file_is_follows_from_who_runs(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wheels._is_own(kept)
+    assert build_horovod._is_own(kept)
     another = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: another)
-    assert not wheels._is_own(kept)
+    assert not build_horovod._is_own(kept)
     monkeypatch.delattr(os, "geteuid")
-    assert wheels._is_own(kept)
+    assert build_horovod._is_own(kept)
 
 
 def test_what_is_kept_can_be_written_by_its_owner_alone(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pretend import tensors
 from pretend.books import HOOK
 from support.device_training import Given, train
 
-from agmerge.engine.backward_passes import BackwardPasses
+from agmerge.engine.grad_hooks import BackwardPasses
 
 COMPILING = threading.Lock()  # the compiler belongs to the process, and ranks are threads
 

@@ -21,8 +21,7 @@ import sparsifiers
 from agmerge import testing
 from agmerge.backends import topology
 from agmerge.step.config import is_small
-from agmerge.tensors.accumulation import accumulate_together, table_of
-from agmerge.tensors.arena import Arena
+from agmerge.tensors.arena import Arena, accumulate_together, table_of
 from agmerge.tensors.layout import Layout, TensorClass
 from sparsifiers import gpu
 

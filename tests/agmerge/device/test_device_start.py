@@ -13,7 +13,7 @@ from support.device_training import host
 from torch import nn
 
 import agmerge
-from agmerge.step import agreement
+from agmerge.step import agreed_state
 
 
 def test_parameters_and_state_of_devices_are_those_of_the_root() -> None:
@@ -39,7 +39,7 @@ def test_parameters_and_state_of_devices_are_those_of_the_root() -> None:
 def test_ranks_of_which_some_have_no_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the two, one takes all above an eighth of an octave where the other takes what an estimator says."""
     this = threading.local()
-    monkeypatch.setattr(agreement, "is_fused", lambda device: this.has_kernels)
+    monkeypatch.setattr(agreed_state, "is_fused", lambda device: this.has_kernels)
 
     def body(rank: int, device: Device) -> str:
         this.has_kernels = rank != 1

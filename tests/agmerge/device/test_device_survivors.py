@@ -19,8 +19,8 @@ from pretend.device import Device
 from pretend.tensors import PLACE
 
 from agmerge.backends.local import LocalBackend
-from agmerge.backends.progress import Call as Started
 from agmerge.backends.staging import Line, Queued, StagedBackend
+from agmerge.backends.streams import Call as Started
 from agmerge.errors import PeerLost
 from agmerge.step.kept_results import KeptResults
 from tests.support import elastic

@@ -17,9 +17,8 @@ from agmerge import testing
 from agmerge.engine.averaged_steps import AveragedModel
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.grad_scaler import LossScale
-from agmerge.options.arguments import Options
-from agmerge.options.prepare import with_momentum_of
-from agmerge.options.resolve import resolve
+from agmerge.options.resolve import resolve, with_momentum_of
+from agmerge.options.typed import Options
 from agmerge.tensors.parameters import ParameterTable
 
 MODEL = seeded(mlp)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import agmerge
 from agmerge import testing
-from agmerge.exchanges.reduce_scatter import _pieces
+from agmerge.exchanges.dense import _pieces
 
 # -- calls and plans ----------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from agmerge.engine import last_pass
 from agmerge.engine.averaged_steps import AveragedModel
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.followed_optimizer import followed
-from agmerge.engine.withheld_momentum import withhold
+from agmerge.engine.step_hooks import withhold
 
 MODEL = seeded(mlp)
 TOPK: dict[str, Any] = {"compression": "topk"}

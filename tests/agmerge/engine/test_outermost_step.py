@@ -11,7 +11,7 @@ from support import agreed, backward, digest, mlp, on_ranks, seeded
 from torch import nn
 
 import agmerge
-from agmerge.engine.outermost_step import OutermostStep
+from agmerge.engine.step_hooks import OutermostStep
 
 MODEL = seeded(mlp)
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agmerge.engine.scaled_down import LOOKS, NormBound, common_factor
+from agmerge.engine.clipping_watch import LOOKS, NormBound, common_factor
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

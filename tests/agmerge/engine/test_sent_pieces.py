@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agmerge.engine.sent_pieces import (
+from agmerge.engine.shared_parameters import (
     WHOLE,
     Piece,
     apply_lists,

@@ -16,7 +16,7 @@ import agmerge
 import sparsifiers
 from agmerge import testing
 from agmerge.engine.shared_parameters import SharedParameters, UnsentInParameters, UnsentInResidual, wide
-from agmerge.step.combined import Combined
+from agmerge.step.gradient_exchange import Combined
 from sparsifiers.memories import HandBack
 
 SHAPES = {"large": (48, 32), "small": (7,)}

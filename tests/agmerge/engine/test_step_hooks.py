@@ -15,11 +15,10 @@ from support import agreed, backward, digest, mlp, on_ranks, seeded, sgd
 from torch import nn
 
 import agmerge
-from agmerge.engine.step_hooks import follow
+from agmerge.engine.step_hooks import follow, withhold
 from agmerge.engine.update_reducer import UpdateReducer
-from agmerge.engine.withheld_momentum import withhold
-from agmerge.options.arguments import Options
 from agmerge.options.resolve import resolve
+from agmerge.options.typed import Options
 from agmerge.step import momentum
 from agmerge.tensors.parameters import ParameterTable
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agmerge.exchanges.message.scaled import Scaled
-from agmerge.exchanges.message.values import SCALED
+from agmerge.exchanges.message.scaled import SCALED, Scaled
 from sparsifiers import kernel, kernel_values
 
 SIZES = (1, 2, 3, 7, 8, 9, 255, 256, 257, 1000, 4096, 70_001)

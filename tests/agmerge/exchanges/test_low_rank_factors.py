@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agmerge.exchanges.low_rank import factors, orthonormal
+from agmerge.exchanges.low_rank import bases
 from sparsifiers import kernel
 from tests.support import same_bits
 
@@ -104,18 +104,18 @@ def error(rows: Tensor) -> float:
 
 def test_rows_become_orthonormal_whatever_they_are(by: str, kind: str) -> None:
     made = [MAKERS[kind](*shape) for shape in SHAPES]
-    factors.orthonormalize(made)
+    bases.orthonormalize(made)
     assert max(map(error, made)) < 1e-6
     again = [rows.clone() for rows in made]
-    factors.orthonormalize(again)
+    bases.orthonormalize(again)
     assert all((one - other).abs().max() < 1e-6 for one, other in zip(made, again, strict=True))
 
 
 def test_all_loops_make_the_same_bits(by: str, kind: str) -> None:
     for shape in SHAPES:
         rows = MAKERS[kind](*shape)
-        expected = torch.from_numpy(orthonormal.by_numpy(rows.numpy()))
-        factors.orthonormalize([rows])
+        expected = torch.from_numpy(bases.by_numpy(rows.numpy()))
+        bases.orthonormalize([rows])
         assert same_bits(rows, expected)
 
 
@@ -123,17 +123,17 @@ def test_all_loops_make_the_same_bits(by: str, kind: str) -> None:
 def test_torchs_operations_on_other_tensors(kind: str, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         rows = torch.stack([MAKERS[kind](*shape).to(dtype), torch.zeros(shape, dtype=dtype), _draw(*shape).to(dtype)])
-        made = orthonormal.by_torch(rows)
+        made = bases.by_torch(rows)
         assert made.dtype == dtype and max(map(error, made)) < (1e-12 if dtype == torch.float64 else 1e-6)
         if kind in ("normal", "tiny", "huge", "of all sizes", "units"):
-            expected = torch.from_numpy(orthonormal.by_numpy(rows[0].float().numpy()))
+            expected = torch.from_numpy(bases.by_numpy(rows[0].float().numpy()))
             assert (made[0] - expected).abs().max() < 1e-4
 
 
 def test_others_are_made_with_torch_each_in_its_place() -> None:
     made = [_draw(4, 30).double(), _draw(4, 30), _draw(30, 4).t(), _draw(3, 20).double(), _draw(4, 30).double() * 1e300]
     before = [rows.clone() for rows in made]
-    factors.orthonormalize(made)
+    bases.orthonormalize(made)
     assert max(map(error, made)) < 1e-6
     for rows, old in zip(made, before, strict=True):
         first = old[0].double() / old[0].abs().max()  # the square of 1e300 overflows
@@ -144,7 +144,7 @@ def test_the_span_and_the_first_row_are_kept(by: str) -> None:
     for r, length in ((1, 5), (4, 100), (16, 1000)):
         rows = _draw(r, length)
         made = rows.clone()
-        factors.orthonormalize([made])
+        bases.orthonormalize([made])
         wide = rows.double()
         assert (wide - wide @ made.double().t() @ made.double()).norm() < 1e-5 * wide.norm()
         assert torch.allclose(made[0], rows[0] / rows[0].norm(), atol=1e-6)
@@ -154,26 +154,26 @@ def test_the_span_and_the_first_row_are_kept(by: str) -> None:
 def test_scales_change_nothing_but_roundings(by: str) -> None:
     rows = _draw(5, 300)
     made = [rows * 2.0**exponent for exponent in (-100, -20, 0, 50, 120)]
-    factors.orthonormalize(made)
+    bases.orthonormalize(made)
     assert all(torch.equal(one, made[0]) for one in made)  # powers of two: not even these
 
 
 def test_what_is_replaced_becomes_what_the_others_have_least_of(by: str) -> None:
     rows = torch.tensor([[0.0, 3.0, 0.0, 4.0], [0.0, 0.0, 0.0, 0.0], [0.0, -6.0, 0.0, -8.0]])
-    factors.orthonormalize([rows])
+    bases.orthonormalize([rows])
     expected = torch.tensor([[0.0, 0.6, 0.0, 0.8], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]])
     assert torch.allclose(rows, expected)
     full = torch.zeros(3, 3)
-    factors.orthonormalize([full])
+    bases.orthonormalize([full])
     assert torch.equal(full, torch.eye(3))
 
 
 def test_an_initial_basis_depends_on_seed_and_name_alone(by: str) -> None:
-    basis = factors.initial_basis(0, "layer.weight", 100, 4)
+    basis = bases.initial_basis(0, "layer.weight", 100, 4)
     assert basis.shape == (4, 100) and error(basis) < 1e-6
-    assert same_bits(basis, factors.initial_basis(0, "layer.weight", 100, 4))
-    assert not torch.equal(basis, factors.initial_basis(1, "layer.weight", 100, 4))
-    assert not torch.equal(basis, factors.initial_basis(0, "layer.bias", 100, 4))
+    assert same_bits(basis, bases.initial_basis(0, "layer.weight", 100, 4))
+    assert not torch.equal(basis, bases.initial_basis(1, "layer.weight", 100, 4))
+    assert not torch.equal(basis, bases.initial_basis(0, "layer.bias", 100, 4))
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_an_initial_basis_depends_on_seed_and_name_alone(by: str) -> None:
 def test_a_product_has_the_same_bits_by_all_loops(by: str, r: int) -> None:
     for n, m in ((1, 1), (7, 33), (400, 384), (2, 140_000)):
         left, right, out = _draw(r, n) * 1e-20, _draw(r, m) * 1e-22, torch.empty(n, m)
-        factors.product(left, right, 1 / 3, out)
+        bases.product(left, right, 1 / 3, out)
         expected = left[0].unsqueeze(1) * right[0]
         for k in range(1, r):
             expected = expected + left[k].unsqueeze(1) * right[k]
@@ -191,19 +191,19 @@ def test_a_product_has_the_same_bits_by_all_loops(by: str, r: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("side", [factors.LEFT, factors.RIGHT])
+@pytest.mark.parametrize("side", [bases.LEFT, bases.RIGHT])
 def test_a_pass_is_what_its_parts_are(by: str, side: str, dtype: torch.dtype) -> None:
     for n, m, r in ((1, 1, 1), (7, 33, 2), (300, 384, 4)):
         residual, gradient = _draw(n, m).to(dtype), _draw(m, n).t().contiguous().to(dtype)
-        basis = _draw(r, n if side == factors.LEFT else m).to(dtype)
-        matrix, out = torch.empty(n, m, dtype=dtype), torch.empty(r, m if side == factors.LEFT else n, dtype=dtype)
+        basis = _draw(r, n if side == bases.LEFT else m).to(dtype)
+        matrix, out = torch.empty(n, m, dtype=dtype), torch.empty(r, m if side == bases.LEFT else n, dtype=dtype)
         total = residual.double() + gradient
-        expected = basis.double() @ (total if side == factors.LEFT else total.t())
+        expected = basis.double() @ (total if side == bases.LEFT else total.t())
 
-        factors.project(residual + gradient, side, basis, out)
+        bases.project(residual + gradient, side, basis, out)
         assert torch.dist(out.double(), expected) < 1e-6 * basis.norm() * total.norm()
-        for off in (False, True) if side == factors.RIGHT else (False,):
-            finite = factors.add_and_project(matrix, residual, gradient, side, basis, out, off=off)
+        for off in (False, True) if side == bases.RIGHT else (False,):
+            finite = bases.add_and_project(matrix, residual, gradient, side, basis, out, off=off)
             if by == "numpy" or dtype == torch.float64:
                 assert finite is None  # that takes two passes
                 continue
@@ -215,8 +215,8 @@ def test_a_pass_is_what_its_parts_are(by: str, side: str, dtype: torch.dtype) ->
 
 
 def test_what_is_left_has_nothing_of_the_basis(by: str) -> None:
-    matrix, basis = _draw(50, 70), factors.initial_basis(0, "a", 70, 4)
+    matrix, basis = _draw(50, 70), bases.initial_basis(0, "a", 70, 4)
     left = torch.empty(4, 50)
-    factors.project(matrix, factors.RIGHT, basis, left)
-    factors.take_off(matrix, left, basis)
+    bases.project(matrix, bases.RIGHT, basis, left)
+    bases.take_off(matrix, left, basis)
     assert (matrix @ basis.t()).abs().max() < 1e-5

@@ -16,7 +16,7 @@ from support.low_rank_steps import NAMES, SHAPES, accumulated, drawn, made, matr
 from torch import Tensor, nn
 
 from agmerge import testing
-from agmerge.exchanges.low_rank.factors import LEFT, RIGHT, empty_lanes, empty_lanes_on_device
+from agmerge.exchanges.low_rank.bases import LEFT, RIGHT, empty_lanes, empty_lanes_on_device
 from agmerge.exchanges.message.format import Flag
 
 both = pytest.mark.parametrize("name", NAMES)

@@ -34,8 +34,7 @@ from agmerge import testing
 from agmerge.backends.local import Call
 from agmerge.errors import MessageError
 from agmerge.exchanges.message import VALUES
-from agmerge.planning.cost_probe import probe
-from agmerge.planning.probe_budget import Budget
+from agmerge.planning.cost_probe import Budget, probe
 
 AWKWARD, PARTS, MODEL = seeded(AwkwardModel, 7), seeded(Parts), seeded(mlp)
 wrapped = functools.partial(wrapped_awkward, exchange="oktopk")

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agmerge.errors import MessageError
-from agmerge.exchanges.message import bits, candidates, pairs, smallest
-from agmerge.exchanges.message.pairs import IndexValuePairs, PairFormat
-from agmerge.exchanges.oktopk import histogram, reduction, regions
+from agmerge.exchanges import multi_round
+from agmerge.exchanges.message import bits, candidates, smallest
+from agmerge.exchanges.multi_round import IndexValuePairs, PairFormat
+from agmerge.exchanges.oktopk import exchange, regions
 
 INF, NAN = torch.inf, torch.nan
 LIGHT = settings(deadline=None)
@@ -98,30 +99,30 @@ def test_moves_keep_the_order(held: list[int]) -> None:
 def test_bins_are_in_the_order_of_magnitudes(dtype: torch.dtype) -> None:
     tiny = torch.finfo(torch.float32).smallest_normal
     values = [0.0, tiny / 2**20, tiny / 2, tiny, 1e-30, 1.0, 1.124, 1.125, 1.9, 2.0, 3e38, INF, NAN]
-    found = histogram.bin_of(torch.tensor(values, dtype=dtype)).tolist()
-    assert found == sorted(found) and found == histogram.bin_of(-torch.tensor(values, dtype=dtype)).tolist()
+    found = exchange.bin_of(torch.tensor(values, dtype=dtype)).tolist()
+    assert found == sorted(found) and found == exchange.bin_of(-torch.tensor(values, dtype=dtype)).tolist()
     assert found[0] == 0 < found[1] and found[5] == found[6] < found[7] < found[8] < found[9]
-    assert found[9] == found[5] + 8 and found[-1] == histogram.BINS - 4 < histogram.BINS
+    assert found[9] == found[5] + 8 and found[-1] == exchange.BINS - 4 < exchange.BINS
     assert found[-3] < found[-2] < found[-1]
 
 
 def test_what_float32_does_not_hold_has_a_bin_all_the_same() -> None:
     values = torch.tensor([1e-300, -1e300, 0.0], dtype=torch.float64)
-    assert histogram.bin_of(values).tolist() == [1, histogram.bin_of(torch.tensor([INF])).item(), 0]
+    assert exchange.bin_of(values).tolist() == [1, exchange.bin_of(torch.tensor([INF])).item(), 0]
 
 
-SOME_BINS = st.lists(st.sampled_from([0, 1, 2, 3, 900, 901, histogram.BINS - 1]), max_size=30)
+SOME_BINS = st.lists(st.sampled_from([0, 1, 2, 3, 900, 901, exchange.BINS - 1]), max_size=30)
 
 
 @LIGHT
 @given(st.lists(SOME_BINS, min_size=1, max_size=5), st.integers(0, 60))
 def test_ranks_keep_the_k_largest_together(rows: list[list[int]], k: int) -> None:
     ranks = [torch.tensor(row, dtype=torch.int32) for row in rows]
-    counts = sum(histogram.bin_counts(row) for row in ranks)
+    counts = sum(exchange.bin_counts(row) for row in ranks)
     assert isinstance(counts, torch.Tensor) and counts.dtype == torch.int32
-    edge, room = histogram.crossing(counts, k)
-    takes = histogram.allotted([int((row == edge).sum()) for row in ranks], room)
-    masks = [histogram.kept(row, edge, take) for row, take in zip(ranks, takes, strict=True)]
+    edge, room = exchange.crossing(counts, k)
+    takes = exchange.allotted([int((row == edge).sum()) for row in ranks], room)
+    masks = [exchange.kept_in_bins(row, edge, take) for row, take in zip(ranks, takes, strict=True)]
     whole = torch.cat(ranks).tolist()
     expected = sorted(range(len(whole)), key=lambda i: (-whole[i], i))[:k]
     assert torch.cat(masks).nonzero().view(-1).tolist() == sorted(expected)
@@ -142,7 +143,7 @@ def drawn_parcel(where: range, count: int, dtype: torch.dtype, seed: int) -> Ind
 def written(forms: list[PairFormat], pieces: list[IndexValuePairs], sound: bool = True) -> list[torch.Tensor]:
     sizes = [form.size for form in forms]
     message = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8)  # what happened to lie there
-    pairs.write(forms, pieces, message, sound)
+    multi_round.write(forms, pieces, message, sound)
     return list(torch.split(message, sizes))
 
 
@@ -159,7 +160,7 @@ def test_parcels_lie_side_by_side(parts: list[tuple[int, float]], start: int, dt
         where = range(start, start + length)
         forms.append(PairFormat(where, round(density * length), dtype))
         pieces.append(drawn_parcel(where, forms[-1].count, dtype, seed))
-    back, good = pairs.read(forms, written(forms, pieces))
+    back, good = multi_round.read(forms, written(forms, pieces))
     assert all(good) and len(back) == len(pieces)
     for one, two in zip(back, pieces, strict=True):
         assert torch.equal(one.indices, two.indices) and one.indices.dtype == torch.int32
@@ -187,18 +188,18 @@ def test_what_does_not_fit_its_form_is_found_where_it_is_read(where: range) -> N
             drawn_parcel(where, 2, torch.float32, 0),
             IndexValuePairs(torch.tensor(indices), torch.ones(len(indices))),
         ]
-        assert pairs.read(forms, written(forms, pieces))[1] == [True, False], indices
+        assert multi_round.read(forms, written(forms, pieces))[1] == [True, False], indices
     for length, count in ((40, 40), (40, 1), (40, 20), (1, 1), (10**6, 1), (10**6, 999)):  # every codec
         forms = [PairFormat(range(length), count, torch.float32)]
         pieces = [drawn_parcel(range(length), count, torch.float32, 0)]
-        assert pairs.read(forms, written(forms, pieces, sound=False))[1] == [False], (length, count)
+        assert multi_round.read(forms, written(forms, pieces, sound=False))[1] == [False], (length, count)
 
 
 def test_a_table_that_says_more_than_there_is_room_for_is_found() -> None:
     for length, count in ((0, 3), (2, 5), (8, 9)):
         forms = [PairFormat(range(length), count, torch.float32)]
         pieces = [IndexValuePairs(torch.arange(count, dtype=torch.int32), torch.ones(count))]
-        assert pairs.read(forms, written(forms, pieces))[1] == [False]
+        assert multi_round.read(forms, written(forms, pieces))[1] == [False]
 
 
 @settings(deadline=None)
@@ -214,7 +215,7 @@ def test_a_damaged_parcel_is_never_taken_for_another(
     data[round(place * (form.size - 1))] ^= flips
     if resealed:
         bits.write_crc(data)
-    (found,), (good,) = pairs.read([form], [data])
+    (found,), (good,) = multi_round.read([form], [data])
     if not resealed:
         assert not good
     elif good:  # under a checksum that fits, at least what comes of it is in range
@@ -225,9 +226,9 @@ def test_within() -> None:
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
-    assert reduction.within(ints(1, 4, 9), ints(0, 4, 8)).tolist() == [False, True, False]
-    assert reduction.within(ints(1, 4), ints()).tolist() == [False, False]
-    assert reduction.within(ints(), ints(1)).tolist() == []
+    assert exchange.within(ints(1, 4, 9), ints(0, 4, 8)).tolist() == [False, True, False]
+    assert exchange.within(ints(1, 4), ints()).tolist() == [False, False]
+    assert exchange.within(ints(), ints(1)).tolist() == []
 
 
 def test_added_goes_rank_by_rank() -> None:
@@ -238,9 +239,9 @@ def test_added_goes_rank_by_rank() -> None:
         IndexValuePairs(torch.tensor([0, 2], dtype=torch.int32), torch.tensor([3.0, 1.0])),
         IndexValuePairs(torch.tensor([2], dtype=torch.int32), torch.tensor([-1e8])),
     ]
-    total = reduction.added(pieces, torch.float32, 1.0)
+    total = exchange.added(pieces, torch.float32, 1.0)
     assert total.indices.tolist() == [0, 2, 5] and total.values.tolist() == [3.0, 0.0, 7.0]
-    scaled = reduction.added(pieces[:1], torch.float64, 0.5)
+    scaled = exchange.added(pieces[:1], torch.float64, 0.5)
     assert scaled.values.tolist() == [5e7, 3.5] and scaled.values.dtype == torch.float64
 
 
@@ -261,7 +262,7 @@ def test_where_elements_lie_after_they_have_changed_hands(held: list[int], seed:
 @LIGHT
 @given(st.lists(st.integers(0, 3), max_size=6), st.integers(0, 10))
 def test_room_is_allotted_to_the_first(at_edge: list[int], room: int) -> None:
-    takes = histogram.allotted(at_edge, room)
+    takes = exchange.allotted(at_edge, room)
     assert sum(takes) == min(room, sum(at_edge))
     short = [i for i, (take, mine) in enumerate(zip(takes, at_edge, strict=True)) if take < mine]
     assert all(takes[i] == 0 for i in range(short[0] + 1, len(takes))) if short else True
@@ -274,11 +275,11 @@ def test_a_result_must_ascend(damaged: list[list[int]], fault: int, named: int) 
     def parcels_of(rows: list[list[int]]) -> list[IndexValuePairs]:
         return [IndexValuePairs(torch.tensor(row, dtype=torch.int32), torch.zeros(len(row))) for row in rows]
 
-    reduction.check_kept("buffer 3", parcels_of([[0, 3], [], [4, 8]]), 0)
+    exchange.check_kept("buffer 3", parcels_of([[0, 3], [], [4, 8]]), 0)
     with pytest.raises(MessageError, match=f"buffer 3: the result of rank {named} is damaged"):
-        reduction.check_kept("buffer 3", parcels_of(damaged), fault)
+        exchange.check_kept("buffer 3", parcels_of(damaged), fault)
 
 
 def test_a_merge_buffer_that_int32_cannot_index_is_refused() -> None:
     with pytest.raises(ValueError, match="a merge buffer of 2147483648 elements"):
-        reduction.offered([], [], [0, 2**31], torch.float32)
+        exchange.offered([], [], [0, 2**31], torch.float32)

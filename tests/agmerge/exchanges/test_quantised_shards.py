@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agmerge.exchanges.quantised.shards import cut_blocks, cut_plain
+from agmerge.exchanges.quantised.layout import cut_blocks, cut_plain
 from agmerge.tensors.layout import ALIGNMENT, Layout, TensorClass
 from sparsifiers import Kind
-from sparsifiers.quantising.blocks import block_size, blocks_in
+from sparsifiers.quantising.base import block_size, blocks_in
 
 SHAPES = st.lists(
     st.one_of(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import merging
-from agmerge.exchanges.splitting import cut, split, why_parts_impossible
+from agmerge.exchanges.routing import cut, split, why_parts_impossible
 from agmerge.tensors.layout import ALIGNMENT, Layout, Segment, TensorClass
 from sparsifiers import Kind
 

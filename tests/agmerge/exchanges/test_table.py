@@ -13,7 +13,7 @@ from agmerge import testing
 from agmerge.exchanges.table import DENSE, EXCHANGES
 from agmerge.ops import Average, Sum
 from sparsifiers import Selection
-from sparsifiers.arguments import Request
+from sparsifiers.base import Request
 
 SMALL = seeded(mlp, 3)
 

@@ -14,7 +14,7 @@ from support.exchanges import CPU, Make, Quiet, context, control_of, draw_work, 
 from agmerge import testing
 from agmerge.exchanges import SegmentBuffers, SparseExchange
 from agmerge.exchanges.message.format import section_codecs
-from agmerge.exchanges.traffic import exchanged_by, traffic_of
+from agmerge.exchanges.routing import exchanged_by, traffic_of
 from agmerge.tensors.layout import TensorClass
 from merging import Curve
 from sparsifiers import Kind, Selection

@@ -15,7 +15,7 @@ from agmerge import testing
 from agmerge.exchanges import SegmentBuffers, SparseExchange
 from agmerge.exchanges.message import Everything, value_codec
 from agmerge.exchanges.message.format import Format, section_codecs, slot_bytes
-from agmerge.exchanges.message.offers import spread, spread_on_device, without_zeros
+from agmerge.exchanges.sparse import spread, spread_on_device, without_zeros
 from agmerge.ops import Average, ReduceOp, Sum
 from agmerge.tensors.layout import TensorClass
 from sparsifiers import Kind, Selection

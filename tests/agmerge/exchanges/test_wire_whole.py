@@ -11,7 +11,7 @@ from support import Sent, agreed, backward, digest, mlp, on_ranks, same_bits, se
 from torch import Tensor, nn
 
 import agmerge
-from agmerge.exchanges.message.values import WHOLE
+from agmerge.exchanges.message.scaled import WHOLE
 
 MODEL = seeded(mlp, 3)
 WHOLES = {name for name, parameter in MODEL.named_parameters() if parameter.dim() == 1 or parameter.numel() < 1024}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import agmerge
-from agmerge.integrations.shared_model import show_shared
+from agmerge.integrations.ddp import show_shared
 
 MODEL = seeded(mlp)
 X = batch(0, 99)[0]

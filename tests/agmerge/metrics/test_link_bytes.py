@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from agmerge.metrics import link_bytes
+from agmerge.metrics import totals
 from agmerge.metrics.totals import Totals
 
 
@@ -27,7 +27,7 @@ def ring(size: int, workers: int, halves: int) -> list[int]:
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("size", [0, 1, 60, 61, 4099])
 def test_rings_move_that_much_on_average_rounded_up(workers: int, size: int) -> None:
-    for halves, ours in ((2, link_bytes.all_reduce), (1, link_bytes.reduce_scatter)):
+    for halves, ours in ((2, totals.all_reduce_bytes), (1, totals.reduce_scatter_bytes)):
         total = sum(ring(size, workers, halves))
         assert total <= workers * ours(size, workers) < total + workers
 
@@ -40,29 +40,29 @@ def test_a_gather_passes_every_message_on_but_the_last(workers: int) -> None:
             sent[rank] += 10
             held[(rank + 1) % workers].add((rank - round_) % workers)
     assert all(messages == set(range(workers)) for messages in held)
-    assert sent == [link_bytes.all_gather(10, workers)] * workers
+    assert sent == [totals.all_gather_bytes(10, workers)] * workers
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("root", [0, 2])
 def test_a_broadcast_reaches_all_others_once(workers: int, root: int) -> None:
     root %= workers
-    sent = [link_bytes.broadcast(8, workers, rank, root) for rank in range(workers)]
+    sent = [totals.broadcast_bytes(8, workers, rank, root) for rank in range(workers)]
     assert sum(sent) == 8 * (workers - 1)
     assert sent[(root - 1) % workers] == 0
 
 
 def test_what_a_rank_keeps_of_an_all_to_all_goes_nowhere() -> None:
-    assert link_bytes.all_to_all([3, 4, 5], 1) == 8
-    assert link_bytes.all_to_all([7], 0) == 0
+    assert totals.all_to_all_bytes([3, 4, 5], 1) == 8
+    assert totals.all_to_all_bytes([7], 0) == 0
 
 
 def test_dense_link_bytes_follow_the_number_of_workers() -> None:
-    totals = Totals()
-    totals.stepped(1, 30, 30)
-    assert (totals.bytes_dense, totals.link_bytes_dense) == (120, 0)
-    totals.among(4)
-    totals.stepped(1, 30, 30)
-    totals.skipped(30, 30)
-    totals.passed(30)
-    assert (totals.bytes_dense, totals.link_bytes_dense) == (480, 3 * 180)
+    counted = Totals()
+    counted.stepped(1, 30, 30)
+    assert (counted.bytes_dense, counted.link_bytes_dense) == (120, 0)
+    counted.among(4)
+    counted.stepped(1, 30, 30)
+    counted.skipped(30, 30)
+    counted.passed(30)
+    assert (counted.bytes_dense, counted.link_bytes_dense) == (480, 3 * 180)

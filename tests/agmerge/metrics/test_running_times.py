@@ -13,7 +13,7 @@ from agmerge.backends.streams import CudaStreams
 from agmerge.metrics.chrome_trace import Trace
 from agmerge.metrics.running_times import ENOUGH, KEEP, RunningStepTimes
 from agmerge.metrics.step_times import Seconds, StepRecorder, StepTimes, StoppedClock
-from agmerge.step.clocks import DeviceClock, HostClock
+from agmerge.step.group import DeviceClock, HostClock
 
 
 def times_of(ready: Sequence[float], travel: Sequence[float]) -> StepTimes:

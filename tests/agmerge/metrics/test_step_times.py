@@ -18,7 +18,7 @@ import sparsifiers
 from agmerge import testing
 from agmerge.backends import local
 from agmerge.metrics.step_times import Clock, Seconds, StepRecorder, StepTimes
-from sparsifiers.arguments import Request
+from sparsifiers.base import Request
 
 MODEL = seeded(mlp)
 

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 import sparsifiers
 from agmerge.step.config import is_small
 from sparsifiers.quantising import base
-from sparsifiers.quantising.blocks import block_size, blocks_in
+from sparsifiers.quantising.base import block_size, blocks_in
 
 MODEL = seeded(Net, 3)
 SIDE = 64

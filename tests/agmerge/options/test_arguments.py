@@ -7,7 +7,7 @@ from dataclasses import fields
 from inspect import signature
 
 import agmerge
-from agmerge.options.arguments import Options
+from agmerge.options.typed import Options
 
 
 def test_options_have_the_names_order_and_defaults_of_the_constructor() -> None:

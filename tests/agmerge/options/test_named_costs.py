@@ -16,7 +16,7 @@ from support import mlp, on_ranks, seeded, sgd, train, wrap
 from torch import nn
 
 import sparsifiers
-from agmerge.options.named_costs import COSTS
+from agmerge.options.defaults import COSTS
 
 MODEL = seeded(mlp)
 Make = Callable[[nn.Module], torch.optim.Optimizer]

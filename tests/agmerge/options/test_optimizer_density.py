@@ -11,7 +11,7 @@ from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, s
 from torch import nn
 
 import agmerge
-from agmerge.options.density_schedule import ladder, parse_warmup
+from agmerge.options.compressors import ladder, parse_warmup
 
 MODEL = seeded(mlp)
 NUMEL = {"0.weight": 48 * 32, "2.weight": 32 * 48}

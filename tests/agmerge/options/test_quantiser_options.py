@@ -13,8 +13,8 @@ from torch import nn
 
 import agmerge
 from agmerge import testing
-from agmerge.options.arguments import Options
 from agmerge.options.defaults import TO_4_BITS, TO_8_BITS, candidates_for, resolve_auto
+from agmerge.options.typed import Options
 from agmerge.step.config import TWO_LEVEL
 
 MODEL = seeded(mlp)

@@ -16,8 +16,7 @@ from torch import nn
 
 import agmerge
 import merging
-from agmerge.options.arguments import Options
-from agmerge.options.keywords import _MEANT, KNOWN, refuse_unknown
+from agmerge.options.typed import _MEANT, KNOWN, Options, refuse_unknown
 
 MODEL = seeded(mlp)
 

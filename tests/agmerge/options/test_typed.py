@@ -18,9 +18,8 @@ import agmerge
 from agmerge.exchanges.table import EXCHANGES
 from agmerge.integrations.ddp_refusals import SAID_ELSEWHERE
 from agmerge.options import typed
-from agmerge.options.arguments import Options
-from agmerge.step.config import WIRES
-from agmerge.step.updates import CARRIES, SYNCS
+from agmerge.options.typed import Options
+from agmerge.step.config import CARRIES, SYNCS, WIRES
 from agmerge.tensors.nonfinite import POLICIES
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,7 +16,7 @@ from torch import nn
 import agmerge
 import merging
 import sparsifiers
-from agmerge.step.updates import Updates
+from agmerge.step.config import Updates
 
 MODEL = seeded(mlp)
 DGC = sparsifiers.memory("dgc", momentum=0.9)

@@ -13,9 +13,7 @@ from pretend.device import Device
 from pretend.tensors import put
 
 import merging
-from agmerge.exchanges.message.sample import BLOCKS, ValueSample, handling
-from agmerge.exchanges.message.scaled import BLOCK
-from agmerge.exchanges.message.values import VALUES
+from agmerge.exchanges.message.scaled import BLOCK, BLOCKS, VALUES, ValueSample, handling
 from agmerge.planning.codec_choice import GAIN, Codec, best, in_codec
 from merging import Curve, Measurements
 

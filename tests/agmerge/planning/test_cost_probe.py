@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 import agmerge
 from agmerge import testing
-from agmerge.planning import cost_probe, message_timing, plan_trial, probe_budget
-from agmerge.planning.cost_probe import GROWTH, RUNS, VISITS, MeasuredCosts, probe, sizes
-from agmerge.planning.probe_budget import FLOOR, SECONDS, STEPS, Budget
+from agmerge.planning import cost_probe, plan_trial
+from agmerge.planning.cost_probe import FLOOR, GROWTH, RUNS, SECONDS, STEPS, VISITS, Budget, MeasuredCosts, probe, sizes
 from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
@@ -89,7 +88,7 @@ class Ticking:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tick: Callable[[int], float]) -> None:
         self._tick, self._here = tick, threading.local()
-        monkeypatch.setattr(message_timing, "time", SimpleNamespace(perf_counter=self._now, monotonic=time.monotonic))
+        monkeypatch.setattr(cost_probe, "time", SimpleNamespace(perf_counter=self._now, monotonic=time.monotonic))
 
     def _now(self) -> float:
         self._here.now = getattr(self._here, "now", 0.0) + self._tick(workers.world().rank)
@@ -164,7 +163,7 @@ def test_ranks_find_and_call_the_same_though_their_clocks_differ(
     else:
         assert sparsify(0) == 0.0 and sparsify.seconds[1:] == pytest.approx([slowest] * (len(sparsify.seconds) - 1))
         assert message is not None and message.seconds == pytest.approx([slowest] * len(message.seconds))  # to pack
-    names = ["probe", "probe of several", *(f"probe {number}" for number in range(message_timing.BURST))]
+    names = ["probe", "probe of several", *(f"probe {number}" for number in range(cost_probe.BURST))]
     known = {name + part for name in names for part in ("", "/sum")} | {"probe/seconds"}
     assert {name for _, name, _ in calls} <= known
     messages = [size for _, name, size in calls if name == "probe"]
@@ -287,7 +286,7 @@ def test_probes_are_bounded_by_a_multiple_of_the_gradient(case: str, monkeypatch
     """Time is no bound where nothing takes any; what is counted is what the group in memory has seen."""
     for often in ("VISITS", "RUNS", "ROUNDS", "PAIRS"):
         monkeypatch.setattr(cost_probe, often, 10)
-    monkeypatch.setattr(probe_budget, "GRADIENTS", 3.0)
+    monkeypatch.setattr(cost_probe, "GRADIENTS", 3.0)
     Ticking(monkeypatch, lambda rank: 1e-7)
     gradient = 4 * sum(p.numel() for p in tall().parameters())
     assert FLOOR < 3 * gradient

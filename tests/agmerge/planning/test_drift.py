@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import merging
-from agmerge.planning.drift import LATE, STEADY, DriftDetector, Finding
+from agmerge.planning.measuring import LATE, STEADY, DriftDetector, Finding
 from merging import Curve, Measurements
 
 PLAN = merging.Plan((1, 1), names=("a", "b"))

@@ -12,9 +12,9 @@ from support import Sent, agreed, conserving, loss_of, mlp, on_ranks, seeded, tr
 from torch import nn
 
 from agmerge import testing
-from agmerge.exchanges.send_mode import SUMS, SendMode, send_mode, with_send_mode
-from agmerge.planning import cost_probe, measurer, plan_trial
-from agmerge.planning.probe_budget import Budget
+from agmerge.exchanges.routing import SUMS, SendMode, send_mode, with_send_mode
+from agmerge.planning import cost_probe, measuring, plan_trial
+from agmerge.planning.cost_probe import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
@@ -35,9 +35,9 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Link:
         lines = [Curve((0, 10**6), (costs["start"], costs["start"] + costs[of] * 10**6)) for of in ("element", "dense")]
         yield cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), *lines)
 
-    monkeypatch.setattr(measurer, "measure_costs", probe)
+    monkeypatch.setattr(measuring, "measure_costs", probe)
     for what in ("POINTS", "BINS"):  # beside which nothing counts that this model sends
-        monkeypatch.setattr(f"agmerge.exchanges.traffic.{what}", 0)
+        monkeypatch.setattr(f"agmerge.exchanges.routing.{what}", 0)
     return costs
 
 

@@ -12,7 +12,7 @@ from support import on_ranks, through_a_file
 from support.quantiser_world import MODEL, TRIAL, World, resumed, saved, wrapped
 from torch import nn
 
-from agmerge.planning import cost_probe, measurer, probe_budget
+from agmerge.planning import cost_probe, measuring
 from agmerge.planning.replanner import FIRST
 
 NEAR = 1e6  # seconds to start an exchange, beside which bytes do not count: all candidates are near to each other
@@ -92,9 +92,9 @@ def test_a_run_that_ends_while_costs_are_measured_is_followed_by_one_that_measur
             yield None
         yield from probe(buffers, step, backward, budget, *more)
 
-    probe = measurer.measure_costs
-    monkeypatch.setattr(measurer, "measure_costs", slow)
-    monkeypatch.setattr(probe_budget, "share_of", lambda step: 1.0)  # not all after one step, however long these are
+    probe = measuring.measure_costs
+    monkeypatch.setattr(measuring, "measure_costs", slow)
+    monkeypatch.setattr(cost_probe, "share_of", lambda step: 1.0)  # not all after one step, however long these are
     world.start = NEAR
     state = saved(2, FIRST + 3)
     assert at_once == [False] * 2 and world.tried == []

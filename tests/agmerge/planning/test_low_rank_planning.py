@@ -18,8 +18,8 @@ from torch import nn
 
 import agmerge
 import merging
-from agmerge.planning import cost_probe, measurer
-from agmerge.planning.probe_budget import Budget
+from agmerge.planning import cost_probe, measuring
+from agmerge.planning.cost_probe import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve, Measurements
@@ -70,7 +70,7 @@ def test_every_planner_plans_it_and_nothing_is_lost(compression: str, name: str)
 def test_auto_takes_what_costs_less(
     compression: str, compressed: float, dense: float, flags: set[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measurer, "measure_costs", costing(compressed, dense))
+    monkeypatch.setattr(measuring, "measure_costs", costing(compressed, dense))
     plans = on_ranks(2, MODEL, lambda rank, model: trained(rank, model, compression=compression).plan)
     assert plans[0] == plans[1] and set(plans[0].dense) == flags
 

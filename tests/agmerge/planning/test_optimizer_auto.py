@@ -15,8 +15,8 @@ from torch import nn
 
 import agmerge
 import merging
-from agmerge.planning import cost_probe, measurer, plan_trial
-from agmerge.planning.probe_budget import Budget
+from agmerge.planning import cost_probe, measuring, plan_trial
+from agmerge.planning.cost_probe import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
@@ -49,7 +49,7 @@ def trained(rank: int, model: nn.Module, steps: int = FIRST, **options: Any) -> 
 
 @pytest.mark.parametrize(("sparse", "dense", "flags"), [(1.0, 1e3, {False}), (1e3, 1e-6, {True})])
 def test_what_costs_less_is_taken(sparse: float, dense: float, flags: set[bool], monkeypatch: Any) -> None:
-    monkeypatch.setattr(measurer, "measure_costs", costing(sparse, dense))
+    monkeypatch.setattr(measuring, "measure_costs", costing(sparse, dense))
     plans = on_ranks(2, MODEL, lambda rank, model: trained(rank, model).plan)
     assert plans[0] == plans[1] and set(plans[0].dense) == flags
 
@@ -59,7 +59,7 @@ def test_going_dense_for_good_is_in_the_figures_with_its_reason(
     trial: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is no warning, for a default asks for it, but a line for those who compare compressors."""
-    monkeypatch.setattr(measurer, "measure_costs", costing(*((12.0, 1.0) if trial else (1e3, 1e-6))))
+    monkeypatch.setattr(measuring, "measure_costs", costing(*((12.0, 1.0) if trial else (1e3, 1e-6))))
     took = lambda trial: [1.0 if all(plan.dense) else 2.0 for plan in trial.plans]  # noqa: E731
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", took)
 
@@ -159,7 +159,7 @@ def all_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("slower", [0, 1])
 def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By turns. When backward's times on this machine fall so, there are two sparse plans beside the dense one."""
-    monkeypatch.setattr(measurer, "measure_costs", costing(1e-9, 1e-7))
+    monkeypatch.setattr(measuring, "measure_costs", costing(1e-9, 1e-7))
     took = lambda trial: [1.0 if all(plan.dense) == (slower == 0) else 2.0 for plan in trial.plans]  # noqa: E731
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", took)
 
@@ -183,7 +183,7 @@ def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, mon
 @pytest.mark.usefixtures("all_turns")
 def test_a_dense_plan_that_only_looks_faster_is_given_up_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predicted to end a little sooner than plans that compress, of which one or two are tried, by backward's times."""
-    monkeypatch.setattr(measurer, "measure_costs", costing(2e-8, 1e-9))
+    monkeypatch.setattr(measuring, "measure_costs", costing(2e-8, 1e-9))
     took = lambda trial: [2.0 if all(plan.dense) else 1.0 for plan in trial.plans]  # noqa: E731
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", took)
 
@@ -206,7 +206,7 @@ def test_a_dense_plan_that_only_looks_faster_is_given_up_without_a_word(monkeypa
 
 
 def test_a_dense_plan_that_is_far_behind_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurer, "measure_costs", costing(1e-6, 1.0))
+    monkeypatch.setattr(measuring, "measure_costs", costing(1e-6, 1.0))
 
     def body(rank: int, model: nn.Module) -> bool:
         optimizer = trained(rank, model, FIRST + plan_trial.TURN * plan_trial.ROUNDS)
@@ -225,7 +225,7 @@ def test_with_sparse_there_is_no_choice_and_no_dense_curve() -> None:
 
 @pytest.mark.parametrize("name", [name for name in merging.names() if name != "dear"])
 def test_every_planner_has_the_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurer, "measure_costs", costing(1e3, 1e-6))
+    monkeypatch.setattr(measuring, "measure_costs", costing(1e3, 1e-6))
     plans = on_ranks(2, MODEL, lambda rank, model: trained(rank, model, merging=name).plan)
     assert plans[0] == plans[1]
     assert set(plans[0].dense) == {True}

@@ -12,7 +12,7 @@ from torch import nn
 import agmerge
 import merging
 from agmerge.planning.replanner import FIRST
-from agmerge.step.importance import SPREAD
+from agmerge.step.density_policy import SPREAD
 from tests.support import agreed, on_ranks
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import agmerge
 from agmerge.backends import topology
-from agmerge.planning import measurer
+from agmerge.planning import measuring
 from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 from merging import dense_cutoff
@@ -46,7 +46,7 @@ def test_the_budget_holds_and_replicas_are_equal(
     """Before and after the change of the cut; the published rule, rho' = rho, sends all that goes dense on top."""
     model = seeded(build)
     choosing(0, monkeypatch)
-    monkeypatch.setattr(measurer, "measure_costs", costing(1.0))
+    monkeypatch.setattr(measuring, "measure_costs", costing(1.0))
     steps = FIRST + 6
 
     def body(rank: int, model: nn.Module) -> list[str]:
@@ -103,7 +103,7 @@ def test_a_warm_up_ends_at_the_density_that_is_left() -> None:
 def test_where_nothing_is_feasible_it_is_the_default_rule_and_one_rank_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[int, str]] = []
     monkeypatch.setattr(
-        "agmerge.step.dense_cutoff.warnings.warn", lambda text, stacklevel: said.append((workers.world().rank, text))
+        "agmerge.step.density_policy.warnings.warn", lambda text, stacklevel: said.append((workers.world().rank, text))
     )
 
     def body(rank: int, model: nn.Module) -> Any:
@@ -130,7 +130,7 @@ def test_after_the_first_steps_rank_0_chooses_once_and_tensors_only_become_spars
     chosen: int, moved: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = choosing(chosen, monkeypatch)
-    monkeypatch.setattr(measurer, "measure_costs", costing(1.0))
+    monkeypatch.setattr(measuring, "measure_costs", costing(1.0))
 
     def body(rank: int, model: nn.Module) -> tuple[list[Any], list[str], set[str]]:
         optimizer, cuts, classes = wrapped(model, merging="agmerge"), [], []
@@ -216,7 +216,7 @@ def test_the_cut_goes_by_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
         return cut(optimizer)
 
     for selecting, wire, chosen in ((0.0, "int8", 0), (0.0, "fp32", 1536), (10.0, "int8", 1536)):
-        monkeypatch.setattr(measurer, "measure_costs", costing(selecting))
+        monkeypatch.setattr(measuring, "measure_costs", costing(selecting))
         assert agreed(on_ranks(2, MODEL, partial_of(body, wire=wire))) == (chosen, True)
 
 

@@ -38,7 +38,7 @@ import sparsifiers
 from agmerge import testing
 from agmerge.backends import topology
 from agmerge.metrics.step_times import StepRecorder
-from agmerge.planning import measurer, plan_trial
+from agmerge.planning import measuring, plan_trial
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.replanner import FIRST
 from agmerge.step.accumulation import Accumulation
@@ -296,10 +296,10 @@ def test_a_planner_that_asks_for_parts_ahead_gets_one_message() -> None:
 
 def planned(monkeypatch: pytest.MonkeyPatch, planner: Any, **options: Any) -> tuple[Plan, list[str]]:
     """The plan after the first measurements, where selecting takes long; and the columns of its report."""
-    monkeypatch.setattr("merging.message_split.SMALLEST", 64)  # the model is small, and so is what it can gain
-    monkeypatch.setattr("merging.message_split.GAIN", 0.01)
+    monkeypatch.setattr("merging.timeline.SMALLEST", 64)  # the model is small, and so is what it can gain
+    monkeypatch.setattr("merging.timeline.GAIN", 0.01)
     found = MeasuredCosts(Curve((0, 3072), (0.0, 50.0)), Curve((0, 700), (0.1, 50.0)), None)
-    monkeypatch.setattr(measurer, "measure_costs", lambda *_: iter([found]))
+    monkeypatch.setattr(measuring, "measure_costs", lambda *_: iter([found]))
     monkeypatch.setattr(plan_trial, "DOUBTFUL", 0.0)  # no trials: steps do not take what these costs say
 
     def body(rank: int, model: nn.Module) -> tuple[Plan, list[str], list[str]]:

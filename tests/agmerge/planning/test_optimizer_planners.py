@@ -34,11 +34,11 @@ import agmerge
 import merging
 from agmerge import testing
 from agmerge.exchanges.message.format import slot_bytes
-from agmerge.exchanges.send_mode import send_mode, with_send_mode
-from agmerge.planning import candidates, cost_probe, drift, measurer
-from agmerge.planning.probe_budget import Budget
+from agmerge.exchanges.routing import send_mode, with_send_mode
+from agmerge.planning import candidates, cost_probe, measuring
+from agmerge.planning.cost_probe import Budget
 from agmerge.planning.replanner import FIRST
-from agmerge.step.agreement import with_mode
+from agmerge.step.agreed_state import with_mode
 from agmerge.step.merge_buffers import MergeBuffers
 
 MODEL = seeded(mlp)
@@ -58,7 +58,7 @@ class Probes:
             self.count += 1
             return cost_probe.probe(session, step, backward, budget)
 
-        monkeypatch.setattr(measurer, "measure_costs", probe)
+        monkeypatch.setattr(measuring, "measure_costs", probe)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,7 +99,7 @@ def test_a_model_with_everything_that_is_awkward_keeps_its_residuals_too(monkeyp
             self.made.append(mode)
             return random_plan(len(self.made), len(profile))
 
-    monkeypatch.setattr(drift.DriftDetector, "look", lambda *_: drift.Finding.PLAN)
+    monkeypatch.setattr(measuring.DriftDetector, "look", lambda *_: measuring.Finding.PLAN)
     monkeypatch.setattr(
         candidates, "predicted_finish", lambda plan, measured: float("nan")
     )  # never better, never worse

@@ -25,7 +25,7 @@ from support.quantiser_world import (
 from torch import nn
 
 import merging
-from agmerge.exchanges.send_mode import send_mode
+from agmerge.exchanges.routing import send_mode
 from agmerge.planning import quantiser_choice
 from agmerge.planning.replanner import FIRST
 

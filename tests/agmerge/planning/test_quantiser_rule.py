@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import merging
-from agmerge.exchanges.send_mode import SendMode, send_mode, why_labels_are_wrong, with_send_mode
+from agmerge.exchanges.routing import SendMode, send_mode, why_labels_are_wrong, with_send_mode
 from agmerge.planning.candidates import Candidate
 from agmerge.planning.quantiser_choice import (
     ABOUT,

@@ -12,7 +12,7 @@ from support import agreed, on_ranks
 from support.quantiser_world import LOOK, MODEL, TRIAL, World, trained, wrapped
 from torch import Tensor, nn
 
-from agmerge.exchanges.message.sample import ZeroCount
+from agmerge.exchanges.message.scaled import ZeroCount
 from agmerge.planning import quantiser_choice
 from agmerge.planning.quantiser_choice import FEW_BITS, MIXED, loses_by_zeros
 from agmerge.planning.replanner import FIRST

@@ -20,10 +20,9 @@ import merging
 from agmerge import testing
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
-from agmerge.planning import measurer, plan_trial, probe_budget, replanner
-from agmerge.planning.cost_probe import MeasuredCosts
-from agmerge.planning.drift import CONFIRMATIONS, LATE, STEADY, DriftDetector
-from agmerge.planning.probe_budget import Budget
+from agmerge.planning import cost_probe, measuring, plan_trial, replanner
+from agmerge.planning.cost_probe import Budget, MeasuredCosts
+from agmerge.planning.measuring import CONFIRMATIONS, LATE, STEADY, DriftDetector
 from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
@@ -94,7 +93,7 @@ class World:
             return original(planner, measured)
 
         monkeypatch.setattr("agmerge.step.agreed_state.RunningStepTimes", Scripted)
-        monkeypatch.setattr(measurer, "measure_costs", probe)
+        monkeypatch.setattr(measuring, "measure_costs", probe)
         monkeypatch.setattr(merging, "best", best)
         monkeypatch.setattr("agmerge.step.config.CHOICE", ())  # see test_codec_choice.py
         monkeypatch.setattr(plan_trial, "DOUBTFUL", 0.0)  # no trials: see test_plan_trial.py
@@ -373,7 +372,7 @@ def test_rank_0_plans_over_several_steps_and_comes_to_the_same(monkeypatch: pyte
     def costs(*_: object) -> Iterator[MeasuredCosts]:
         yield MeasuredCosts(Curve((0, 1), (0.0, 0.0)), *[Curve((0, LOAD), (1e-3, slope)) for slope in (2.0, 1.0)])
 
-    monkeypatch.setattr(measurer, "measure_costs", costs)
+    monkeypatch.setattr(measuring, "measure_costs", costs)
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda trial: [1.0 + n for n in range(len(trial.plans))])
 
     def body(rank: int, model: nn.Module) -> tuple[list[str], merging.Plan]:
@@ -385,9 +384,9 @@ def test_rank_0_plans_over_several_steps_and_comes_to_the_same(monkeypatch: pyte
         return states, optimizer.plan
 
     at_once, plan = agreed(on_ranks(2, MODEL, body))
-    monkeypatch.setattr(probe_budget, "SHARE", 0.0)
+    monkeypatch.setattr(cost_probe, "SHARE", 0.0)
     ticks = itertools.count()  # pieces take 25 microseconds each, on rank 0
-    clock = SimpleNamespace(perf_counter=lambda: probe_budget.LEAST / 40 * next(ticks))
+    clock = SimpleNamespace(perf_counter=lambda: cost_probe.LEAST / 40 * next(ticks))
     monkeypatch.setattr(merging.pieces, "time", clock)
     spread, same = agreed(on_ranks(2, MODEL, body))
     assert same == plan and "probing" not in at_once and 2 <= spread.count("probing") <= 20

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import merging
 from agmerge.planning.cost_probe import MeasuredCosts
-from agmerge.planning.seen_messages import (
+from agmerge.planning.measuring import (
     SLACK,
     SeenMessages,
     bounded,

@@ -13,9 +13,8 @@ from support import on_ranks, seeded
 from torch import nn
 
 import agmerge
-from agmerge.planning import measurer, probe_budget
-from agmerge.planning.cost_probe import MeasuredCosts
-from agmerge.planning.message_timing import MessageTimer
+from agmerge.planning import cost_probe, measuring
+from agmerge.planning.cost_probe import MeasuredCosts, MessageTimer
 from agmerge.runtime import workers
 from merging import Curve
 
@@ -29,7 +28,7 @@ LONGEST = 90  # steps until planning has ended, at most
 def dense_costs(monkeypatch: pytest.MonkeyPatch) -> list[Curve | None]:
     """Costs of dense exchanges, as rank 0 plans with them."""
     found: list[Curve | None] = []
-    measure = measurer.measure_costs
+    measure = measuring.measure_costs
 
     def recording(*arguments: Any) -> Iterator[MeasuredCosts | None]:
         for costs in measure(*arguments):
@@ -37,14 +36,14 @@ def dense_costs(monkeypatch: pytest.MonkeyPatch) -> list[Curve | None]:
                 found.append(costs.dense)
             yield costs
 
-    monkeypatch.setattr(measurer, "measure_costs", recording)
+    monkeypatch.setattr(measuring, "measure_costs", recording)
     return found
 
 
 @pytest.fixture(params=[0.01, 0.02])
 def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
     """Seconds that each message of a probe takes at least: other jobs hold its threads up."""
-    monkeypatch.setattr(probe_budget, "SHARE", 0.05)  # as in training, so that probes end early
+    monkeypatch.setattr(cost_probe, "SHARE", 0.05)  # as in training, so that probes end early
     seconds, timed = float(request.param), MessageTimer.time_exchange
 
     def held_up(self: MessageTimer, runs: int) -> float:

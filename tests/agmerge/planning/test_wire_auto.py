@@ -18,9 +18,9 @@ from torch import nn
 import merging
 from agmerge import testing
 from agmerge.backends import topology
-from agmerge.exchanges.send_mode import SendMode, send_mode, with_send_mode
-from agmerge.planning import codec_choice, cost_probe, measurer, plan_trial, replanner, sparse_choice
-from agmerge.planning.probe_budget import Budget
+from agmerge.exchanges.routing import SendMode, send_mode, with_send_mode
+from agmerge.planning import codec_choice, cost_probe, measuring, plan_trial, replanner, sparse_choice
+from agmerge.planning.cost_probe import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
 from merging import Curve
@@ -42,7 +42,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         line, *dense = (Curve((0, 10**6), (1.0, 1.0 + slope * 10**6)) for slope in seconds)
         yield cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line, *dense or [None])
 
-    monkeypatch.setattr(measurer, "measure_costs", probe)
+    monkeypatch.setattr(measuring, "measure_costs", probe)
     return seconds
 
 

@@ -22,7 +22,7 @@ from agmerge.backends.local import Group, LocalBackend
 from agmerge.backends.status import RankStatus
 from agmerge.errors import CollectiveTimeout
 from agmerge.runtime import workers
-from agmerge.runtime.peers import monitor, report, status_server
+from agmerge.runtime.peers import monitor, status_server
 from agmerge.runtime.peers.monitor import PeerMonitor, over
 from agmerge.runtime.peers.status_server import CUT, ENDED, STUCK
 
@@ -267,7 +267,7 @@ def test_only_the_ranks_of_the_collective_are_asked() -> None:
 
 
 def test_of_many_missing_ranks_the_first_are_described_and_all_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "SHOWN", 2)
+    monkeypatch.setattr(monitor, "SHOWN", 2)
     text, missing = called([RankStatus() for _ in range(5)], nothing)
     assert missing == (1, 2, 3, 4, 5)
     assert text.count("(host") == 2 and text.endswith("and ranks 3, 4, 5.")

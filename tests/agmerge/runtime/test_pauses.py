@@ -8,8 +8,8 @@ from collections import deque
 
 import pytest
 
-from agmerge.runtime.peers import pauses
-from agmerge.runtime.peers.pauses import Pauses
+from agmerge.runtime.peers import status_server
+from agmerge.runtime.peers.status_server import Pauses
 
 
 class Clock:
@@ -38,7 +38,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(pauses, "time", made)
+    monkeypatch.setattr(status_server, "time", made)
     return made
 
 
@@ -100,10 +100,10 @@ def test_where_no_thread_beats_nothing_is_known(clock: Clock) -> None:
 
 def test_only_so_many_are_remembered(clock: Clock) -> None:
     made = running(clock)
-    for _ in range(2 * pauses.REMEMBERED):
+    for _ in range(2 * status_server.REMEMBERED):
         clock.passes(3.0)
         made.beat()
-    assert made.describe(0.0).startswith(f"did not run for {3.0 * pauses.REMEMBERED:.1f} s")
+    assert made.describe(0.0).startswith(f"did not run for {3.0 * status_server.REMEMBERED:.1f} s")
 
 
 def test_a_pause_is_never_between_the_list_and_the_last_beat(clock: Clock) -> None:
@@ -113,8 +113,8 @@ def test_a_pause_is_never_between_the_list_and_the_last_beat(clock: Clock) -> No
     said: list[str] = []
     asking = threading.Thread(target=lambda: said.append(made.describe(0.0)))
 
-    class Interrupting(deque[pauses.Pause]):
-        def append(self, pause: pauses.Pause) -> None:
+    class Interrupting(deque[status_server.Pause]):
+        def append(self, pause: status_server.Pause) -> None:
             asking.start()
             asking.join(0.2)
             super().append(pause)

@@ -19,14 +19,13 @@ from agmerge.backends.status import RankStatus
 from agmerge.errors import CollectiveTimeout, printable
 from agmerge.runtime import workers
 from agmerge.runtime.peers import answers, exit_guard, monitor
-from agmerge.runtime.peers.monitor import PeerMonitor, over
-from agmerge.runtime.peers.pauses import Pause
-from agmerge.runtime.peers.report import report
+from agmerge.runtime.peers.monitor import PeerMonitor, over, report
 from agmerge.runtime.peers.status_server import (
     ENDED,
     STUCK,
     UNASKED,
     UNREADABLE,
+    Pause,
     PeerUnreachable,
     StatusServer,
     query_peer,

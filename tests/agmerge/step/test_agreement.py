@@ -10,7 +10,7 @@ import pytest
 from agmerge import testing
 from agmerge.errors import RankMismatchError
 from agmerge.runtime import workers
-from agmerge.step.agreement import decide_on_rank_0
+from agmerge.step.agreed_state import decide_on_rank_0
 
 TIMEOUT = 10.0
 

@@ -12,7 +12,7 @@ from support.recorded_cuda import RATE, Cuda
 
 from agmerge.backends.streams import CudaStreams
 from agmerge.metrics.step_times import Clock, StepRecorder
-from agmerge.step.clocks import DeviceClock, HostClock, clock_for
+from agmerge.step.group import DeviceClock, HostClock, clock_for
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 CUDA = torch.device("cuda", 1)

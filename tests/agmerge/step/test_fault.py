@@ -10,7 +10,7 @@ import agmerge
 from agmerge import testing
 from agmerge.backends import topology
 from agmerge.backends.local import LocalBackend
-from agmerge.step.fault import Fault
+from agmerge.step.gradient_exchange import Fault
 
 
 @pytest.mark.parametrize("error, times", [(agmerge.PeerLost("gone"), 1), (ValueError("here"), 0), (None, 0)])

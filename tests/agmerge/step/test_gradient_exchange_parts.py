@@ -12,7 +12,7 @@ from support.gradient_exchange import SHAPES, SPARSE, connected, copied, drawn, 
 from torch import Tensor
 
 from agmerge import testing
-from agmerge.tensors.difference import Difference
+from agmerge.tensors.arena import Difference
 
 
 @pytest.mark.parametrize("options", [{}, SPARSE, {**SPARSE, "exchange": "oktopk"}], ids=["none", "topk", "oktopk"])

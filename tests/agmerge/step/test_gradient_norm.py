@@ -18,8 +18,8 @@ import sparsifiers
 from agmerge import testing
 from agmerge.backends import topology
 from agmerge.engine.bucket_reducer import BucketReducer
-from agmerge.options.arguments import Options
 from agmerge.options.resolve import resolve
+from agmerge.options.typed import Options
 from agmerge.tensors.parameters import ParameterTable
 
 SHAPES = ((256, 256), (300, 64), (7,))

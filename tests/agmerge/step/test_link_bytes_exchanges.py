@@ -14,7 +14,7 @@ import agmerge
 from agmerge import testing
 from agmerge.backends import Handle, topology
 from agmerge.backends.local import LocalBackend
-from agmerge.exchanges.all_reduce import LARGE
+from agmerge.exchanges.dense import LARGE
 
 STEPS = 3
 SHAPES = {"wide": (40, 64), "bias": (13,), "deep": (9, 256), "odd": (11, 7)}

@@ -21,7 +21,7 @@ from agmerge import testing
 from agmerge.backends import topology
 from agmerge.checkpoint import rank_state
 from agmerge.exchanges.message.format import Flag
-from agmerge.step import nonfinite_verdict
+from agmerge.step import gradient_exchange
 from agmerge.tensors.nonfinite import RAISE, SKIP, NonFiniteGuard, is_finite
 
 MODEL = seeded(mlp)
@@ -227,7 +227,7 @@ def test_a_closure_still_gives_its_loss() -> None:
 
 
 def test_skipping_for_ever_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nonfinite_verdict, "MOST_IN_A_ROW", 3)
+    monkeypatch.setattr(gradient_exchange, "MOST_IN_A_ROW", 3)
 
     def body(rank: int, model: nn.Module) -> str:
         optimizer = several(model, nonfinite=SKIP)

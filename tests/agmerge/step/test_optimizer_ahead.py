@@ -36,7 +36,7 @@ import agmerge
 import merging
 import sparsifiers
 from agmerge import testing
-from agmerge.planning import drift
+from agmerge.planning import measuring
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Segment
@@ -178,7 +178,7 @@ def test_ahead_a_plan_from_times_trains_what_any_other_plan_does(
     compression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So neither probes nor changes of plan leave a trace: not in a residual, nor in what a sparsifier remembers."""
-    monkeypatch.setattr(drift.DriftDetector, "look", lambda *_: drift.Finding.PROBE)
+    monkeypatch.setattr(measuring.DriftDetector, "look", lambda *_: measuring.Finding.PROBE)
     options: dict[str, Any] = {"sparsify": "ahead", "dense_sum": "ordered", "compression": compression}
 
     def body(rank: int, model: nn.Module, planner: Any) -> tuple[list[str], int]:

@@ -18,8 +18,7 @@ from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.round import Round
-from sparsifiers.dgc_memory import DGCMemory
-from sparsifiers.memories import Decaying, Memory, Residual
+from sparsifiers.memories import Decaying, DGCMemory, Memory, Residual
 
 
 def opened(rank: int, **options: object) -> MergeBuffers:

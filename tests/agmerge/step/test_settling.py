@@ -9,8 +9,7 @@ import torch
 from agmerge import testing
 from agmerge.errors import PeerLost
 from agmerge.runtime import workers
-from agmerge.step.kept_results import KeptResults
-from agmerge.step.settling import NEW, Position, Settled, packed, settle, unpacked
+from agmerge.step.kept_results import NEW, KeptResults, Position, Settled, packed, settle, unpacked
 
 
 def settled(positions: list[Position], *, gives: bool = False) -> list[Settled | BaseException]:

@@ -16,7 +16,7 @@ from pretend.training import on_devices
 from support.device_training import Given, plain_step, train, wrapped
 from support.recorded_cuda import Cuda, Stream
 
-from agmerge.step.side_streams import SideStreams
+from agmerge.step.group import SideStreams
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 

@@ -16,8 +16,8 @@ from agmerge import testing
 from agmerge.backends import topology
 from agmerge.exchanges.node_shards import collect, deal, shard_shape
 from agmerge.exchanges.quantised.exchange import SEED, number_of
-from agmerge.exchanges.send_mode import send_mode
-from agmerge.planning import probe_budget
+from agmerge.exchanges.routing import send_mode
+from agmerge.planning import cost_probe
 from agmerge.step.config import is_small
 from sparsifiers.quantising.draws import Draws, key_of, mixed
 
@@ -90,8 +90,8 @@ def draws_at(place: int) -> Any:
 
 def test_between_nodes_the_default_chooses_among_what_is_compressed(monkeypatch: Any) -> None:
     monkeypatch.setenv(topology.VARIABLE, "2")
-    monkeypatch.setattr(probe_budget, "SECONDS", 0.1)
-    monkeypatch.setattr(probe_budget, "SHARE", 1e3)  # plans need not be good ones, and soon
+    monkeypatch.setattr(cost_probe, "SECONDS", 0.1)
+    monkeypatch.setattr(cost_probe, "SHARE", 1e3)  # plans need not be good ones, and soon
 
     def body(rank: int, model: Net) -> tuple[Any, ...]:
         optimizer = wrap(model, compression="auto", exchange="two-level", merging="agmerge")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agmerge.errors import CollectiveTimeout
-from agmerge.step import under_way
-from agmerge.step.under_way import MessagesUnderWay
+from agmerge.step import round
+from agmerge.step.round import MessagesUnderWay
 
 
 def test_messages_that_were_queued_before_an_error_are_not_queued_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_messages_that_were_queued_before_an_error_are_not_queued_again(monkeypa
             raise CollectiveTimeout("no answer")
         return {}
 
-    monkeypatch.setattr(under_way, "said_by_all", said)
+    monkeypatch.setattr(round, "said_by_all", said)
     with pytest.raises(CollectiveTimeout):
         messages.queue(2, writes=False)
     messages.queue(2, writes=False)

@@ -11,14 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsifiers
-from agmerge.tensors.arena import Arena, subtract
-from agmerge.tensors.difference import Difference
+from agmerge.tensors.arena import Arena, Difference, subtract
 from agmerge.tensors.layout import Layout, TensorClass
 from sparsifiers import Kind, Memory, kernel
 from sparsifiers.candidates import Candidates, TensorNotes
-from sparsifiers.compensation import Alongside
-from sparsifiers.dgc_memory import DGCMemory
-from sparsifiers.memories import HandBack
+from sparsifiers.memories import Alongside, DGCMemory, HandBack
 
 CPU = torch.device("cpu")
 INT = {torch.float32: torch.int32, torch.float64: torch.int64}

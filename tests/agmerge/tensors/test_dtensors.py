@@ -18,8 +18,9 @@ from agmerge.backends import torch_objects
 from agmerge.engine.delta_table import DeltaTable
 from agmerge.engine.grad_hooks import HandedOver
 from agmerge.runtime.process_sets import by_ranks, parse_process_set
-from agmerge.tensors.dtensors import (
+from agmerge.tensors.parameters import (
     Gradients,
+    ParameterTable,
     gradient_of,
     is_dtensor,
     like,
@@ -28,7 +29,6 @@ from agmerge.tensors.dtensors import (
     shard_of,
     why_not_exchangeable,
 )
-from agmerge.tensors.parameters import ParameterTable
 
 
 @pytest.fixture(scope="module")

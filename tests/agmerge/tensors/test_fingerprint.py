@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 
-from agmerge.tensors import fingerprint
-from agmerge.tensors.fingerprint import fingerprints
+from agmerge.tensors import parameters
+from agmerge.tensors.parameters import fingerprints
 from sparsifiers import kernel_message
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
@@ -30,10 +30,10 @@ def test_are_of_the_bits_and_not_of_where_they_lie(dtype: torch.dtype, shape: tu
 
 @pytest.mark.parametrize("length", [0, 1, 4, 7, 8, 9, 63, 64, 65, 1001])
 def test_devices_compute_what_the_host_does(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "CHUNK", 8)  # words: most lengths take several
+    monkeypatch.setattr(parameters, "CHUNK", 8)  # words: most lengths take several
     octets = torch.randint(0, 256, (length + 3,), dtype=torch.uint8)
     for part in (octets[:length], octets[3:]):
-        assert int(fingerprint._checksum_by_torch(part)) % 2**64 == kernel_message.checksum(part)
+        assert int(parameters._checksum_by_torch(part)) % 2**64 == kernel_message.checksum(part)
 
 
 def test_a_bit_that_differs_and_any_two_that_do_are_seen() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agmerge.tensors.squares import PART, squares_of, squares_of_all
+from agmerge.step.gradient_norm import PART, squares_of, squares_of_all
 from sparsifiers import kernel
 
 SIZES = [0, 1, 15, 16, 17, 255, 256, 257, 1000, PART + 300]
