@@ -30,7 +30,6 @@ ELSEWHERE = {
     "agmerge.engine.reducer: f'{error}. {AFTER_BROKEN}'",
     "agmerge.errors: text",
     "agmerge.integrations.files: problem",
-    "agmerge.options.defaults: text",
 }
 # For those who work on the library.
 WITHOUT = ELSEWHERE | {

@@ -2,9 +2,9 @@
 """Compression of torch's DistributedDataParallel: ``compressed = ddp.compress(model, compression="topk")``.
 
 A hook gives the model's buckets to a reducer, and others show the parameters that all ranks share where that is due.
+Annotations of this file are evaluated (no ``from __future__``), because DistributedDataParallel compares a hook's with
+its own types.
 """
-
-from __future__ import annotations
 
 import warnings
 import weakref
@@ -44,8 +44,7 @@ from agmerge.tensors.parameters import ParameterTable, optimizers_of
 if TYPE_CHECKING:
     from typing import Unpack
 
-# Communication hook. Annotations here are evaluated, because DistributedDataParallel compares those of a hook with its
-# own types.
+# Communication hook.
 
 FEWER = (
     "AGM603: join(divide_by_initial_world_size=False) is not supported, because residuals of ranks that joined still "
@@ -320,8 +319,8 @@ def compress(
     *,
     optimizer: OneOrSeveral | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    **options: Unpack[DDPOptions],
-) -> Compressed:
+    **options: "Unpack[DDPOptions]",
+) -> "Compressed":
     """Collective. Compress the gradients that a DistributedDataParallel model exchanges.
 
     Everything else works as before: after ``backward()``, ``p.grad`` holds the average, which you can clip, log and
