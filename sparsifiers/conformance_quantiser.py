@@ -15,13 +15,13 @@ from torch import Tensor
 
 from sparsifiers.base import Kind, canonical
 from sparsifiers.catalogue import memory, quantiser
-from sparsifiers.conformance_inputs import gaussian
 from sparsifiers.conformance_reading import (
     DRAWS,
     check_noise,
     check_reading,
     decoded,
     encoded,
+    gaussian,
     generators,
     inputs,
     require,

@@ -18,7 +18,7 @@ from agmerge.exchanges.low_rank import bases
 from agmerge.exchanges.node_shards import shard_shape
 from agmerge.runtime import workers
 from agmerge.step import density_policy
-from agmerge.step.carried_state import CarriedState
+from agmerge.step.agreed_state import CarriedState
 from agmerge.step.config import Config
 from agmerge.step.flat_buffers import State
 from agmerge.step.gradient_exchange import GradientExchange

@@ -2,7 +2,7 @@
 """Distribute the sections of all ranks over another number of ranks, so that no update is lost.
 
 Unsent gradients are the sum of residual * weight over ranks, with the weight that updates give each rank (see
-:func:`agmerge.step.carried_state.weight_factor`), and that sum stays the same. So the old rank r's residual goes to the
+:func:`agmerge.step.agreed_state.weight_factor`), and that sum stays the same. So the old rank r's residual goes to the
 new rank r mod W', and where updates are averages all of them are multiplied by W' / W: the sum of W'/W * residual / W'
 over the new ranks is the sum of residual / W over the old ones.
 """
@@ -17,7 +17,7 @@ import torch
 
 from agmerge.engine.shared_parameters import place
 from agmerge.ops import ReduceOp
-from agmerge.step.carried_state import weight_factor
+from agmerge.step.agreed_state import weight_factor
 from agmerge.step.config import APPLY
 
 Section = dict[str, Any]  # a rank's section of a state_dict()

@@ -3,23 +3,198 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+import math
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from agmerge.engine import strayed
-from agmerge.engine.delta_table import DeltaTable
-from agmerge.engine.own_step import OwnSteps
 from agmerge.engine.participation import check_not_averaged
 from agmerge.engine.script_access import ScriptAccess
-from agmerge.engine.shared_parameters import SharedParameters, UnsentInParameters, UnsentInResidual
-from agmerge.errors import AGMergeError
+from agmerge.engine.shared_parameters import SharedParameters, UnsentInParameters, UnsentInResidual, wide
+from agmerge.errors import AGMergeError, NonFiniteError, and_more
 from agmerge.step.config import APPLY, HOLD, Config, Updates
-from agmerge.step.gradient_exchange import GradientExchange
-from agmerge.tensors.parameters import ParameterTable
+from agmerge.step.gradient_exchange import MOST_IN_A_ROW, GradientExchange
+from agmerge.tensors.nonfinite import RAISE, is_finite
+from agmerge.tensors.parameters import ParameterInfo, ParameterTable, is_dtensor, local_of
 from sparsifiers.memories import Memory, Residual
+
+# Step an optimizer with this worker's own gradients, unless one of them is infinite or NaN.
+
+
+@dataclass(frozen=True)
+class OwnStep:
+    """Result of one step of this worker's optimizer."""
+
+    result: Any = None  # the closure's loss, or the result of the optimizer's step
+    stepped: bool = True  # False: gradients were not finite
+    scaled: bool = False  # by a GradScaler, which checks for that itself
+    bad: tuple[str, ...] = ()  # parameters with gradients that were not finite, if checked in this file
+
+
+class OwnSteps:
+    """Steps of this worker's optimizer: how many, and which gradients were not finite since the last exchange."""
+
+    def __init__(self) -> None:
+        self.count = 0  # of the optimizer's steps, exchanged or not
+        self._bad: tuple[str, ...] = ()  # parameters with gradients that were not finite, since the last exchange
+        self._skipped_in_a_row = 0
+
+    def made(self) -> None:
+        """Count a step."""
+        self.count += 1
+
+    def check(self, step: OwnStep, exchange: GradientExchange) -> None:
+        """Count a step that was left out. Where that is an error, all ranks raise it at the next exchange.
+
+        A lone worker raises :class:`agmerge.NonFiniteError` at once.
+        """
+        if step.stepped:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        exchange.agreed.totals.skipped(0, 0)
+        raises = exchange.agreed.config.guards.nonfinite == RAISE and not step.scaled
+        if raises or self._skipped_in_a_row >= MOST_IN_A_ROW:
+            self._bad = tuple(dict.fromkeys([*self._bad, *(step.bad or ("(found by the GradScaler)",))]))
+            if exchange.group.alone:
+                names = and_more(self.drain())
+                raise NonFiniteError(f"AGM106: Gradients are infinite or NaN: {names}. The optimizer has not stepped.")
+
+    def drain(self) -> tuple[str, ...]:
+        """Return the parameters with gradients that were not finite, and forget them: the next exchange says so."""
+        bad, self._bad = self._bad, ()
+        return bad
+
+    def restart(self, count: int) -> None:
+        """Begin after so many steps."""
+        self.count, self._bad = count, ()
+
+
+def own_step(members: ParameterTable, wrapper: Any, closure: Callable[[], Any] | None) -> OwnStep:
+    """Step the optimizer of ``members``, unless a gradient is infinite or NaN. Waits once for a device.
+
+    A ``torch.amp.GradScaler`` leaves the scale and its finding as attributes of ``wrapper``, which is its contract for
+    optimizers that take a scale. ``closure`` is called once, before.
+    """
+    inner, loss = members.optimizer, None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    found = vars(wrapper).get("found_inf")
+    if found is not None:
+        return _scaled_step(inner, found, vars(wrapper).get("grad_scale"))
+    bad = not_finite(members)
+    if bad:
+        return OwnStep(loss, stepped=False, bad=bad)
+    result = inner.step()
+    return OwnStep(loss if closure is not None else result)
+
+
+def _scaled_step(inner: Any, found: torch.Tensor, scale: torch.Tensor | None) -> OwnStep:
+    """Step ``inner`` with gradients that have ``scale`` (None: no more), unless ``found`` is 1: one has overflowed."""
+    if getattr(inner, "_step_supports_amp_scaling", False):  # it checks for infinities itself, on the device
+        inner.grad_scale, inner.found_inf = scale, found
+        try:
+            return OwnStep(inner.step(), stepped=not found.item(), scaled=True)  # asked once the step is queued
+        finally:
+            del inner.grad_scale, inner.found_inf
+    if found.item():
+        return OwnStep(stepped=False, scaled=True)
+    unscale(inner, scale)
+    return OwnStep(inner.step(), scaled=True)
+
+
+def unscale(optimizer: torch.optim.Optimizer, scale: torch.Tensor | None) -> None:
+    """Divide the gradients of ``optimizer`` by ``scale``, in place; None: they have none."""
+    if scale is None:
+        return
+    inverse = scale.double().reciprocal().float()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                gradient = local_of(parameter.grad)
+                gradient.mul_(inverse.to(gradient.device))
+
+
+def not_finite(members: ParameterTable, parameters: Iterable[torch.Tensor] | None = None) -> tuple[str, ...]:
+    """Return the names of the parameters with a gradient that is infinite or NaN. Waits once for each device.
+
+    ``parameters``: which of ``members`` are checked; None: all.
+    """
+    named = members.name_all()
+    looked_at = named if parameters is None else parameters
+    given = {members.name_of(p): local_of(p.grad) for p in looked_at if p.grad is not None}
+    gradients = {
+        name: gradient if gradient.layout == torch.strided else gradient._values()
+        for name, gradient in given.items()
+        if gradient.numel()
+    }
+    on_devices = {name: gradient for name, gradient in gradients.items() if gradient.device.type != "cpu"}
+    bad = [name for name, gradient in gradients.items() if name not in on_devices and not is_finite(gradient)]
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, gradient in on_devices.items():
+        by_device.setdefault(gradient.device, {})[name] = gradient
+    for group in by_device.values():
+        norms = torch._foreach_norm(list(group.values()), math.inf)
+        finite = torch.stack([norm.float().isfinite() for norm in norms]).tolist()
+        bad += [name for name, is_good in zip(group, finite, strict=True) if not is_good]
+    return tuple(bad)
+
+
+# Table of the deltas that are exchanged: of the parameters, from this worker's to the shared ones.
+
+
+class DeltaTable:
+    """Table of the deltas that are exchanged: of the parameters, in float32 or wider.
+
+    A parameter that has taken part goes on, also when it is frozen: some of its updates may not have been sent yet. So
+    does one that is frozen and has a gradient, which the optimizer steps with.
+    """
+
+    def __init__(self, members: ParameterTable) -> None:
+        self._members = members
+        self._tracked: set[str] = set()  # parameters that take part whether they need a gradient or not
+
+    def track(self, names: Iterable[str]) -> None:
+        """Make these parameters take part from now on, whether they need a gradient or not."""
+        self._tracked.update(names)
+
+    def parameters(self) -> list[ParameterInfo]:
+        """Return the parameters that take part."""
+        self._taking_part()  # so that frozen ones with a gradient are tracked
+        return [replace(one, dtype=one.parameter.dtype) for one in self._members.active(self._tracked)]
+
+    def _taking_part(self) -> list[torch.Tensor]:
+        """Return the script's tensors of :meth:`parameters`; track those that are frozen and have a gradient."""
+        every, name_of = self._members.name_all(), self._members.name_of
+        self.track(name_of(p) for p in every if not p.requires_grad and p.grad is not None)
+        return [p for p in every if p.requires_grad or name_of(p) in self._tracked]
+
+    @property
+    def is_narrow(self) -> bool:
+        """Return whether a parameter has 16 bits, which cannot hold its unsent updates exactly."""
+        return any(wide(member.dtype) != member.dtype for member in self.parameters())
+
+    def active(self) -> list[ParameterInfo]:
+        """Return those of :meth:`parameters`, each with the dtype of its delta."""
+        return [replace(member, dtype=wide(member.dtype)) for member in self.parameters()]
+
+    def names(self) -> set[str]:
+        """Return the names of all parameters of the optimizer."""
+        return self._members.names()
+
+    def snapshot(self) -> object:
+        """Return identity, dtype, device and shape of what takes part: if they differ, ranks agree again.
+
+        Of DTensors also the address of this rank's shard, which is written to.
+        """
+        taking_part = self._taking_part()
+        sharded = [local_of(parameter).data_ptr() for parameter in taking_part if is_dtensor(parameter)]
+        return [(id(p), p.dtype, p.device, p.shape) for p in taking_part], sharded
 
 
 class LocalReplica:

@@ -14,7 +14,7 @@ import torch
 from agmerge.backends import status
 from agmerge.backends.handshake import gather_bytes
 from agmerge.engine import participation
-from agmerge.engine.averaged_twice import AveragedTwice
+from agmerge.engine.averaged_steps import AveragedTwice
 from agmerge.engine.clipping_watch import ClippingWatch
 from agmerge.engine.grad_hooks import BackwardPasses, GradientHooks, GradientListener
 from agmerge.engine.grad_scaler import DenseTable, GatheredGradients, gathered_of, takes_sparse_alone

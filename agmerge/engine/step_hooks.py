@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from agmerge.engine.own_step import OwnStep, not_finite, unscale
+from agmerge.engine.local_replica import OwnStep, not_finite, unscale
 from agmerge.engine.seen_steps import after_closure
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import AGMergeError

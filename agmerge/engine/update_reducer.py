@@ -21,10 +21,8 @@ from typing import Any, Literal
 import torch
 
 from agmerge.backends import status
-from agmerge.engine.averaged_twice import AveragedTwice
-from agmerge.engine.delta_table import DeltaTable
-from agmerge.engine.local_replica import LocalReplica
-from agmerge.engine.own_step import OwnStep, own_step
+from agmerge.engine.averaged_steps import AveragedTwice
+from agmerge.engine.local_replica import DeltaTable, LocalReplica, OwnStep, own_step
 from agmerge.engine.participation import Participation, check_not_averaged, open_exchange
 from agmerge.engine.sharded_steps import ShardedSteps
 from agmerge.exchanges.message.format import Flag

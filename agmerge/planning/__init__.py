@@ -3,8 +3,8 @@
 
 * ``replanner``: what happens after which step, from the first measurement to later checks.
 * ``measuring``: what planners are given, its bounds, and drift. ``cost_probe``: probes, within a budget.
-* ``quantiser_choice``: bits of gradients; ``quantiser_costs``: what they cost here.
-* ``sparse_choice``: codec and exchange of selections, or dense; ``sparse_search``: the plans to try.
+* ``quantiser_choice``: bits of gradients, by what they cost here.
+* ``sparse_search``: codec and exchange of selections, or dense, and the plans to try.
 * ``codec_choice``: the best plan and codec by the measurements; ``codec_costs``: measured codecs.
 * ``candidates``: plans to be tried. ``plan_trial``: steps under several plans, by turns.
 * ``advice``: what ``python -m agmerge advise`` makes of measured steps.

@@ -25,9 +25,8 @@ from agmerge.planning.codec_costs import SampledValues
 from agmerge.planning.cost_probe import MeasuredCosts, share_of
 from agmerge.planning.measuring import DriftDetector, Finding, Look, Measurer, gather_seconds, number_of_rank_0, profile
 from agmerge.planning.plan_trial import KeptTrial, PlanTrial, place_of
-from agmerge.planning.quantiser_choice import QuantiserChoice
-from agmerge.planning.quantiser_costs import CountedZeros
-from agmerge.planning.sparse_choice import SparseChoice, named
+from agmerge.planning.quantiser_choice import CountedZeros, QuantiserChoice
+from agmerge.planning.sparse_search import SparseChoice, named
 from agmerge.step.agreed_state import Decision, decide_on_rank_0, why_plan_does_not_fit
 from agmerge.step.config import AUTO, Config
 from agmerge.step.density_policy import DenseCutoff, budgets_by_energy

@@ -3,9 +3,9 @@
 
 * ``gradient_exchange``: the interface for users of this room, named tensors in, combined tensors out; errors, verdicts.
 * ``round``: one attempt at a step; ``two_level_round``: with a stage in each node. ``accumulation``: its gradients.
-* ``agreed_state``: what ranks have agreed on; ``carried_state``: what waits for the next agreement.
-* ``merge_buffers``: messages of a plan, with their exchanges. ``kernel_buffers``: scratch of their kernels.
-* ``flat_buffers``: where gradients, residuals and updates lie; ``gradients_in_place``: those that stay where they are.
+* ``agreed_state``: what ranks have agreed on, and what waits for the next agreement.
+* ``merge_buffers``: messages of a plan, with their exchanges and the scratch of their kernels.
+* ``flat_buffers``: where gradients, residuals and updates lie.
 * ``group``: communicators, clocks and side streams. ``kept_results``: what survivors of a lost worker settle by.
 * ``gradient_norm``: of the combined gradient. ``plan_status``, ``announcer``: planning for reports, and its one line.
 * ``config``: the options of a step; ``treatments``: of each parameter, ``density_policy``: how much is sent of it,

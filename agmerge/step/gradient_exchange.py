@@ -23,8 +23,7 @@ from agmerge.backends.handshake import Fact, gather_texts
 from agmerge.errors import AGMergeError, NoAnswer, NonFiniteError, and_more
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.step_times import StoppedClock
-from agmerge.step.agreed_state import AgreedState, OnAgreement, TensorTable
-from agmerge.step.carried_state import CarriedState
+from agmerge.step.agreed_state import AgreedState, CarriedState, OnAgreement, TensorTable
 from agmerge.step.config import TWO_LEVEL, Config
 from agmerge.step.gradient_norm import GradientNorm
 from agmerge.step.group import Group

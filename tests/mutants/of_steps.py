@@ -228,7 +228,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an optimizer steps with infinities",
-        "agmerge/engine/own_step.py",
+        "agmerge/engine/local_replica.py",
         "    if bad:\n        return OwnStep(loss",
         "    if False:\n        return OwnStep(loss",
         (OWN_STEP,),

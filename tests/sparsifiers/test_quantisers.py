@@ -11,8 +11,7 @@ from torch import Tensor
 
 import sparsifiers
 from sparsifiers import Quantiser
-from sparsifiers.conformance_inputs import gaussian
-from sparsifiers.conformance_reading import DRAWS, decoded, encoded, inputs
+from sparsifiers.conformance_reading import DRAWS, decoded, encoded, gaussian, inputs
 from sparsifiers.quantising.draws import LEAST, MOST, SCALE, Draws, as_scale, bounded, key_of, read_scale, write_scale
 from sparsifiers.quantising.linear import packed, unpacked
 from sparsifiers.quantising.stochastic import NOISE

@@ -17,7 +17,7 @@ from agmerge.exchanges.routing import send_mode
 from agmerge.planning import cost_probe, measuring, plan_trial, quantiser_choice, replanner
 from agmerge.planning.cost_probe import Budget
 from agmerge.planning.measuring import DriftDetector, Finding
-from agmerge.planning.quantiser_costs import Speed
+from agmerge.planning.quantiser_choice import Speed
 from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers

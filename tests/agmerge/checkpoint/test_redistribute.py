@@ -31,7 +31,7 @@ import agmerge
 import sparsifiers
 from agmerge import testing
 from agmerge.ops import Average, Sum
-from agmerge.step.carried_state import rescaled, weight_factor
+from agmerge.step.agreed_state import rescaled, weight_factor
 from agmerge.step.config import SMALL
 
 MODEL = seeded(mlp)

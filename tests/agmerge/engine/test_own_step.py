@@ -10,7 +10,7 @@ import torch
 from support import digest, loss_of, mlp, seeded
 from torch import nn
 
-from agmerge.engine.own_step import OwnStep, not_finite, own_step
+from agmerge.engine.local_replica import OwnStep, not_finite, own_step
 from agmerge.tensors.parameters import ParameterTable
 
 

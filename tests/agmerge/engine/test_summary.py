@@ -14,7 +14,7 @@ from torch import nn
 
 import agmerge
 import merging
-from agmerge.engine.summary import hidden
+from agmerge.engine.reporting import hidden
 from agmerge.metrics.step_times import StepTimes
 
 MODEL = seeded(mlp)

@@ -19,7 +19,7 @@ import merging
 from agmerge import testing
 from agmerge.backends import topology
 from agmerge.exchanges.routing import SendMode, send_mode, with_send_mode
-from agmerge.planning import codec_choice, cost_probe, measuring, plan_trial, replanner, sparse_choice
+from agmerge.planning import codec_choice, cost_probe, measuring, plan_trial, replanner, sparse_search
 from agmerge.planning.cost_probe import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
@@ -279,14 +279,14 @@ def test_a_plan_of_the_script_may_say_the_wire_and_is_followed() -> None:
 
 def test_the_share_that_arrives_is_of_all_ranks_values(link: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[dict[str, codec_choice.Codec]] = []
-    original = sparse_choice.measure_codecs
+    original = sparse_search.measure_codecs
 
     def measured(buffers: MergeBuffers, values: torch.Tensor | None, step: int) -> dict[str, codec_choice.Codec]:
         codecs = original(buffers, values, step)
         found.append(codecs)
         return codecs
 
-    monkeypatch.setattr(sparse_choice, "measure_codecs", measured)
+    monkeypatch.setattr(sparse_search, "measure_codecs", measured)
     wires(3, FIRST)
     assert len(found) == 3 and found[0] == found[1] == found[2]
     shares = [found[0][name].delivered for name in ("auto", "fp16", "int8", "int4")]

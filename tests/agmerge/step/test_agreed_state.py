@@ -16,7 +16,7 @@ from torch import Tensor
 import agmerge
 import sparsifiers
 from agmerge import testing
-from agmerge.step.carried_state import CarriedState
+from agmerge.step.agreed_state import CarriedState
 
 
 @dataclass

@@ -31,7 +31,7 @@ from torch import Tensor
 import agmerge
 from agmerge import testing
 from agmerge.runtime import workers
-from agmerge.step.carried_state import CarriedState
+from agmerge.step.agreed_state import CarriedState
 from agmerge.step.gradient_exchange import GradientExchange
 
 ANYWHERE = {"default": {}, "merged": {"merging": "threshold"}, "ordered": {"dense_sum": "ordered"}}

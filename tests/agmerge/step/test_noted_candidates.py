@@ -12,7 +12,7 @@ from support import backward, digest, mlp, on_ranks, seeded, sgd, train, wrap
 from torch import nn
 
 from agmerge.backends import topology
-from agmerge.step.kernel_buffers import KernelBuffers
+from agmerge.step.merge_buffers import KernelBuffers
 from agmerge.tensors.layout import Segment
 from merging import Plan
 from sparsifiers import candidates, kernel

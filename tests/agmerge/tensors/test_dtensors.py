@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from agmerge.backends import torch_objects
-from agmerge.engine.delta_table import DeltaTable
 from agmerge.engine.grad_hooks import HandedOver
+from agmerge.engine.local_replica import DeltaTable
 from agmerge.runtime.process_sets import by_ranks, parse_process_set
 from agmerge.tensors.parameters import (
     Gradients,
