@@ -21,8 +21,9 @@ from tests.support import seeded
 ROOT = Path(agmerge.__file__).parents[1]
 FOLDERS = tuple(f"{ROOT / package}/" for package in PACKAGES)
 TENSORS, STEPS = 2, 3
-# For each compressor, the most files and changes of file in the hook of the last tensor, whose message leaves.
-LIMITS = {"topk": (33, 102), "eden-2": (26, 90), "none": (19, 59)}
+# For each compressor, the most files and changes of file in the hook of the last tensor, whose message leaves. The rank
+# that arrives last at a collective of the in-memory group does its work, so changes vary by about ten.
+LIMITS = {"topk": (31, 120), "eden-2": (25, 100), "none": (18, 75)}
 
 
 def model() -> torch.nn.Sequential:

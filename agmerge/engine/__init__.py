@@ -10,7 +10,7 @@
 * ``grad_hooks``: gradients on their way from backward. ``grad_scaler``: AMP, and sparse gradients.
 * ``optimizer_wrapper``: attributes of the inner optimizer. ``optimizer_group``: several that step as one.
 * ``step_hooks``: the work around steps that others call; ``seen_steps``, ``followed_optimizer``: these steps.
-* ``reporting``, ``summary``: figures, tables and traces, and five lines for people.
+* ``reporting``: figures, tables and traces, and five lines for people.
 * ``clipping_watch``, ``averaged_steps``, ``sharded_steps``, ``strayed``, ``script_access``:
   warnings of what a script does to gradients and parameters.
 
