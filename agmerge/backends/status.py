@@ -8,6 +8,8 @@ they are asked (:mod:`agmerge.runtime.peers.monitor`).
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +56,8 @@ def built_in(facts: Mapping[str, object]) -> str:
 
 
 # Activity of this rank.
+
+RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")  # of launchers
 
 
 @dataclass
@@ -110,9 +114,55 @@ class RankStatus:
         return self.phase if self.step is None else f"{self.phase} (step {self.step})"
 
 
+class StallWatch:
+    """Watch of a rank's waits: one line on stderr for each that lasts 30 seconds, long before its time-out.
+
+    A daemon thread looks at the status every few seconds, so a wait costs nothing. ``status``: of the rank. ``after``:
+    seconds of a wait until there is a line. ``every``: seconds between two looks. ``env``: says which rank this is.
+    """
+
+    def __init__(
+        self, status: RankStatus, after: float = 30.0, every: float = 5.0, env: Mapping[str, str] = os.environ
+    ) -> None:
+        self._status, self._after, self._every, self._env = status, after, every, env
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._told: set[str] = set()  # calls that there was a line for
+
+    def watch(self) -> None:
+        """Start the thread, unless it runs. A forked child has none of its parent's threads, and starts its own."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._look, name="agmerge stalls", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Let the thread end at its next look."""
+        self._closed.set()
+
+    def _look(self) -> None:
+        while not self._closed.wait(self._every):
+            if line := self.line(time.monotonic()):
+                sys.stderr.write(line)
+
+    def line(self, now: float) -> str:
+        """Return the line to print at ``now``, seconds of the monotonic clock; empty: there is nothing new to say."""
+        status = replace(self._status)  # one state, which the rank does not change meanwhile
+        waits = bool(status.call) and status.phase == f"waits for {status.call}"
+        if not waits or now - status.since < self._after or status.call in self._told:
+            return ""
+        self._told.add(status.call)
+        rank = next((f"rank {self._env[name]}" for name in RANK_VARIABLES if name in self._env), "this process")
+        step = "" if status.step is None else f" in step {status.step}"
+        return (
+            f"agmerge: {rank} has waited {now - status.since:.0f} s for {status.call}{step}. All ranks must make this "
+            "call: check that it is not inside `if rank() == 0`. The wait ends with an error at its time-out.\n"
+        )
+
+
 # (call, ranks) -> what is known of those ranks, as text, and which of them are missing from the call
 PeerQuery = Callable[[str, Sequence[int]], tuple[str, tuple[int, ...]]]
 _process = RankStatus()  # this process's; its threads share it, since autograd runs hooks on threads of its own
+_stalls = StallWatch(_process)
 _of_thread = threading.local()  # .status: that of one rank of an in-memory group; written by bind_thread alone
 _peer_query: PeerQuery | None = None  # how to ask other processes; written by install_peer_query alone
 _any_wait_failed = False  # whether a wait of this process has ever failed; written by _record_failed_wait alone
@@ -161,6 +211,8 @@ def waiting_for(call: str, ranks: Sequence[int]) -> Iterator[None]:
     status = current()
     before = replace(status)
     status.wait_for(call)
+    if status is _process:
+        _stalls.watch()
     try:
         yield
     except AGMergeError as error:
