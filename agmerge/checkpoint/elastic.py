@@ -252,7 +252,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 OWN = ("optimizer", "model", "scheduler")
 HOROVODS = (
-    "it belongs to Horovod. With horovodrun, use horovod.torch.elastic, which supports an agmerge.DistributedOptimizer. "
+    "it belongs to Horovod. With horovodrun, use horovod.torch.elastic, which supports agmerge.DistributedOptimizer. "
     "agmerge's own elastic training has agmerge.elastic.State. See docs/elastic.md"
 )
 NOT_ELASTIC = (
