@@ -164,10 +164,14 @@ sys.modules.update({"agmerge.elastic": elastic, "agmerge.merging": merging, "agm
 
 _HOROVODS = {
     "HorovodInternalError": "catch agmerge.AGMergeError",
-    "SyncBatchNorm": "use horovod.torch's with Horovod, or torch.nn's with torchrun",
+    "SyncBatchNorm": "use torch.nn's with torchrun, or horovod.torch's with horovodrun",
+    "is_homogeneous": "len(set(allgather_object(local_size()))) == 1",
     **dict.fromkeys(("start_timeline", "stop_timeline"), "optimizer.trace(path) records agmerge's steps"),
     **dict.fromkeys(
-        ("mpi_built", "mpi_enabled", "gloo_built", "gloo_enabled", "nccl_built", "cuda_built", "mpi_threads_supported"),
+        (
+            *("mpi_built", "mpi_enabled", "mpi_threads_supported", "gloo_built", "gloo_enabled"),
+            *("nccl_built", "cuda_built", "rocm_built", "ccl_built", "ddl_built"),
+        ),
         "backend_name() returns the backend in use, and `python -m agmerge doctor` the available ones",
     ),
     **dict.fromkeys(("cross_rank", "cross_size"), "rank() // local_size() is the same for machines of equal size"),

@@ -120,6 +120,10 @@ def test_a_code_may_be_copied_as_it_stands_and_words_are_searched(
     assert capsys.readouterr().out.startswith("AGM102: replicas differ")
 
 
+def test_words_of_a_text_find_its_problem() -> None:
+    assert [problem.code for problem in search("gradients exchanged twice")] == ["AGM107"]
+
+
 @pytest.mark.parametrize(("asked", "code"), [((), 0), (("AGM999",), 1)])
 def test_without_a_code_that_is_known_all_are_listed(
     asked: tuple[str, ...], code: int, capsys: pytest.CaptureFixture[str]

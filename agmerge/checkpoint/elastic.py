@@ -251,7 +251,10 @@ class Sampler(torch.utils.data.Sampler[int]):
 P = ParamSpec("P")
 T = TypeVar("T")
 OWN = ("optimizer", "model", "scheduler")
-HOROVODS = "it belongs to Horovod: import horovod.torch.elastic, whose State supports an agmerge.DistributedOptimizer"
+HOROVODS = (
+    "it belongs to Horovod. With horovodrun, use horovod.torch.elastic, which supports agmerge.DistributedOptimizer. "
+    "agmerge's own elastic training has agmerge.elastic.State. See docs/elastic.md"
+)
 NOT_ELASTIC = (
     "AGM015: agmerge.elastic.State requires an elastic job. Call agmerge.init(elastic=True) first. See docs/elastic.md."
 )

@@ -33,7 +33,10 @@ TOLD = "stopped"
 
 def start(script: str, arguments: Sequence[str], flags: Sequence[str], workers: int) -> int:
     """Start workers on this machine, by torchrun, each of which runs ``script``; return the exit code."""
-    sys.stderr.write(f"agmerge advise: runs about {STEPS} steps of {script}, with everything that it writes\n")
+    sys.stderr.write(
+        f"agmerge advise: runs about {STEPS} steps of {script} for real: it writes its files, and may resume from "
+        "checkpoints and overwrite them\n"
+    )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "code"
         run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}", "-m", "agmerge", "advise"]

@@ -51,7 +51,7 @@ def summary_lines(
     else:
         sent, saved = totals.link_bytes / max(1, steps), totals.reduction
         ratio = f"{saved:.2g}x less than" if saved > MORE else "about as much as" if saved > 1 / MORE else "more than"
-        traffic = f"{_size(sent)} per step, {ratio} an uncompressed all-reduce"
+        traffic = f"{_size(sent)} per step on average since the first one, {ratio} an uncompressed all-reduce"
     times = agreed.times.typical()
     usual = f"{1e3 * totals.whole.typical():.3g} ms per step" if totals.whole.typical() else "not measured yet"
     overlap = [] if times is None or alone else [hidden(times, behind(agreed.config))]
@@ -93,6 +93,8 @@ def _compression(agreed: AgreedState, now: PlanStatus) -> str:
         return f"{compressor} ({now.exchange_why})"
     if Kind.LOW_RANK in compressor.kinds:
         return str(compressor)
+    if compressor.dtype is not None:
+        return f"{compressor.name}, {8 * compressor.dtype.itemsize} bits per value (you set it)"
     return f"uncompressed ({now.quantiser_why})"
 
 

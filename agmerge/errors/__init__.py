@@ -37,9 +37,9 @@ NO_SYNC_LATE = (
     "continues without this step."
 )
 TWICE = (
-    "AGM105: optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This "
-    "can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
-    "optimizer.synchronize() in your code."
+    "AGM105: optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). The "
+    "gradients are averaged already, so step() uses them unchanged. To avoid this warning, step inside `with "
+    "optimizer.skip_synchronize():`."
 )
 NOT_COMBINED = (
     "AGM110: step() inside skip_synchronize(): the gradients are not averaged yet. Call optimizer.synchronize() after "

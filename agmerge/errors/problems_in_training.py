@@ -138,9 +138,9 @@ IN_TRAINING: tuple[Row, ...] = (
     ),
     (
         "AGM105",
-        "gradients are averaged twice",
-        "`step()` averages gradients again that `synchronize()` averaged before.",
-        "Write `with optimizer.skip_synchronize(): optimizer.step()`.",
+        "step() after synchronize() outside skip_synchronize()",
+        "`synchronize()` has averaged the gradients. `step()` uses them unchanged, and averages nothing again.",
+        "To avoid the warning, write `with optimizer.skip_synchronize(): optimizer.step()`.",
         "with_pytorch.md",
     ),
     (
@@ -152,8 +152,8 @@ IN_TRAINING: tuple[Row, ...] = (
     ),
     (
         "AGM107",
-        "model is in DistributedDataParallel",
-        "DistributedDataParallel and the agmerge optimizer would both average the gradients.",
+        "gradients would be exchanged twice, also by DistributedDataParallel",
+        "The model is in DistributedDataParallel, which would average the same gradients as the agmerge optimizer.",
         "Do not wrap the optimizer. Call `agmerge.integrations.ddp.compress(model, optimizer=optimizer)` instead.",
         "with_ddp.md",
     ),
@@ -358,7 +358,8 @@ IN_TRAINING: tuple[Row, ...] = (
         "AGM201",
         "a rank did not answer in time",
         "A collective timed out, because a rank is missing, slow, or in another call.",
-        "Read which rank the error names as missing, and what it is doing. `timeout=` allows more time.",
+        "Read which rank the error names as missing, and what it is doing. If it names none, check that every "
+        "rank makes the call: is it inside `if rank == 0`? `timeout=` allows more time.",
         "guarantees.md",
     ),
     (

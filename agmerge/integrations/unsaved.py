@@ -23,7 +23,7 @@ NOT_SAVED = (
     "AGM403: The script saved optimizer.state_dict() without the rest of the state: {what}. A training that resumes "
     "from it starts with zero residuals. Also save compressed.state_dict() on every rank (or "
     "agmerge.gather_state(compressed) on rank 0, called on all ranks), and load it with compressed.load_state_dict(). "
-    "See docs/with_ddp.md."
+    "See docs/checkpoints.md."
 )
 SAVED_ALONE = (
     "AGM140: {folder} was saved on {saved} only, so residuals of other ranks are missing: {missing} not written "

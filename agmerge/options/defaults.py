@@ -268,8 +268,8 @@ class Cost(NamedTuple):
     @property
     def text(self) -> str:
         """Return it as a sentence without an end."""
-        what = f"compression={self.compressor!r}{f' ({self.size})' if self.size else ''} increased the loss"
-        return f"{what} of a small language model by {self.percent} % in our tests with {self.optimizer}"
+        what = f"compression={self.compressor!r} increased the loss of a small language model by {self.percent} %"
+        return f"{what} in our tests with {self.optimizer}{f' at {self.size}' if self.size else ''}"
 
 
 COSTS = (

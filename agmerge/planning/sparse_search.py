@@ -249,14 +249,21 @@ class SparseChoice:
 
 
 def why_codec(candidates: Sequence[Candidate], seconds: Sequence[float], taken: int) -> str:
-    """Return why the codec of candidate number ``taken`` was chosen. ``seconds``: of a step with each candidate."""
+    """Return why the codec of candidate number ``taken`` was chosen. ``seconds``: of a step with each candidate.
+
+    If a candidate with another codec was better, the steps have varied by more than the times differ, so the predicted
+    one has stayed: see :func:`agmerge.planning.plan_trial.taken`.
+    """
     fastest: dict[str, float] = {}
     for each, took in zip(candidates, seconds, strict=True):
         if not each.is_dense:
             fastest[each.mode.codec] = min(took, fastest.get(each.mode.codec, took))
     chosen = candidates[taken]
     steps = ", ".join(f"{1e3 * took:.3g} ms per step in {named(codec)}" for codec, took in fastest.items())
-    return f"it keeps {chosen.delivered:.5g} of the selected energy; {steps}"
+    best = candidates[codec_choice.best(seconds, [each.delivered for each in candidates])]
+    is_doubted = best.mode.codec != chosen.mode.codec and not best.is_dense and not chosen.is_dense
+    doubt = f"; {named(chosen.mode.codec)} stays, because times of single steps vary by more" if is_doubted else ""
+    return f"it keeps {chosen.delivered:.5g} of the selected energy; {steps}{doubt}"
 
 
 def why_without_trial(candidate: Candidate, measured: bool) -> str:

@@ -14,8 +14,8 @@ from sparsifiers.quantising.base import NONE
 QUANTIZED = "{what} from {step} on: {times:.1f}x less traffic than DDP ({why})"
 UNCOMPRESSED = "uncompressed {tensors} from {step} on, as DDP sends them ({why})"
 DENSE = (
-    "compression={name!r} sends {share} of the {tensors} uncompressed from {step} on, because that is faster here "
-    "({why}). To compare compressors, add exchange='sparse'"
+    "compression={name!r} sends {share} uncompressed from {step} on, because that is faster here ({why}). To compare "
+    "compressors, add exchange='sparse'"
 )
 COMPRESSED = "compression={name!r} compresses all {tensors} from {step} on ({why})"
 
@@ -77,7 +77,8 @@ def _line(buffers: MergeBuffers, status: PlanStatus, step: int, times: float) ->
     choice = _choice(buffers)
     if not buffers.config.quantisers:
         dense, count = _compressible(buffers)
-        share = "all" if choice == "all" else f"{dense / max(count, 1):.0%}"
+        part = f"tensors with {dense / max(count, 1):.0%} of the values"
+        share = f"all of the {tensors}" if choice == "all" else part
         text, name = DENSE if choice else COMPRESSED, buffers.config.compression.compressor.name
         return text.format(name=name, share=share, tensors=tensors, step=when, why=status.exchange_why)
     if choice == NONE:

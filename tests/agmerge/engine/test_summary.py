@@ -42,7 +42,8 @@ def summary(size: int, steps: int = 3, **options: Any) -> dict[str, str]:
 def test_it_says_what_is_sent_how_much_and_how_long_it_takes() -> None:
     found = summary(2, compression="eden-4", merging=merging.Plan((2, 4)))
     assert found["compression"].startswith("eden-4, 4 bits per value (")
-    assert re.fullmatch(r"[\d.]+ kB per step, \d[\d.]*x less than an uncompressed all-reduce", found["traffic"])
+    since = "per step on average since the first one"
+    assert re.fullmatch(rf"[\d.]+ kB {since}, \d[\d.]*x less than an uncompressed all-reduce", found["traffic"])
     assert re.fullmatch(r"[\d.]+ ms per step, \d+ % of the communication is hidden behind backward", found["time"])
     assert found["plan"].startswith("2 merge buffers, planner ") and found["plan"].endswith(", fixed")
     assert found["warnings"] == "none"
@@ -67,6 +68,14 @@ def test_it_warns_while_it_measures_and_of_traffic_that_is_no_less() -> None:
     assert "still measuring" in found["plan"] and "measuring has not ended" in found["warnings"]
     many = summary(4, compression="topk", density=0.9, exchange="sparse", merging="single")
     assert "more than an uncompressed all-reduce" in many["traffic"] and "sends more than" in many["warnings"]
+
+
+@pytest.mark.parametrize("compression", ["fp16", agmerge.Compression.fp16, "bf16"])
+def test_a_cast_is_named(compression: Any) -> None:
+    found = summary(2, compression=compression)
+    name = compression if isinstance(compression, str) else compression.value
+    assert found["compression"] == f"{name}, 16 bits per value (you set it)"
+    assert ", 2x less than " in found["traffic"]
 
 
 def test_it_counts_skipped_steps() -> None:

@@ -182,5 +182,10 @@ def test_a_script_that_was_horovods_is_told_once_that_it_sends_everything(given:
 def test_what_only_horovod_has_says_where_to_look() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nccl_built': it belongs to Horovod. Instead: backend_name"):
         agmerge.nccl_built  # noqa: B018
+    for name in ("is_homogeneous", "mpi_threads_supported", "rocm_built", "cross_rank", "start_timeline"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': it belongs to Horovod. Instead: "):
+            getattr(agmerge, name)
+    with pytest.raises(AttributeError, match="it belongs to Horovod. With horovodrun, use horovod.torch.elastic"):
+        agmerge.elastic.run  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'nothing'$"):
         agmerge.nothing  # noqa: B018

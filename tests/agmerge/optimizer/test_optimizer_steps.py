@@ -36,8 +36,8 @@ ZERO_GRAD = (
 )
 TWICE = (
     "AGM105: optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
-    "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you "
-    "use optimizer.synchronize() in your code."
+    "The gradients are averaged already, so step() uses them unchanged. To avoid this warning, step inside `with "
+    "optimizer.skip_synchronize():`."
 )
 
 
@@ -118,6 +118,21 @@ def test_a_step_that_synchronizes_twice_warns_and_steps_once(compression: str) -
     assert [str(warning.message) for warning in caught] == [TWICE] * 2
     assert caught[0].filename == __file__  # it points at the script, not into the library
     assert [found] == trained(2, MODEL, 1, compression=compression)
+
+
+def test_a_step_after_synchronize_uses_gradients_as_the_script_has_changed_them() -> None:
+    def body(rank: int, model: nn.Module) -> tuple[str, str]:
+        optimizer, before = wrap(model), digest(model)
+        loss_of(model, rank, 0).backward()
+        optimizer.synchronize()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        return before, digest(model)
+
+    with pytest.warns(UserWarning, match="AGM105: .* uses them unchanged"):
+        found = on_ranks(2, MODEL, body)
+    assert all(before == after for before, after in found)
 
 
 def test_skip_synchronize_of_an_object_that_shares_our_attributes_reaches_our_step() -> None:

@@ -58,8 +58,8 @@ def made(kind: Any, **options: Any) -> Make:
 
 ADAMW, NADAM, MUON, LION = (made(kind) for kind in (torch.optim.AdamW, torch.optim.NAdam, NorMuon, Lion))
 TOPK_ADAMW = [
-    "compression='topk' (density 0.01) increased the loss of a small language model by 22 to 40 %",
-    "with AdamW",
+    "compression='topk' increased the loss of a small language model by 22 to 40 %",
+    "with AdamW at density 0.01.",
     "compression='eden-2' increased it less",
 ]
 
@@ -74,18 +74,18 @@ CASES: dict[str, tuple[Make, dict[str, Any], list[str]]] = {
     "dgc without its memory": (
         ADAMW,
         {"compression": "dgc", "memory": "residual"},
-        ["compression='dgc' (density 0.01) increased the loss of a small language model by 22 to 40 %"],
+        ["compression='dgc' increased the loss of a small language model by 22 to 40 %", "at density 0.01."],
     ),
     "dgc without it, momentum": (
         sgd,
         {"compression": "dgc", "memory": "residual"},
-        ["compression='dgc' (density 0.01)", "7.9 to 18 %", "compression='eden-4' increased it less"],
+        ["compression='dgc'", "7.9 to 18 %", "at density 0.01.", "compression='eden-4' increased it less"],
     ),
     "topk with dgc's memory": (decayed, {"compression": "topk", "memory": "dgc"}, []),
     "a larger density": (
         ADAMW,
         {"compression": "topk", "density": 0.05},
-        ["(density 0.1) increased the loss of a small language model by 0.1 to 5.7 %"],
+        ["increased the loss of a small language model by 0.1 to 5.7 %", "at density 0.1."],
     ),
     "a density that was not measured": (ADAMW, {"compression": "topk", "density": 0.2}, []),
     "one that was not measured": (ADAMW, {"compression": "gaussiank"}, []),
@@ -102,16 +102,16 @@ CASES: dict[str, tuple[Make, dict[str, Any], list[str]]] = {
     "SGD, no momentum": (
         plain,
         {"compression": "topk"},
-        ["12 %", "with SGD.", "'eden-4' increased it less"],
+        ["12 %", "with SGD at", "'eden-4' increased it less"],
     ),
     "powersgd": (ADAMW, {"compression": "powersgd"}, []),
     "acpsgd": (
         ADAMW,
         {"compression": "acpsgd", "rank": {"0.*": 2, ".*": 32}},
-        ["'acpsgd' (rank 4) increased the loss of a small language model by 12 %"],
+        ["'acpsgd' increased the loss of a small language model by 12 %", "at rank 4."],
     ),
     "acpsgd, rank 16": (ADAMW, {"compression": "acpsgd", "rank": 16}, []),
-    "acpsgd, rank 16, SGD": (sgd, {"compression": "acpsgd", "rank": 16}, ["(rank 16)", "5 %", "SGD with momentum"]),
+    "acpsgd, rank 16, SGD": (sgd, {"compression": "acpsgd", "rank": 16}, ["at rank 16.", "5 %", "SGD with momentum"]),
     "powersgd, rank 16": (ADAMW, {"compression": "powersgd", "rank": 16}, []),
     "several": (ADAMW, {"compression": {"0.*": "topk", ".*": "powersgd"}}, TOPK_ADAMW),
     "bits that cost nothing": (ADAMW, {"compression": "eden"}, []),

@@ -14,7 +14,10 @@ from pretend.tensors import put
 
 import merging
 from agmerge.exchanges.message.scaled import BLOCK, BLOCKS, VALUES, ValueSample, handling
+from agmerge.exchanges.routing import OWN, with_send_mode
+from agmerge.planning.candidates import Candidate
 from agmerge.planning.codec_choice import GAIN, Codec, best, in_codec
+from agmerge.planning.sparse_search import why_codec
 from merging import Curve, Measurements
 
 
@@ -55,6 +58,27 @@ def measured(message: Curve | None = None) -> Measurements:
         workers=2,
         message=message,
     )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "taken", "doubt"),
+    [
+        ((0.0785, 0.0683), 0, "; int8 stays, because times of single steps vary by more"),
+        ((0.0683, 0.0785), 0, ""),
+        ((0.0785, 0.0683), 1, ""),
+        ((0.0780, 0.0785), 1, "; the gradient's own dtype stays, because times of single steps vary by more"),
+        ((0.0784, 0.0785), 1, ""),  # int8 gains less than a codec that rounds has to
+    ],
+)
+def test_the_reason_for_a_codec_explains_why_a_slower_one_stays(
+    seconds: tuple[float, float], taken: int, doubt: str
+) -> None:
+    plan = merging.Plan((1, 1))
+    rounding = Candidate(with_send_mode(plan, codec="int8"), measured(), 0.99996)
+    exact = Candidate(with_send_mode(plan, codec=OWN), measured())
+    text = why_codec([rounding, exact], seconds, taken)
+    assert f"{1e3 * seconds[0]:.3g} ms per step in int8, {1e3 * seconds[1]:.3g} ms per step in the gradient's" in text
+    assert text.partition("own dtype")[2] == doubt
 
 
 def codec(wire: str, size: float, encode: float = 0.0, decode: float = 0.0) -> Codec:
