@@ -205,7 +205,7 @@ OF_SETTINGS: tuple[Row, ...] = (
         "AGM705",
         "this setting increased the loss in tests",
         "In agmerge's tests, the setting increased the loss more than another one.",
-        "Use the compressor that the warning names, or hide the warning if the loss is good enough for you.",
+        'Use the default, or `sync="updates"` with AdamW. Hide the warning if the loss is good enough for you.',
         "compressors.md#what-changes-in-your-training",
     ),
     (

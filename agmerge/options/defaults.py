@@ -373,7 +373,8 @@ OWN = (
     "AGM405: The loaded parameter groups have no momentum, so memory={memory!r} applies its default, 0.9. Set another "
     "momentum in the groups, or pass memory='residual' for none."
 )
-NAMED = "AGM705: {what}. compression={instead!r} increased it less. See docs/compressors.md."
+NAMED = "AGM705: {what}. Use the default{other}, which increased it less. See docs/compressors.md."
+OR_UPDATES = " or sync='updates'"  # with AdamW
 
 
 def warn_of_changes(exchange: Any, optimizer: torch.optim.Optimizer | None, before: Any) -> None:
@@ -401,4 +402,4 @@ def warn_of_changes(exchange: Any, optimizer: torch.optim.Optimizer | None, befo
         warn(OWN.format(memory=config.compression.memory.name), rank)
     cost = known_cost(config, optimizer)
     if cost is not None and (before is None or known_cost(before, optimizer) != cost):
-        warn(NAMED.format(what=cost.text, instead=candidates_for(optimizer)[-1]), rank)
+        warn(NAMED.format(what=cost.text, other=OR_UPDATES if cost.optimizer == "AdamW" else ""), rank)
