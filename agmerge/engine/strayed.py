@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from dataclasses import dataclass
+
+from agmerge.errors import warn
 
 ENDED = (
     "AGM118: Training with sync='updates' ended while parameters still differ between ranks. Call consolidate() on "
@@ -48,4 +49,4 @@ def watch(owner: object) -> Strayed:
 
 def _warn(strayed: Strayed) -> None:
     if strayed.says and strayed.unseen:
-        warnings.warn(ENDED, stacklevel=2)
+        warn(ENDED, 0)

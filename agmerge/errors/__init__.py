@@ -65,7 +65,7 @@ NO_GRADIENT = (
     "model: load_state_dict(assign=True) replaces the model's parameters. Create the optimizer after loading."
 )
 
-NO_SCRIPTS = ("agmerge", "torch")  # packages: no warning points at a line of theirs
+NO_SCRIPTS = ("agmerge", "torch", "weakref")  # packages: no warning points at a line of theirs
 
 NAMED = 5  # most parameters that an error names
 # Of ECMA-48: a control sequence, a string with its end (a window's title, say), a single escape.
@@ -190,22 +190,25 @@ def printable(text: str, most: int = 2000) -> str:
 def warn(text: str, rank: int) -> None:
     """Warn on rank 0, at the script's line that has called this library, or torch, which calls its hooks.
 
+    When the interpreter ends there is no such line, and the warning names none.
+
     Where warnings are errors (``python -W error``) it is raised on every rank: one that ended alone would keep the
     others waiting. So all ranks call this, each with its number ``rank``.
     """
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in NO_SCRIPTS:
+    level = 2
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in NO_SCRIPTS:
         level, frame = level + 1, frame.f_back
     if rank == 0 or _is_error(text, frame):
         warnings.warn(text, stacklevel=level)
 
 
-def _is_error(text: str, frame: FrameType) -> bool:
+def _is_error(text: str, frame: FrameType | None) -> bool:
     """Return whether the filters make an exception of this warning, which the line of ``frame`` causes."""
-    module = str(frame.f_globals.get("__name__", "<string>"))
+    module, at = ("sys", 1) if frame is None else (str(frame.f_globals.get("__name__", "<string>")), frame.f_lineno)
     for action, message, category, name, line in warnings.filters:
         about = message is None or re.compile(message).match(text)
         there = name is None or re.compile(name).match(module)
-        if about and there and issubclass(UserWarning, category) and line in (0, frame.f_lineno):
+        if about and there and issubclass(UserWarning, category) and line in (0, at):
             return action == "error"
     return False

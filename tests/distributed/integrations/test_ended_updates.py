@@ -19,6 +19,7 @@ def launched(folder: Path, road: str, end: str) -> tuple[list[dict[str, Any]], i
     """What both ranks saw, and how often the warning was printed."""
     ended = torchrun(2, SCRIPT, str(folder), road, end, timeout=200)
     assert ended.code == 0, ended.output[-6000:]
+    assert "weakref.py" not in ended.output  # no line of the script has deleted the optimizer
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], ended.output.count(WARNED)
 
 
