@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsifiers.kernel import loaded, plain
 
 
-def encode_scaled(values: Tensor, used: int, width: int, scales: Tensor, codes: Tensor, read: Tensor) -> bool:
+def encode(values: Tensor, used: int, width: int, scales: Tensor, codes: Tensor, read: Tensor) -> bool:
     """Write `scales`, `codes` and the values to be `read`; False, with nothing done, if torch must do it.
 
     values: fp32 [m], of which the first `used` are in use, and the others 0. width: bits a value, 8, 4, 2 or 1. scales:
@@ -30,7 +30,7 @@ def encode_scaled(values: Tensor, used: int, width: int, scales: Tensor, codes: 
     return True
 
 
-def decode_scaled(scales: Tensor, codes: Tensor, count: int, width: int, read: Tensor) -> bool:
+def decode(scales: Tensor, codes: Tensor, count: int, width: int, read: Tensor) -> bool:
     """Read the first `count` values that `encode` has written; False, with nothing done, if torch must do it."""
     if not (plain(scales, read) and plain(codes, dtype=torch.uint8) and _fit(count, width, scales, codes, read)):
         return False

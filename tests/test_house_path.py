@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gradient's way through the house: how many files it visits, from its hook to its message.
 
-A newcomer who follows one gradient opens these files. The limits are the present figures: a change may lower them, and
-then lowers the limit with it.
+A newcomer who follows one gradient opens these files. A change that lowers a figure lowers its limit, too.
 """
 
 from __future__ import annotations

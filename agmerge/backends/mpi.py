@@ -19,12 +19,11 @@ import torch
 
 from agmerge.backends import timeouts
 from agmerge.backends.base import OPERATIONS, Backend, Handle, Listen
-from agmerge.backends.status import ProbeResult, Row
+from agmerge.backends.status import MPI_RANKS, ProbeResult, Row
 from agmerge.backends.streams import Call, Progress
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost
 
-# Of each MPI library's launcher: the rank that it gives a process, and the number of processes.
-RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+# Of each MPI library's launcher: the number of processes.
 SIZES: tuple[str, ...] = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 READS_SLURM = False
 PROBE = """
@@ -43,7 +42,7 @@ LARGEST = 2**31 - 1  # elements, or bytes where bytes are moved, of one MPI call
 
 def started_by_mpi(env: Mapping[str, str]) -> bool:
     """Return whether an MPI launcher, or another that speaks its PMI as srun does, has started this process."""
-    return any(key in env for key in RANKS)
+    return any(key in env for key in MPI_RANKS)
 
 
 def initialised() -> bool:

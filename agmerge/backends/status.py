@@ -2,8 +2,8 @@
 """Status of a rank: its activity, which completes errors, and its rows in the doctor's table.
 
 A backend's handle notes which collective it waits for; an optimizer notes in which phase of which step it is. When a
-wait fails, :func:`annotate` adds the step to the error and, where ranks are processes, what the other ranks answer when
-they are asked (:mod:`agmerge.runtime.peers.monitor`).
+wait fails, :func:`annotate` adds the step to the error. If ranks are processes, it
+also adds the answers of the other ranks (:mod:`agmerge.runtime.peers.monitor`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Row:
     """Line of the doctor's table: something that works, or does not."""
 
     kind: str  # "backend", "launcher", "speed" or "elastic": the first column
-    name: str  # what it is called: the second column
+    name: str  # the second column
     works: bool
     detail: str  # versions and libraries where it works, else why it does not
     fix: str = ""  # the command that makes it work; empty where it does
@@ -57,7 +57,8 @@ def built_in(facts: Mapping[str, object]) -> str:
 
 # Activity of this rank.
 
-RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")  # of launchers
+MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # variables of MPI launchers
+RANK_VARIABLES = ("RANK", "HOROVOD_RANK", *MPI_RANKS, "SLURM_PROCID")
 
 
 @dataclass
@@ -117,7 +118,8 @@ class RankStatus:
 class StallWatch:
     """Watch of a rank's waits: one line on stderr for each that lasts 30 seconds, long before its time-out.
 
-    A daemon thread looks at the status every few seconds, so a wait costs nothing. ``status``: of the rank. ``after``:
+    A daemon thread looks at the status every few seconds, so a wait only asks whether the thread runs (below 1
+    microsecond). ``status``: of the rank. ``after``:
     seconds of a wait until there is a line. ``every``: seconds between two looks. ``env``: says which rank this is.
     """
 
@@ -126,7 +128,6 @@ class StallWatch:
     ) -> None:
         self._status, self._after, self._every, self._env = status, after, every, env
         self._thread: threading.Thread | None = None
-        self._closed = threading.Event()
         self._told: set[str] = set()  # calls that there was a line for
 
     def watch(self) -> None:
@@ -135,12 +136,9 @@ class StallWatch:
             self._thread = threading.Thread(target=self._look, name="agmerge stalls", daemon=True)
             self._thread.start()
 
-    def close(self) -> None:
-        """Let the thread end at its next look."""
-        self._closed.set()
-
     def _look(self) -> None:
-        while not self._closed.wait(self._every):
+        while True:
+            time.sleep(self._every)
             if line := self.line(time.monotonic()):
                 sys.stderr.write(line)
 

@@ -416,8 +416,7 @@ class State:
         """Collective. Let those leave that have announced it; return whether this worker is one of them."""
         reducer = self._optimizer._reducer
         if reducer.participation.lets_go and workers.size() > 1:
-            let_go = let_worker_go
-            if let_go(reducer, lambda: self._leaves, lambda: self._regroup(lets_in=False)):
+            if let_worker_go(reducer, lambda: self._leaves, lambda: self._regroup(lets_in=False)):
                 return True
         return self._leaves and workers.size() == 1
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +58,11 @@ def loads(record: Mapping[str, Any]) -> list[Candidate]:
     """Return the candidates that :func:`dumps` was given."""
     measured = [Measurements.loads(text) for text in record["measured"]]
     return [Candidate(merging.Plan.loads(plan), measured[index], share) for plan, index, share in record["rows"]]
+
+
+def step_times(seconds: Iterable[tuple[str, float]]) -> str:
+    """Return names with the seconds of a step, as text, such as ``"70.9 ms per step with eden-4"``."""
+    return ", ".join(f"{1e3 * took:.3g} ms per step with {name}" for name, took in seconds)
 
 
 def all_dense(planner: merging.Planner, measured: Measurements) -> Pieces[merging.Plan]:

@@ -16,7 +16,7 @@ import torch
 import merging
 import sparsifiers
 from agmerge.exchanges.routing import OWN, send_mode, with_send_mode
-from agmerge.planning.candidates import Candidate, all_dense
+from agmerge.planning.candidates import Candidate, all_dense, step_times
 from agmerge.planning.codec_choice import best_plan, planner_of, predicted_finish, stretched, tilted
 from agmerge.planning.cost_probe import measured_class
 from agmerge.planning.measuring import bytes_of_quantised, gather_seconds, profile
@@ -377,4 +377,4 @@ class QuantiserChoice:
 def why(tried: Sequence[Candidate], seconds: Sequence[float]) -> str:
     """Return a text with the seconds of a step with each candidate."""
     names = (NONE if each.is_dense else each.mode.quantiser for each in tried)
-    return ", ".join(f"{1e3 * took:.3g} ms per step with {name}" for name, took in zip(names, seconds, strict=True))
+    return step_times(zip(names, seconds, strict=True))

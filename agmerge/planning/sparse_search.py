@@ -15,7 +15,7 @@ import merging
 from agmerge.exchanges.message.scaled import value_codec
 from agmerge.exchanges.routing import OKTOPK, OWN, exchanged_by, with_send_mode
 from agmerge.planning import codec_choice, plan_trial
-from agmerge.planning.candidates import Candidate, all_dense
+from agmerge.planning.candidates import Candidate, all_dense, step_times
 from agmerge.planning.codec_choice import FAR, LEAST, Codec, best_plan, in_codec, planner_of, predicted_finish
 from agmerge.planning.codec_costs import SampledValues, measure_codecs
 from agmerge.planning.cost_probe import measured_class
@@ -286,4 +286,4 @@ def why_exchange(candidates: Sequence[Candidate], seconds: Sequence[float]) -> s
     for each, took in zip(candidates, seconds, strict=True):
         name = "dense" if each.is_dense else "sparse" if each.mode.exchange == OWN else each.mode.exchange
         fastest[name] = min(took, fastest.get(name, took))
-    return ", ".join(f"{1e3 * took:.3g} ms per step with {name}" for name, took in fastest.items())
+    return step_times(fastest.items())

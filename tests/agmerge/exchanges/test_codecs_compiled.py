@@ -77,8 +77,8 @@ def test_messages_are_those_of_torch(level: str, codec: Scaled, kind: str, monke
 def test_what_the_loops_do_not_write() -> None:
     values, read = torch.randn(300), torch.zeros(512)
     scales, codes = torch.zeros(2), torch.zeros(300, dtype=torch.uint8)
-    assert kernel_values.encode_scaled(values, 300, 8, scales, codes, read)
-    assert kernel_values.decode_scaled(scales, codes, 300, 8, read)
+    assert kernel_values.encode(values, 300, 8, scales, codes, read)
+    assert kernel_values.decode(scales, codes, 300, 8, read)
     for refused in (
         (values.double(), 300, 8, scales, codes, read),
         (values[::2], 150, 8, scales, codes[:150], read),
@@ -86,6 +86,6 @@ def test_what_the_loops_do_not_write() -> None:
         (values, 300, 8, scales, codes[:299], read),
         (values, 300, 8, scales, codes, read[:299]),
     ):
-        assert not kernel_values.encode_scaled(*refused)
-    assert not kernel_values.decode_scaled(scales, codes, 301, 8, read)
-    assert not kernel_values.decode_scaled(scales, codes, 300, 8, read.half())
+        assert not kernel_values.encode(*refused)
+    assert not kernel_values.decode(scales, codes, 301, 8, read)
+    assert not kernel_values.decode(scales, codes, 300, 8, read.half())
