@@ -66,13 +66,13 @@ def test_torch_and_cmake_are_told_of_it(tmp_path: Path) -> None:
     ("given", "cuda", "has_toolkit", "there", "words"),
     [
         ({}, "13.0", True, THERE, []),
-        ({}, None, True, THERE, ["built for the CPU"]),
+        ({}, None, True, THERE, ["built for CPUs"]),
         ({}, "12.8", False, THERE, ["cuda-nvcc-12-8"]),
         ({"CUDA_HOME": "/opt/none"}, "12.8", False, THERE, ["CUDA_HOME=/opt/none"]),
         ({}, "12.8", True, None, ["pip install nvidia-nccl-cu12"]),
         ({"HOROVOD_NCCL_HOME": "/opt/nccl"}, "12.8", True, None, []),
         ({"HOROVOD_GPU_OPERATIONS": ""}, "13.0", True, THERE, ["HOROVOD_GPU_OPERATIONS='' is set, which is not NCCL"]),
-        ({}, None, False, None, ["built for the CPU", "cuda-nvcc-13-0", "nvidia-nccl-cu13"]),
+        ({}, None, False, None, ["built for CPUs", "cuda-nvcc-13-0", "nvidia-nccl-cu13"]),
     ],
 )
 def test_what_is_missing_is_named_with_where_to_get_it(
