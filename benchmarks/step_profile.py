@@ -77,7 +77,7 @@ def watched() -> Clocks:
     from agmerge.engine.grad_hooks import BackwardPasses
     from agmerge.engine.reducer import Reducer
     from agmerge.exchanges import SparseExchange
-    from agmerge.step.accumulation import Accumulation
+    from agmerge.step.round import Round
     from agmerge.tensors.arena import Arena
 
     clocks = Clocks()
@@ -85,7 +85,7 @@ def watched() -> Clocks:
         (BackwardPasses, "on_gradient", "hooks: their own work"),
         (Arena, "accumulate", "hooks: residual + gradient, and move"),
         (Arena, "move_to_update", "hooks: others move to where their updates will be"),
-        (Accumulation, "_select", "select"),
+        (Round, "_select", "select"),
         (SparseExchange, "start", "message: gather, encode, commit, checksum"),
         (TorchBackend, "all_gather", "message: hand over"),
         (Reducer, "synchronize", "step(): its own work"),

@@ -55,12 +55,14 @@ class Part:
 
     def queued(self) -> Part:
         """Return it with the event behind all that this thread has queued so far."""
+        if self.tensor.device.type == "cpu":
+            return self
         streams = streams_of(self.tensor.device)
         return self if streams is None else replace(self, ready=streams.record(streams.current(self.tensor.device)))
 
     def await_ready(self) -> None:
         """Make readers that this thread queues from now on wait for the tensor, whose memory is kept for them."""
-        streams = streams_of(self.tensor.device)
+        streams = None if self.ready is None else streams_of(self.tensor.device)
         if streams is not None:
             here = streams.current(self.tensor.device)
             streams.wait(here, self.ready)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import itertools
 import json
 import os
 import threading
@@ -276,3 +277,30 @@ def register(kind: str, streams: Streams) -> None:
 def streams_of(device: torch.device) -> Streams | None:
     """Return the streams of a device's kind; None where the host computes, or none are known."""
     return _kinds.get(device.type)
+
+
+# Copies on the host, which no host waits for before it has to.
+
+
+class HostCopies:
+    """Copy of tensors of one device on the host: one transfer, queued at once, and waited for at most once."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], streams: Streams) -> None:
+        """Queue the copy of ``tensors``, contiguous or with contiguous rows, in the device's current stream."""
+        self._tensors, self._streams = tensors, streams
+        rows = [row for tensor in tensors for row in ([tensor] if tensor.is_contiguous() else tensor.unbind(0))]
+        together = torch.cat([row.view(-1).view(torch.uint8) for row in rows])
+        self._bytes = streams.pinned(together.numel(), torch.uint8).copy_(together, non_blocking=True)
+        self._event = streams.record(streams.current(together.device))
+
+    def arrive(self, timeout: float) -> bool:
+        """Wait until the host has them, for at most ``timeout`` seconds; return whether it has."""
+        return self._streams.wait_on_host(self._event, timeout)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return them on the host, each in its shape, once they have arrived."""
+        ends = itertools.accumulate(tensor.nbytes for tensor in self._tensors)
+        return [
+            self._bytes[end - tensor.nbytes : end].clone().view(tensor.dtype).view(tensor.shape)
+            for tensor, end in zip(self._tensors, ends, strict=True)
+        ]

@@ -8,7 +8,6 @@
 * ``node_shards``: the stage inside a node of ``two-level``.
 * ``message/``: the bytes of a sparse message.
 * ``routing``: which segments of a merge buffer share a message, and how it is sent.
-* ``host_copies``: a few numbers between host and device.
 
 May import backends/, tensors/ and the package ``sparsifiers``.
 """

@@ -8,16 +8,18 @@ global threshold, an agreed mask, low-rank factors). So every exchange conserves
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
-from agmerge.backends import Backend, Handle
-from agmerge.backends.streams import streams_of
+from agmerge.backends import Backend, Handle, status
+from agmerge.backends.streams import HostCopies, streams_of
+from agmerge.errors import CollectiveTimeout
 from agmerge.exchanges.low_rank.bases import Bases
 from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.ops import ReduceOp
@@ -35,6 +37,7 @@ class Store(ABC):
 
     has_residual = False  # some work keeps what was not sent; else nothing need be subtracted from dense segments
     bases: Bases | None = None  # of low-rank tensors; None: there are none
+    observes = False  # it wants to see sent values, in `observe`
 
     @abstractmethod
     def subtract_sent(
@@ -174,6 +177,42 @@ class InFlight:
     def has_streams(self) -> bool:
         """Return whether its device can be told to wait, instead of the host."""
         return self.on_device and streams_of(self.message.device) is not None
+
+
+# Headers of messages on devices, brought to the host in one wait.
+#
+# Until then only the devices wait for the messages and write their updates: the host merely queues that. No result is
+# visible, for an update becomes a gradient only after all headers were checked.
+
+
+def said_by_all(messages: Iterable[InFlight], timeout: float) -> dict[int, list[torch.Tensor]]:
+    """Return the tensors that :meth:`Exchange.read` takes for each message, on the host, by the message's ``id``.
+
+    ``messages``: in plan order, each with all of ``said``. Their devices wait for them already; here the host waits,
+    with the deadline: raises :class:`agmerge.CollectiveTimeout` after ``timeout`` seconds, which names the first
+    missing message.
+    """
+    by_device: dict[torch.device, list[InFlight]] = {}
+    for message in messages:
+        by_device.setdefault(message.message.device, []).append(message)
+    copies = []
+    for device, group in by_device.items():
+        streams = streams_of(device)
+        assert streams is not None, f"{group[0].name}: {device} was not told to wait"
+        copies.append(HostCopies([part for message in group for part in message.said], streams))
+    found: dict[int, list[torch.Tensor]] = {}
+    deadline = time.monotonic() + timeout
+    for group, copy in zip(by_device.values(), copies, strict=True):
+        with status.waiting_for(group[0].name, ()):
+            if not copy.arrive(deadline - time.monotonic()):
+                missing = next((message for message in group if not message.handle.done()), group[-1])
+                raise CollectiveTimeout(f"AGM201: {missing.name}: no answer from all ranks within {timeout:g} s")
+        parts = iter(copy.tensors())
+        found |= {id(message): [next(parts) for _ in message.said] for message in group}
+    return found
+
+
+# The contract.
 
 
 class Exchange(ABC):

@@ -16,9 +16,8 @@ import torch
 
 from agmerge.backends import Backend, Handle
 from agmerge.errors import MessageError
-from agmerge.exchanges import host_copies
 from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, SegmentBuffers
-from agmerge.exchanges.message.format import Flag, RoundHeader
+from agmerge.exchanges.message.format import Flag, RoundHeader, write_numbers
 from sparsifiers import Selection, gpu
 
 # Sums over ranks, added as the backend does or in rank order.
@@ -261,7 +260,7 @@ def write_tail(control: RoundHeader, out: torch.Tensor) -> None:
     tail, place = encode(control), place_of(Flag.NONFINITE)
     if control.finite is not None:
         tail[place] = 1.0  # and taken off again
-    host_copies.write(tail, out)
+    write_numbers(tail, out)
     if control.finite is not None:
         out[place].add_(control.finite, alpha=-1)
 

@@ -28,7 +28,9 @@ from sparsifiers.deferred import Deferred
 
 def writes(section: Section, device: torch.device) -> bool:
     """Return whether kernels of ``device`` write the indices of a section."""
-    return section.index is not None and section.index.layout is not None and gpu.is_fused(device)
+    if device.type == "cpu" or section.index is None or section.index.layout is None:
+        return False
+    return gpu.is_fused(device)
 
 
 def fused_places(section: Section, message: Tensor) -> tuple[gpu.Slots, gpu.IndexSection] | None:
@@ -167,19 +169,20 @@ class SparseExchange(Exchange):
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
         """Collective. Encode the selections, commit their values as receivers read them, and start the all-gather."""
-        capacities = [None if offer is None else offer.capacity for offer in offers]
         device = loads[0].work.device
-        layout = self.format_of(name, loads, capacities, self.context.wire, self._codec_of_whole(device))
+        codec_of_whole = self._codec_of_whole(device)
+        capacities = [None if offer is None else offer.capacity for offer in offers]
+        layout = self.format_of(name, loads, capacities, self.context.wire, codec_of_whole)
         message = self.keep(("message", name), layout.size, torch.uint8, device)
         received = self.keep(("received", name), layout.size * self.comm.size, torch.uint8, device)
         elements = 0
         counts: list[int | torch.Tensor] = []
-        for load, offer, section in zip(loads, offers, layout.sections, strict=True):
-            if offer is None:
+        for load, offer, capacity, section in zip(loads, offers, capacities, layout.sections, strict=True):
+            if offer is None or capacity is None:
                 elements += load.segment.numel
                 counts.append(self._write_whole(load, section, message))
             else:
-                elements += min(offer.capacity, load.segment.numel)
+                elements += min(capacity, load.segment.numel)
                 counts.append(self._write(load, offer, section, message))
         layout.write_header(message, control, counts, seal=True)
         handle = self.comm.all_gather(received, message, name)
@@ -227,7 +230,8 @@ class SparseExchange(Exchange):
         chosen = offer.values
         if chosen is None:
             chosen = clear_behind(load.work.index_select(0, offer.indices), offer.count)
-        self.store.observe(chosen, offer.count)
+        if self.store.observes:
+            self.store.observe(chosen, offer.count)
         if not section.value.has_zero:
             offer, chosen = without_zeros(offer, chosen)
         if section.index.sends_all:
@@ -253,7 +257,10 @@ class SparseExchange(Exchange):
             lambda commit, momentum: commit and kernel_message.write_and_subtract(load.work, indices, taken, momentum),
         ):
             return False
-        self.store.observe(clear_behind(values, offer.count), offer.count)
+        if offer.count < values.numel():
+            clear_behind(values, offer.count)
+        if self.store.observes:
+            self.store.observe(values, offer.count)
         encode_indices(section, offer.indices, offer.count, message)
         return True
 
@@ -262,7 +269,8 @@ class SparseExchange(Exchange):
         places = fused_places(section, message)
         if places is None or not self.store.write_and_subtract(load.segment, functools.partial(offer.write, *places)):
             return False
-        self.store.observe(places[0].values, offer.count)
+        if self.store.observes:
+            self.store.observe(places[0].values, offer.count)
         return True
 
     def wait(self, pending: InFlight) -> RoundHeader:

@@ -111,7 +111,7 @@ class StepRecorder:
     """Recorder of the marks of a step, for n tensors and m merge buffers; those of a stopped clock cannot be read."""
 
     def __init__(self, clock: Clock, tensors: int, buffers: int) -> None:
-        self.clock, self._shape = clock, (tensors, buffers)
+        self.clock, self._now, self._shape = clock, clock.mark, (tensors, buffers)
         self.began = 0.0  # when the first tensor was handed over, in seconds since the epoch
         self._origin: Any = None  # the mark of that moment
         self._slots: list[int] = []  # of the tensors, as they came
@@ -123,16 +123,16 @@ class StepRecorder:
     def begin(self) -> None:
         """Record that a tensor is handed over; the first one's mark is the origin of all times."""
         if self._origin is None:
-            self.began, self._origin = time.time(), self.clock.mark()
+            self.began, self._origin = time.time(), self._now()
 
     def ready(self, slot: int) -> None:
         """Record that the tensor has been accumulated."""
         self._slots.append(slot)
-        self._ready.append(self.clock.mark())
+        self._ready.append(self._now())
 
     def resumed(self) -> None:
         """Record that all work for the tensor is done; backward goes on."""
-        self._resumed.append(self.clock.mark())
+        self._resumed.append(self._now())
 
     def arrived(self) -> None:
         """Record that the next merge buffer's exchange was seen to have ended before the wait for it.
@@ -140,11 +140,11 @@ class StepRecorder:
         What the host sees says nothing of a device, which is far behind: there an exchange ends when it is received.
         """
         if not self.clock.on_device:
-            self._arrived.append(self.clock.mark())
+            self._arrived.append(self._now())
 
     def mark(self, buffer: int) -> None:
         """Record the next event of a merge buffer, in the order of the fields of :class:`StepTimes`."""
-        self._buffers[buffer].append(self.clock.mark())
+        self._buffers[buffer].append(self._now())
 
     def times(self) -> StepTimes:
         """Return the times from the marks, once the step is complete. May wait for the device."""

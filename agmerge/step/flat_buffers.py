@@ -39,7 +39,7 @@ class GradientsInPlace:
     """Gradients of one round that lie in no arena, and where their updates are written."""
 
     def __init__(self) -> None:
-        self._slots: frozenset[int] = frozenset()
+        self.slots: frozenset[int] = frozenset()  # the numbers of the tensors that are sent so
         self._updates: dict[int, torch.Tensor] = {}  # by slot
         self._strided: dict[int, torch.Tensor] = {}  # by slot: gradients of plain memory that are not in C order
         # By device: addresses where gradients begin that updates will be written over, ascending, and where they end.
@@ -47,11 +47,8 @@ class GradientsInPlace:
 
     def choose(self, slots: Iterable[int]) -> None:
         """Send the tensors with these numbers so, from now on. Nothing may be under way."""
-        self._slots = frozenset(slots)
+        self.slots = frozenset(slots)
         self.let_go()
-
-    def __contains__(self, index: int) -> bool:
-        return index in self._slots
 
     def hold(self, slot: Slot, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return the tensor to be sent, in its shape and contiguous; None: this rank has no gradient.
@@ -193,7 +190,7 @@ class InArenas:
 
     def of(self, slot: Slot) -> torch.Tensor:
         """Return the update of a tensor, in C order: a view."""
-        if slot.index in self._in_place:
+        if slot.index in self._in_place.slots:
             return self._in_place.of(slot)
         return self._arena_of[slot.index].gradients[slot.index]
 
@@ -269,7 +266,7 @@ class FlatBuffers:
         self.in_place.choose(filter(self._needs_no_arena, prepared))
         # With merging="dear" a gradient stays where it is.
         self.may_move = [
-            self.config.sync.model is None and local.is_contiguous() and index not in self.in_place
+            self.config.sync.model is None and local.is_contiguous() and index not in self.in_place.slots
             for index, local in enumerate(self.locals)
         ]
 
@@ -291,9 +288,9 @@ class FlatBuffers:
         ``is_empty``: nothing of it is to be sent. Then gradients in the place of ``work``, views of the last updates,
         are left as they are: they are needed once ranks have agreed again.
         """
-        arena, part = self.arena_with(segment), slice(segment.start, segment.stop)
-        work = arena.work[part]
-        if is_empty and arena.in_place and segment.slots[0].index not in self.in_place:
+        arena, part = self.arena_of[segment.slots[0].index], slice(segment.start, segment.stop)
+        work = arena.values.front[part]
+        if is_empty and arena.in_place and segment.slots[0].index not in self.in_place.slots:
             work = torch.zeros_like(work)
         return SegmentBuffers(segment, work, arena.update[part])
 
@@ -309,7 +306,7 @@ class FlatBuffers:
 
     def will_overwrite(self, slot: Slot, gradient: torch.Tensor) -> bool:
         """Return whether a gradient lies where sums may be written before a round is known to be the last attempt."""
-        return slot.index not in self.in_place and gradient.data_ptr() == self.updates.of(slot).data_ptr()
+        return slot.index not in self.in_place.slots and gradient.data_ptr() == self.updates.of(slot).data_ptr()
 
     def let_updates_go(self) -> None:
         """Write the next updates elsewhere than those to which the script still refers, which stay as they are.
@@ -425,6 +422,7 @@ class SentValues(Store):
         self.received: list[Received] = []
         self._sample: ValueSample | None = None  # of selected values; None: not asked for
         self._zeros: ZeroCount | None = None  # of quantised tensors; None: not asked for
+        self.counts_zeros = False  # in the step under way
 
     def subtract_sent(
         self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | Unwritten | None
@@ -471,7 +469,7 @@ class SentValues(Store):
 
     def update_of(self, slot: Slot) -> torch.Tensor:
         """Return where the update of a tensor, or of this rank's shard of it, is written, in its shape, contiguous."""
-        if slot.index in self._flat.in_place:
+        if slot.index in self._flat.in_place.slots:
             return self._flat.in_place.of(slot)
         return self._flat.arena_of[slot.index].gradients[slot.index]
 
@@ -486,7 +484,7 @@ class SentValues(Store):
 
     def start_sample(self, elements: int) -> None:
         """Copy some of the values of the next step, which selects so many ``elements``, for :meth:`end_sample`."""
-        self._sample = ValueSample(elements)
+        self._sample, self.observes = ValueSample(elements), True
 
     def observe(self, values: torch.Tensor, count: int | torch.Tensor) -> None:
         """Copy some of the values that a message has of a segment, in a step that is asked for a sample."""
@@ -495,19 +493,14 @@ class SentValues(Store):
 
     def end_sample(self) -> torch.Tensor | None:
         """Return the sample, as :meth:`ValueSample.values` does, and stop sampling; None: none was asked for."""
-        sample, self._sample = self._sample, None
+        sample, self._sample, self.observes = self._sample, None, False
         return None if sample is None else sample.values()
 
     # -- zeros beside other values, for the choice of quantisers --------------------------------------------------
 
-    @property
-    def counts_zeros(self) -> bool:
-        """Return whether zeros of the step under way are counted."""
-        return self._zeros is not None
-
     def start_zeros(self) -> None:
         """Count zeros in the blocks of the next step, for :meth:`end_zeros`."""
-        self._zeros = ZeroCount()
+        self._zeros, self.counts_zeros = ZeroCount(), True
 
     def count_zeros(self, slot: Slot, values: torch.Tensor | None) -> None:
         """Count zeros in the blocks of a tensor, in a step that is asked for it."""
@@ -516,5 +509,5 @@ class SentValues(Store):
 
     def end_zeros(self) -> tuple[int, int]:
         """Return the coordinates in mixed blocks, and all that were counted; stop counting."""
-        count, self._zeros = self._zeros, None
+        count, self._zeros, self.counts_zeros = self._zeros, None, False
         return (0, 0) if count is None else count.counts()

@@ -77,7 +77,7 @@ class Combined:
         """Return the combined tensors, see :attr:`updates`."""
         if self.skipped:
             for slot in self._round.slots():
-                if slot.index in self.buffers.flat.in_place:
+                if slot.index in self.buffers.flat.in_place.slots:
                     self.buffers.flat.updates.of(slot).fill_(torch.inf)
         received = {slot.name for segment, *_ in self.buffers.store.received for slot in segment.slots}
         updates = {
@@ -98,7 +98,7 @@ class Combined:
             lambda: (of(slot) for slot in slots if slot.index not in noisy),
             (of(slot) for slot in slots if slot.index in noisy),
             noises,
-            may_hold=not any(slot.index in self.buffers.flat.in_place for slot in slots),
+            may_hold=not any(slot.index in self.buffers.flat.in_place.slots for slot in slots),
             adds=self.follows,
         )
 
@@ -181,7 +181,7 @@ def resolve_nonfinite(attempt: Round) -> AGMergeError | None:
         totals.skipped(buffers.layout.numel, buffers.flat.tensors.numel)
         if totals.skipped_in_a_row < MOST_IN_A_ROW:
             for slot in buffers.layout.slots:
-                if slot.index not in buffers.flat.in_place:  # a gradient of this rank, until its update is read
+                if slot.index not in buffers.flat.in_place.slots:  # a gradient of this rank, until its update is read
                     buffers.flat.updates.of(slot).fill_(torch.inf)
             return None
     own = json.dumps([attempt.guard.given_up, attempt.guard.parameters_found()])

@@ -28,8 +28,7 @@ from agmerge.step.kept_results import KeptBackend, KeptResults
 class HostClock(Clock):
     """Clock of the host, for tensors on the host."""
 
-    def mark(self) -> float:
-        return time.perf_counter()
+    mark = staticmethod(time.perf_counter)
 
     def since(self, origin: float, marks: Sequence[float]) -> Seconds:
         return np.array(marks, dtype=np.float64) - origin

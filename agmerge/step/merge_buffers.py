@@ -8,7 +8,7 @@ changed. Residuals move from one agreement to the next by name.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, compress
 
@@ -46,9 +46,9 @@ class KernelBuffers:
         self._has_kernels = sparsifier is not None and sparsifier.has_kernels
         self._takes_candidates = sparsifier is not None and sparsifier.takes_candidates
         self._messages = messages
-        self._scratch: dict[str, Scratch] = {}  # by the key of a segment on a device
-        self._candidates: dict[str, Candidates] = {}  # by the key of a segment on the host
-        self._notes: dict[int, TensorNotes] | None = None  # by slot, of those that are large enough; None: not yet made
+        self._scratch: dict[str, Scratch | None] = {}  # by the key of a segment on a device
+        self._candidates: dict[str, Candidates | None] = {}  # by the key of a segment on the host
+        self._notes: dict[int, TensorNotes] | None = None  # None: not yet made
         self._largest: dict[tuple[int, torch.device], LargestKey] = {}  # by merge buffer and device
         self._tables: dict[tuple[int, ...], TensorTable] = {}  # of tensors that are accumulated together, by slot
 
@@ -58,33 +58,27 @@ class KernelBuffers:
 
     def _scratch_on_device(self, segment: Segment) -> Scratch | None:
         tensor_class, key = segment.tensor_class, segment.key
-        if not self._has_kernels or not is_fused(tensor_class.device) or tensor_class.storage != torch.float32:
-            return None
         if key not in self._scratch:
-            self._scratch[key] = Scratch(segment.vector_length, tensor_class.device)
+            wanted = self._has_kernels and is_fused(tensor_class.device) and tensor_class.storage == torch.float32
+            self._scratch[key] = Scratch(segment.vector_length, tensor_class.device) if wanted else None
         return self._scratch[key]
 
     def _candidates_on_host(self, segment: Segment) -> Candidates | None:
-        tensor_class, key = segment.tensor_class, segment.key
-        if (
-            not self._takes_candidates
-            or tensor_class.on_device
-            or not kernel.available()
-            or tensor_class.storage != torch.float32
-        ):
-            return None
+        key, tensor_class = segment.key, segment.tensor_class
         if key not in self._candidates:
-            self._candidates[key] = Candidates(segment.vector_length)
+            on_host = not tensor_class.on_device and tensor_class.storage == torch.float32
+            wanted = self._takes_candidates and on_host and kernel.available()
+            self._candidates[key] = Candidates(segment.vector_length) if wanted else None
         return self._candidates[key]
 
-    def notes(self, slot: Slot) -> TensorNotes | None:
-        """Return the notes of a tensor's largest elements, written along with ``work`` on the host; None: no notes.
+    def notes(self) -> Mapping[int, TensorNotes]:
+        """Return the notes of tensors' largest elements, by slot: written along with ``work`` on the host.
 
-        A tensor may lie in several segments.
+        Small tensors have none. A tensor may lie in several segments.
         """
         if self._notes is None:
             self._notes = dict(self._make_notes())
-        return self._notes.get(slot.index)
+        return self._notes
 
     def _make_notes(self) -> Iterator[tuple[int, TensorNotes]]:
         parts: dict[Slot, list[tuple[Candidates, int, int]]] = {}  # in the order of messages, which is theirs
@@ -256,7 +250,8 @@ class MergeBuffers:
     def vector(self, segment: Segment, step: int) -> tuple[torch.Tensor, int, tuple[tuple[int, ...], ...]]:
         """Return a sparsifier's input for a segment: the vector (a view), k, and its shapes."""
         k = self.budgets.of_segment(segment, step)
-        work, shapes = self.flat.arena_with(segment).work[segment.start : segment.stop], segment.shapes
+        arena, shapes = self.flat.arena_of[segment.slots[0].index], segment.shapes
+        work = arena.values.front[segment.start : segment.stop]
         if len(segment.slots) == 1:
             return work[: segment.vector_length], k, shapes[:1]  # no padding
         return work, segment.length if k == segment.numel else k, shapes  # padding too: else it could be chosen

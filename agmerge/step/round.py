@@ -7,59 +7,22 @@ residuals are as they were, so a round can be discarded and repeated after a new
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 
 import torch
 
-from agmerge.backends import status
-from agmerge.backends.streams import streams_of
-from agmerge.errors import CollectiveTimeout
 from agmerge.exchanges import InFlight, Noise, SegmentBuffers
-from agmerge.exchanges.host_copies import HostCopies
+from agmerge.exchanges.base import said_by_all
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.routing import Message
 from agmerge.metrics.step_times import Clock, StepRecorder
 from agmerge.metrics.totals import Totals
-from agmerge.step.accumulation import Accumulation
 from agmerge.step.merge_buffers import MergeBuffers
-from agmerge.tensors.arena import Difference
-from agmerge.tensors.layout import Slot
-from agmerge.tensors.nonfinite import NonFiniteGuard
-from sparsifiers import Kind, Selection
-
-# Headers of messages on devices, brought to the host in one wait.
-#
-# Until then only the devices wait for the messages and write their updates: the host merely queues that. No result is
-# visible, for an update becomes a gradient only after all headers were checked.
-
-
-def said_by_all(messages: Iterable[InFlight], timeout: float) -> dict[int, list[torch.Tensor]]:
-    """Return the tensors that :meth:`Exchange.read` takes for each message, on the host, by the message's ``id``.
-
-    ``messages``: in plan order, each with all of ``said``. Their devices wait for them already; here the host waits,
-    with the deadline: raises :class:`agmerge.CollectiveTimeout` after ``timeout`` seconds, which names the first
-    missing message.
-    """
-    by_device: dict[torch.device, list[InFlight]] = {}
-    for message in messages:
-        by_device.setdefault(message.message.device, []).append(message)
-    copies = []
-    for device, group in by_device.items():
-        streams = streams_of(device)
-        assert streams is not None, f"{group[0].name}: {device} was not told to wait"
-        copies.append(HostCopies([part for message in group for part in message.said], streams))
-    found: dict[int, list[torch.Tensor]] = {}
-    deadline = time.monotonic() + timeout
-    for group, copy in zip(by_device.values(), copies, strict=True):
-        with status.waiting_for(group[0].name, ()):
-            if not copy.arrive(deadline - time.monotonic()):
-                missing = next((message for message in group if not message.handle.done()), group[-1])
-                raise CollectiveTimeout(f"AGM201: {missing.name}: no answer from all ranks within {timeout:g} s")
-        parts = iter(copy.tensors())
-        found |= {id(message): [next(parts) for _ in message.said] for message in group}
-    return found
-
+from agmerge.tensors.arena import Add, Arena, Difference, accumulate_together, add_up, as_tensor
+from agmerge.tensors.layout import Segment, Slot
+from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
+from sparsifiers import Kind, Selection, Sparsifier
+from sparsifiers.memories import Alongside
 
 # Messages under way.
 
@@ -187,6 +150,68 @@ class MessagesUnderWay:
             self._counted[id(in_flight)] = (in_flight.bytes, in_flight.elements, dict(in_flight.codecs))
 
 
+# Gradients that wait for their merge buffer: a call each would cost too much for small tensors, and on devices.
+
+Batch = list[tuple[Slot, "torch.Tensor | None"]]  # tensors of one class, with their gradients
+
+
+class Batches:
+    """Gradients of a round that wait until their merge buffer is complete, to be accumulated together."""
+
+    def __init__(self, buffers: MergeBuffers, guard: NonFiniteGuard) -> None:
+        self._buffers, self._guard = buffers, guard
+        self._waiting: dict[int, dict[Arena, Batch]] = {}  # by merge buffer and arena: not yet in `work`
+        self._read: list[torch.Tensor] = []  # gradients on devices, which are perhaps still to be read
+
+    def hold(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+        """Keep a gradient until :meth:`accumulate` is called for its merge buffer; None: the tensor has none."""
+        batches = self._waiting.setdefault(self._buffers.buffer_of[slot.index], {})
+        batches.setdefault(self._buffers.flat.arena_of[slot.index], []).append((slot, gradient))
+
+    def accumulate(self, buffer: int) -> None:
+        """Write ``work = residual + gradient`` for all waiting tensors of a merge buffer, class by class."""
+        batches = self._waiting.pop(buffer, {})
+        for device in {arena.tensor_class.device for arena in batches if arena.tensor_class.on_device}:
+            self._buffers.kernels.largest(buffer, device).begin()
+        for arena, batch in batches.items():
+            if arena.tensor_class.on_device:
+                self._accumulate_on_device(buffer, arena, batch)
+            else:
+                self._copy(arena, batch)
+
+    def let_go(self) -> None:
+        """Drop references to gradients: work queued from now on runs after the kernels that have read them."""
+        self._read.clear()
+
+    def _accumulate_on_device(self, buffer: int, arena: Arena, batch: Batch) -> None:
+        """Accumulate the tensors of a merge buffer that lie in ``arena``: few launches, one check for infinities."""
+        batch.sort(key=lambda one: one[0].offset)
+        # A residual is this rank's own to the end of the round, and so is a gradient; a sum over ranks is not.
+        kept = arena.memory.has_residual
+        parts = [
+            (slot.name, arena.work_of(slot) if kept else gradient) for slot, gradient in batch if gradient is not None
+        ]
+        self._read += [gradient for _, gradient in batch if gradient is not None]
+        kernels, tensor_class = self._buffers.kernels, arena.tensor_class
+        table, scratch = kernels.table([slot for slot, _ in batch]), kernels.scratch_of(buffer, tensor_class)
+        largest = accumulate_together(arena, batch, table, kernels.largest(buffer, tensor_class.device), scratch)
+        self._guard.note(largest, parts)
+        if self._buffers.budgets.energy is not None and arena.tensor_class.sparse:
+            for slot, gradient in batch:
+                self._buffers.budgets.energy.add(slot, gradient)
+
+    def _copy(self, arena: Arena, batch: Batch) -> None:
+        """Copy all small dense tensors of a merge buffer into ``arena``, in one call with one check for infinities."""
+        add_up(arena, batch)
+        start, stop = min([slot.offset for slot, _ in batch]), max([slot.end for slot, _ in batch])
+        # Elements between them are of the same merge buffer, and finite, or padding.
+        if is_finite(arena.work[start:stop]):
+            return
+        for slot, _ in batch:
+            if self._guard.inspect(slot, arena.work_of(slot)):
+                arena.accumulate(slot, None)
+
+
 # The round.
 
 # Called with the name of a tensor that was not handed over.
@@ -227,7 +252,13 @@ class Round:
         self.guard = NonFiniteGuard()
         self.recorder = StepRecorder(clock or buffers.clock, len(buffers.layout.slots), len(buffers.messages))
         self._under_way = MessagesUnderWay(buffers, totals, self.recorder)
-        self._accumulation = Accumulation(buffers, step, self.guard)
+        self._batches = Batches(buffers, self.guard)
+        self._notes = buffers.kernels.notes()
+        self._sparsifier = buffers.config.compression.compressor.part(Kind.SPARSE)
+        self._selections: dict[int, Selection] = {}  # by slot, of tensors that are selected from before merging
+        self._prepared: set[int] = set()  # slots that were prepared while they were accumulated
+        # By merge buffer: tensors on devices that are prepared from where their gradients lie, which may still be read.
+        self._read: dict[int, list[tuple[Slot, torch.Tensor]]] = {}
         # Tensors still to come, per merge buffer.
         self._missing = [
             count if due is None or buffer in due else 0 for buffer, count in enumerate(buffers.plan.counts)
@@ -309,17 +340,84 @@ class Round:
 
     def _take(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         """Process this rank's own gradient of a tensor, which stays where it is."""
-        if not self.dirty:
-            self._accumulation.add(slot, gradient, moves=False)
+        if self.dirty:
+            return
+        if slot.index in self.buffers.flat.in_place.slots:
+            self._prepare_in_place(slot, gradient)
+        elif slot.index in self.buffers.batched and (gradient is not None or slot.tensor_class.on_device):
+            self._batches.hold(slot, as_tensor(gradient))
+        else:
+            self._accumulate(slot, gradient)
 
     def _take_and_move(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         """Process this rank's own gradient of a tensor, and return its copy where the update will be, or itself."""
+        arena = self.buffers.flat.arena_of[slot.index]
         if slot.tensor_class.on_device:  # it may wait for its merge buffer: it has to lie where it is read
-            gradient = self._accumulation.moved(slot, gradient)
-            self._accumulation.add(slot, gradient, moves=True)
+            gradient = arena.move_to_update(slot, gradient)
+            self._take(slot, gradient)
             return gradient
-        self._accumulation.add(slot, gradient, moves=True)
-        return self._accumulation.moved(slot, gradient)
+        copy = None if slot.index in self.buffers.batched else arena.update_for(slot, gradient)
+        if copy is None:
+            self._take(slot, gradient)
+            return arena.move_to_update(slot, gradient)
+        self._accumulate(slot, gradient, copy)
+        return copy
+
+    def _accumulate(
+        self, slot: Slot, gradient: torch.Tensor | Difference | None, copy: torch.Tensor | None = None
+    ) -> None:
+        """Write ``work = residual + gradient``, and the gradient to ``copy``; leave out one that is not finite.
+
+        The round then comes to nothing; figures, sparsifiers and codecs must not see infinities.
+        """
+        arena, notes = self.buffers.flat.arena_of[slot.index], self._notes.get(slot.index)
+        finite = arena.accumulate(slot, gradient, self._fused(slot, moves=copy is not None), Alongside(copy, notes))
+        if gradient is None:
+            return
+        if not finite and self.guard.inspect(slot, arena.work_of(slot), finite):
+            arena.accumulate(slot, None, alongside=Alongside(notes=notes))
+        elif self.buffers.budgets.energy is not None and slot.tensor_class.sparse:
+            self.buffers.budgets.energy.add(slot, as_tensor(gradient))
+
+    def _fused(self, slot: Slot, *, moves: bool) -> Add | None:
+        """Return a function that accumulates a tensor and prepares it in the same pass; None: there is none.
+
+        It also moves the gradient, if that ``moves``.
+        """
+        exchange = self.buffers.prepared.get(slot.index)
+        if exchange is None:
+            return None
+
+        def add(
+            work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
+        ) -> bool | None:
+            finite = exchange.add_and_prepare(slot, work, update, residual, gradient, moves=moves)
+            if finite:
+                self._prepared.add(slot.index)
+            return finite
+
+        return add
+
+    def _prepare_in_place(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
+        """Prepare a tensor from where its gradient lies: its class has no residual."""
+        values = self.buffers.flat.in_place.hold(slot, as_tensor(gradient))
+        finite = self.buffers.prepared[slot.index].prepare(slot, values, self.step)
+        self._prepared.add(slot.index)
+        if values is None or finite:
+            return
+        if slot.tensor_class.on_device:
+            self._read.setdefault(self.buffers.buffer_of[slot.index], []).append((slot, values))
+        else:
+            self.guard.inspect(slot, values, finite)
+
+    def _begin_message(self, slot: Slot) -> None:
+        """Select from a tensor, or prepare it, before the others of its merge buffer are ready, if that can be done."""
+        segment = self.buffers.presparsified.get(slot.index)
+        if segment is not None and slot.index not in self.buffers.batched:
+            self._selections[slot.index] = self._select(segment)
+        exchange = self.buffers.prepared.get(slot.index)
+        if exchange is not None and slot.index not in self._prepared:
+            exchange.prepare(slot, self.buffers.flat.arena_of[slot.index].work_of(slot), self.step)
 
     def _on_added(self, slot: Slot, has_gradient: bool) -> None:
         self._added[slot.index] = has_gradient or self.buffers.flat.has_unsent(slot)
@@ -334,7 +432,7 @@ class Round:
     def _send_complete(self, slot: Slot) -> None:
         """Collective. Send complete merge buffers, now that ``slot`` has been added."""
         if not self.dirty:
-            self._accumulation.prepare(slot)
+            self._begin_message(slot)
         sent = self._under_way.sent
         while (buffer := len(sent)) < len(self._missing) and self._missing[buffer] == 0:
             self.recorder.mark(buffer)
@@ -345,29 +443,60 @@ class Round:
         messages: list[SentMessage] = []
         if self._due is None or buffer in self._due:
             with self.buffers.side.within():
-                self._accumulation.complete(buffer)
+                self._complete(buffer)
                 for message in self.buffers.messages[buffer]:
                     messages.append(self._start(message))
                     if len(messages) == 1:
                         self.recorder.mark(buffer)
         self._under_way.sent.append(messages)
 
+    def _complete(self, buffer: int) -> None:
+        """Accumulate and prepare the tensors of a merge buffer that have waited for each other."""
+        if self.buffers.batched:
+            self._batches.accumulate(buffer)
+        for message in self.buffers.messages[buffer]:
+            if message.exchange.prepares is None:
+                continue
+            magnitude = message.exchange.complete(message.name, self.step)
+            inside = {slot.index for slot in message.slots} if buffer in self._read else set()
+            given = [one for one in self._read.get(buffer, ()) if one[0].index in inside]
+            if magnitude is not None and given:
+                self.guard.note(magnitude, [(slot.name, values) for slot, values in given])
+            for slot, values in given if magnitude is None else ():
+                self.guard.inspect(slot, values)
+
     def _start(self, message: Message) -> SentMessage:
-        select = self._accumulation.empty_selection if self.dirty else self._accumulation.selection
         operands = [self.buffers.flat.operands(segment, is_empty=self.dirty) for segment in message.segments]
         selections = [
-            select(segment) if is_selected else None
+            self._selection(segment) if is_selected else None
             for segment, is_selected in zip(message.segments, message.selected, strict=True)
         ]
         used = tuple(self._added[slot.index] for slot in message.slots)
         header = self._header(message.buffer, used, operands[0].work.device)
         sent = self._under_way.start(message, operands, selections, header)
-        self.guard.report(sent[1].overflows)
+        if sent[1].overflows:
+            self.guard.report(sent[1].overflows)
         return sent
 
+    def _selection(self, segment: Segment) -> Selection:
+        """Return the selection of a segment, made ahead or now; an empty one of its capacity if this rank is dirty."""
+        if not self.dirty:
+            return self._selections.pop(segment.slots[0].index, None) or self._select(segment)
+        assert isinstance(self._sparsifier, Sparsifier)
+        work, k, shapes = self.buffers.vector(segment, self.step)
+        capacity = self._sparsifier.capacity(work.numel(), k=k, step=self.step, shapes=shapes)
+        return Selection(torch.zeros(capacity, dtype=torch.int32, device=work.device), 0)
+
+    def _select(self, segment: Segment) -> Selection:
+        assert isinstance(self._sparsifier, Sparsifier)  # the tensor class is a sparse one
+        work, k, shapes = self.buffers.vector(segment, self.step)
+        scratch = self.buffers.kernels.scratch(segment)
+        return self._sparsifier.select(work, k=k, key=segment.key, step=self.step, shapes=shapes, scratch=scratch)
+
     def _header(self, buffer: int, used: tuple[bool, ...], device: torch.device) -> RoundHeader:
+        finite = None if device.type == "cpu" else self.guard.finite_on(device)
         flags = self.flags | (Flag.REPLAN if self.dirty else 0) | (Flag.NONFINITE if self.guard.found else 0)
-        return RoundHeader(self.step, self.buffers.fingerprint, buffer, flags, used, self.guard.finite_on(device))
+        return RoundHeader(self.step, self.buffers.fingerprint, buffer, flags, used, finite)
 
     # -- 2. updates -----------------------------------------------------------------------------------------------
 
@@ -432,7 +561,8 @@ class Round:
     def let_go(self) -> None:
         """Make device work queued from now on wait for this round, and drop the round's references to gradients."""
         self.buffers.side.join()
-        self._accumulation.let_go()
+        self._batches.let_go()
+        self._read.clear()
 
     def undo(self) -> None:
         """Restore the compressor's state of before this attempt. Residuals are unchanged anyway."""

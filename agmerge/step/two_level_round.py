@@ -91,14 +91,14 @@ class TwoLevelRound(Round):
         for slot, used in zip(self._slots(buffer), header.used, strict=True):
             self._added[slot.index] = used
             if not self.dirty:
-                self._accumulate(slot, self._shards.shard(slot) if used else None)
-                self._accumulation.prepare(slot)
+                self._accumulate_shard(slot, self._shards.shard(slot) if used else None)
+                self._begin_message(slot)
         self._send(buffer)
 
-    def _accumulate(self, slot: Slot, shard: torch.Tensor | None) -> None:
+    def _accumulate_shard(self, slot: Slot, shard: torch.Tensor | None) -> None:
         """Add this rank's shard of a node's sum to its residual; None: no rank of the node has a gradient."""
         arena = self.buffers.flat.arena_of[slot.index]
-        finite = arena.accumulate(slot, shard, alongside=Alongside(notes=self.buffers.kernels.notes(slot)))
+        finite = arena.accumulate(slot, shard, alongside=Alongside(notes=self._notes.get(slot.index)))
         if shard is None or not arena.memory.has_residual or shard.device.type != "cpu":
             return
         if finite is False or (finite is None and not is_finite(arena.work_of(slot))):

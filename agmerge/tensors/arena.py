@@ -257,11 +257,7 @@ class Arena:
         self._moves = memory.has_residual and tensor_class.dtype == tensor_class.storage and not tensor_class.on_device
         self.update = self.values.front if self.in_place else zeros(length, tensor_class.dtype, tensor_class.device)
         self._handed_out = HandedOut(self.update, slots)
-
-    @property
-    def gradients(self) -> dict[int, torch.Tensor]:
-        """Where the update of each tensor is written, by slot: views, in the shape of the tensor."""
-        return self._handed_out.views
+        self.gradients: Mapping[int, torch.Tensor] = self._handed_out.views  # where updates are written, by slot
 
     def let_updates_go(self, parameters: Mapping[int, torch.Tensor]) -> None:
         """Write the next updates elsewhere, if the script still refers to the last ones. Between two rounds.
@@ -275,6 +271,7 @@ class Arena:
             self.values = Halves(length, tensor_class.storage, tensor_class.device, self._slots, double=False)
         self.update = self.values.front if self.in_place else zeros(length, tensor_class.dtype, tensor_class.device)
         self._handed_out = HandedOut(self.update, self._slots)
+        self.gradients = self._handed_out.views
 
     @property
     def work(self) -> torch.Tensor:

@@ -23,8 +23,8 @@ from enum import IntFlag
 import torch
 
 from agmerge.backends.handshake import Fact, first_difference
+from agmerge.backends.streams import streams_of
 from agmerge.errors import MessageError
-from agmerge.exchanges import host_copies
 from agmerge.exchanges.message import VALUES, Everything, IndexCodec, ValueCodec, smallest, value_codec
 from agmerge.exchanges.message.indices import GRAIN
 from agmerge.tensors.layout import Segment, aligned
@@ -74,6 +74,16 @@ class RoundHeader:
             flags |= other.flags
         used = tuple(any(bits) for bits in zip(*(other.used for other in others), strict=True))
         return replace(self, flags=flags, used=used)
+
+
+def write_numbers(numbers: Sequence[float], out: torch.Tensor) -> None:
+    """Write ``numbers`` into ``out``, 1-D; the host does not wait, if the streams of the device are known."""
+    values = torch.tensor(numbers, dtype=out.dtype)
+    streams = None if out.device.type == "cpu" else streams_of(out.device)
+    if streams is None:
+        out.copy_(values)
+    else:  # torch reuses pinned memory only when the queued copies of it have ended
+        out.copy_(streams.pinned(len(numbers), out.dtype).copy_(values), non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -191,7 +201,7 @@ class Format:
         header = self.header_of(message)
         if behind:
             words += [*[0] * (aligned(4 * self.words, GRAIN) // 4 - self.words), *behind]
-        host_copies.write(words, message[: 4 * len(words)].view(torch.int32))
+        write_numbers(words, message[: 4 * len(words)].view(torch.int32))
         if control.finite is not None:  # the flag is there, and taken off again
             header[_FLAGS].add_(control.finite, alpha=-int(Flag.NONFINITE))
         for place, count in enumerate(counts, start=1):

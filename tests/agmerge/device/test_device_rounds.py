@@ -18,7 +18,7 @@ from support.host_streams import HostStreams
 import agmerge
 from agmerge import testing
 from agmerge.exchanges import InFlight
-from agmerge.step.round import said_by_all
+from agmerge.exchanges.base import said_by_all
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "sparse": {"compression": "topk", "exchange": "sparse"},
@@ -147,7 +147,7 @@ def messages(*done: bool) -> list[InFlight]:
 
 
 def test_what_ranks_say_comes_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agmerge.step.round.streams_of", lambda device: Slow(3))
+    monkeypatch.setattr("agmerge.exchanges.base.streams_of", lambda device: Slow(3))
     under_way = messages(True, True)
     said = said_by_all(under_way, 20.0)
     for number, one in enumerate(under_way):
@@ -162,7 +162,7 @@ def test_what_ranks_say_comes_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_one_wait_ends_and_names_the_first_message_that_is_missing(
     done: tuple[bool, ...], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agmerge.step.round.streams_of", lambda device: Slow(10**9))
+    monkeypatch.setattr("agmerge.exchanges.base.streams_of", lambda device: Slow(10**9))
     with pytest.raises(agmerge.CollectiveTimeout, match=f"AGM201: {name}: .* 0.05 s"):
         said_by_all(messages(*done), 0.05)
 

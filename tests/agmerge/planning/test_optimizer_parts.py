@@ -41,7 +41,6 @@ from agmerge.metrics.step_times import StepRecorder
 from agmerge.planning import measuring, plan_trial
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.replanner import FIRST
-from agmerge.step.accumulation import Accumulation
 from agmerge.step.round import Round
 from merging import Curve, Plan
 
@@ -241,7 +240,7 @@ def test_a_checkpoint_goes_on_in_parts(compression: str) -> None:
 @pytest.mark.parametrize("plan", [Plan((6,), parts=(3,)), replace(LAYERWISE, parts=(1, 1, 1, 3, 1, 3))])
 def test_a_part_leaves_before_the_next_is_selected(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    select, start, mark = Accumulation._select, Round._start, StepRecorder.mark
+    select, start, mark = Round._select, Round._start, StepRecorder.mark
 
     def selecting(self: Any, segment: Any) -> Any:
         events.append("select")
@@ -256,7 +255,7 @@ def test_a_part_leaves_before_the_next_is_selected(plan: Plan, monkeypatch: pyte
         events.append("mark")
         mark(self, buffer)
 
-    monkeypatch.setattr(Accumulation, "_select", selecting)
+    monkeypatch.setattr(Round, "_select", selecting)
     monkeypatch.setattr(Round, "_start", starting)
     monkeypatch.setattr(StepRecorder, "mark", marking)
 
