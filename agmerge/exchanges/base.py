@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -38,6 +38,7 @@ class Store(ABC):
     has_residual = False  # some work keeps what was not sent; else nothing need be subtracted from dense segments
     bases: Bases | None = None  # of low-rank tensors; None: there are none
     observes = False  # it wants to see sent values, in `observe`
+    counts_zeros = False  # it wants to see tensors that could be quantised, in `count_zeros`
 
     @abstractmethod
     def subtract_sent(
@@ -160,8 +161,8 @@ class InFlight:
     # `bytes` by codec, see Format.by_codec; empty: all of them are dense elements
     codecs: Mapping[str, int] = field(default_factory=dict)
     overflows: Sequence[str] = ()  # names of finite tensors of which the sent factors are not finite
-    # Input of `Exchange.read`, on the device of the message: complete once `finish` has been called.
-    said: list[torch.Tensor] = field(default_factory=list)
+    # By sparse section: which ranks' indices were right, int32[W], on the device; filled by a `finish` that is queued.
+    good: list[torch.Tensor] = field(default_factory=list)
 
     def count(self, by_codec: Mapping[str, int]) -> None:
         """Count bytes that were handed to one more collective, by codec."""
@@ -179,37 +180,45 @@ class InFlight:
         return self.on_device and streams_of(self.message.device) is not None
 
 
-# Headers of messages on devices, brought to the host in one wait.
-#
-# Until then only the devices wait for the messages and write their updates: the host merely queues that. No result is
-# visible, for an update becomes a gradient only after all headers were checked.
+# Headers of messages on devices, brought to the host in one wait. Until then only the devices wait for the messages and
+# write their updates: the host merely queues that. No result is visible, for an update becomes a gradient only after
+# all headers were checked.
+
+Announced = tuple[InFlight, Sequence[torch.Tensor]]  # a message, and the result of its exchange's `announced`
 
 
-def said_by_all(messages: Iterable[InFlight], timeout: float) -> dict[int, list[torch.Tensor]]:
-    """Return the tensors that :meth:`Exchange.read` takes for each message, on the host, by the message's ``id``.
+def announced_on_host(messages: Sequence[Announced], timeout: float) -> dict[int, list[torch.Tensor]]:
+    """Return the input of :meth:`Exchange.check` for each message, on the host, by the message's ``id``.
 
-    ``messages``: in plan order, each with all of ``said``. Their devices wait for them already; here the host waits,
-    with the deadline: raises :class:`agmerge.CollectiveTimeout` after ``timeout`` seconds, which names the first
-    missing message.
+    ``messages``: in plan order. Their devices wait for them already; here the host waits, with the deadline: raises
+    :class:`agmerge.CollectiveTimeout` after ``timeout`` seconds, which names the first missing message.
     """
-    by_device: dict[torch.device, list[InFlight]] = {}
-    for message in messages:
-        by_device.setdefault(message.message.device, []).append(message)
+    by_device: dict[torch.device, list[Announced]] = {}
+    for message, announced in messages:
+        by_device.setdefault(message.message.device, []).append((message, announced))
     copies = []
     for device, group in by_device.items():
         streams = streams_of(device)
-        assert streams is not None, f"{group[0].name}: {device} was not told to wait"
-        copies.append(HostCopies([part for message in group for part in message.said], streams))
+        assert streams is not None, f"{group[0][0].name}: {device} was not told to wait"
+        copies.append(HostCopies([part for _, announced in group for part in announced], streams))
     found: dict[int, list[torch.Tensor]] = {}
     deadline = time.monotonic() + timeout
     for group, copy in zip(by_device.values(), copies, strict=True):
-        with status.waiting_for(group[0].name, ()):
+        with status.waiting_for(group[0][0].name, ()):
             if not copy.arrive(deadline - time.monotonic()):
-                missing = next((message for message in group if not message.handle.done()), group[-1])
+                missing = next((message for message, _ in group if not message.handle.done()), group[-1][0])
                 raise CollectiveTimeout(f"AGM201: {missing.name}: no answer from all ranks within {timeout:g} s")
         parts = iter(copy.tensors())
-        found |= {id(message): [next(parts) for _ in message.said] for message in group}
+        found |= {id(message): [next(parts) for _ in announced] for message, announced in group}
     return found
+
+
+def wait_for(handle: Handle, timeout: float, *, on_stream: bool) -> None:
+    """Wait for a collective; ``on_stream``: make the device's stream wait, and return at once."""
+    if on_stream:
+        handle.wait_on_stream(timeout)
+    else:
+        handle.wait(timeout)
 
 
 # The contract.
@@ -224,6 +233,7 @@ class Exchange(ABC):
     carries_dense: bool = True  # dense segments may share its messages
     mixes_classes: ClassVar[bool] = True  # a message may have segments of several tensor classes
     pipelines_parts: ClassVar[bool] = False  # several messages of one merge buffer overlap in time
+    queues: ClassVar[bool] = False  # a device can wait for its messages, and write their updates, without the host
     # `finish` writes over gradients: on a device, too, only when the headers have been read.
     overwrites: ClassVar[bool] = False
 
@@ -298,33 +308,39 @@ class Exchange(ABC):
     def advance(self) -> None:  # noqa: B027  most have nothing to start
         """Collective. Start the second phases of messages for which the first one has ended. Waits for nothing."""
 
-    @abstractmethod
+    # -- messages arrive: in plan order, by `wait` on the host; on a device by `arrive`, `finish` and `check` ---------
+
     def wait(self, pending: InFlight) -> RoundHeader:
         """Collective. Wait until every rank's message is here and checked; return the merged header.
 
-        Starts the remaining collectives of the exchange. Writes no update. Called in plan order.
+        Starts the remaining collectives of the exchange. Writes no update.
         """
-
-    @abstractmethod
-    def finish(self, pending: InFlight) -> None:
-        """Write the update of every load. Called after ``wait`` or ``wait_on_stream``, in plan order."""
-
-    # -- instead of `wait`, on a device: `wait_on_stream`, then `finish`, and `read` at last --------------------------
+        self.arrive(pending)
+        return self.check(pending, self.announced(pending))
 
     def can_queue(self, pending: InFlight) -> bool:
         """Return whether the message's device can do the remaining work by itself, without a wait of the host."""
-        return False
+        return self.queues and pending.has_streams
 
-    def wait_on_stream(self, pending: InFlight) -> None:
-        """Collective. Make the device's stream wait, in place of the host in :meth:`wait`. Only if :meth:`can_queue`.
+    def arrive(self, pending: InFlight, *, on_stream: bool = False) -> None:
+        """Collective. Wait for all messages, and start the remaining collectives of the exchange.
 
-        ``finish`` may follow at once, unless it ``overwrites``: its work is queued behind that.
+        ``on_stream``: the device's stream waits in place of the host, if :meth:`can_queue`. ``finish`` may follow at
+        once, unless it ``overwrites``: its work is queued behind that.
         """
-        raise NotImplementedError(f"{type(self).__name__}: a device cannot wait for {pending.name}; use wait()")
+        raise NotImplementedError(f"{type(self).__name__}: {pending.name} arrives in wait() alone")
 
-    def read(self, pending: InFlight, said: Sequence[torch.Tensor]) -> RoundHeader:
-        """Check the messages that have arrived; return the merged header. ``said``: ``pending.said``, on the host."""
-        raise NotImplementedError(f"{type(self).__name__}: {pending.name} was not waited for; use wait()")
+    def announced(self, pending: InFlight) -> list[torch.Tensor]:
+        """Return the input of :meth:`check`, where the message lies: what all ranks announce, once it has arrived."""
+        raise NotImplementedError(f"{type(self).__name__}: {pending.name} is checked in wait() alone")
+
+    def check(self, pending: InFlight, announced: Sequence[torch.Tensor]) -> RoundHeader:
+        """Check the messages that have arrived; return the merged header. ``announced``: on the host."""
+        raise NotImplementedError(f"{type(self).__name__}: {pending.name} is checked in wait() alone")
+
+    @abstractmethod
+    def finish(self, pending: InFlight) -> None:
+        """Write the update of every load. Called in plan order, after :meth:`wait` or :meth:`arrive`."""
 
     def noise(self, pending: InFlight) -> Noise | None:
         """Return the noise that quantising has added to the update of ``finish``; None: the update is exact."""

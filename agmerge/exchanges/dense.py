@@ -16,7 +16,7 @@ import torch
 
 from agmerge.backends import Backend, Handle
 from agmerge.errors import MessageError
-from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, SegmentBuffers
+from agmerge.exchanges.base import Exchange, ExchangeContext, InFlight, SegmentBuffers, wait_for
 from agmerge.exchanges.message.format import Flag, RoundHeader, write_numbers
 from sparsifiers import Selection, gpu
 
@@ -58,17 +58,11 @@ def wait_for_sum(
     In rank order it is added in ``wide`` and rounded once (None: float32 for 16 bits, else the message's own dtype).
     """
 
-    def wait_for(handle: Handle) -> None:
-        if on_stream:
-            handle.wait_on_stream(timeout)
-        else:
-            handle.wait(timeout)
-
-    wait_for(pending.handle)
+    wait_for(pending.handle, timeout, on_stream=on_stream)
     if pending.received is None:
         return
     shard = sum_in_rank_order(pending.received.view(comm.size, -1), wide).to(pending.message.dtype)
-    wait_for(comm.all_gather(pending.message, shard, f"{pending.name}/sum"))
+    wait_for(comm.all_gather(pending.message, shard, f"{pending.name}/sum"), timeout, on_stream=on_stream)
 
 
 def write_in_rank_order(out: torch.Tensor, rows: torch.Tensor, factor: float) -> None:
@@ -121,6 +115,7 @@ class DenseExchange(Exchange):
     """
 
     sparse = False
+    queues = True
 
     def __init__(self, context: ExchangeContext) -> None:
         super().__init__(context)
@@ -178,27 +173,20 @@ class DenseExchange(Exchange):
     def can_poll(self) -> bool:
         return not self.ordered  # in rank order, the shards are still to be gathered
 
-    def wait(self, pending: InFlight) -> RoundHeader:
-        """Collective. Wait for all sums, and return the merged header, from the numbers behind them."""
+    def arrive(self, pending: InFlight, *, on_stream: bool = False) -> None:
+        """Collective. Wait for all sums; in rank order, gather the shards."""
         for part in pending.extra:
-            wait_for_sum(self.comm, part, self.timeout, pending.loads[0].work.dtype)
-        return self.read(pending, [self._tail(pending)])
+            wait_for_sum(self.comm, part, self.timeout, pending.loads[0].work.dtype, on_stream=on_stream)
 
-    def can_queue(self, pending: InFlight) -> bool:
-        return pending.has_streams
-
-    def wait_on_stream(self, pending: InFlight) -> None:
-        """Collective. Queue the remaining collectives of all sums on the device."""
-        for part in pending.extra:
-            wait_for_sum(self.comm, part, self.timeout, pending.loads[0].work.dtype, on_stream=True)
-        pending.said.append(self._tail(pending))
+    def announced(self, pending: InFlight) -> list[torch.Tensor]:
+        return [self._tail(pending)]
 
     def _tail(self, pending: InFlight) -> torch.Tensor:
         """Return the numbers behind the segments: a view, with the padding of shards."""
         return pending.message[sum(load.segment.length for load in pending.loads if not self._stays(load)) :]
 
-    def read(self, pending: InFlight, said: Sequence[torch.Tensor]) -> RoundHeader:
-        (tail,) = said
+    def check(self, pending: InFlight, announced: Sequence[torch.Tensor]) -> RoundHeader:
+        (tail,) = announced
         return decode(tail.tolist(), pending.control, pending.name)
 
     def finish(self, pending: InFlight) -> None:
@@ -350,21 +338,10 @@ class ScatterExchange(DenseExchange):
         for sent, part in _pieces(payload, rows):
             part.copy_(sent)
 
-    def wait(self, pending: InFlight) -> RoundHeader:
-        """Collective. Wait for this rank's shard, and return the merged header that travels in it."""
-        pending.handle.wait(self.timeout)
-        self._add_rows(pending)
-        return self.read(pending, [self._tail(pending)])
-
-    def wait_on_stream(self, pending: InFlight) -> None:
-        """Collective. Make the device's stream wait for this rank's shard."""
-        pending.handle.wait_on_stream(self.timeout)
-        self._add_rows(pending)
-        pending.said.append(self._tail(pending))
-
-    def _add_rows(self, pending: InFlight) -> None:
-        """Add up the rows that arrived, if sums are in rank order; else the backend has added them."""
-        if self.ordered:
+    def arrive(self, pending: InFlight, *, on_stream: bool = False) -> None:
+        """Collective. Wait for this rank's shard; add up the rows if sums are in rank order."""
+        wait_for(pending.handle, self.timeout, on_stream=on_stream)
+        if self.ordered:  # else the backend has added them
             rows = pending.received.view(self.comm.size, -1)
             pending.extra.copy_(sum_in_rank_order(rows, pending.loads[0].work.dtype))
 

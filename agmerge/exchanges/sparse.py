@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from agmerge.errors import MessageError
-from agmerge.exchanges.base import Exchange, InFlight, SegmentBuffers
+from agmerge.exchanges.base import Exchange, InFlight, SegmentBuffers, wait_for
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader, Section
 from agmerge.exchanges.message.indices import in_order
 from agmerge.exchanges.message.scaled import VALUES, WHOLE, clear_behind, saturated
@@ -164,6 +164,7 @@ class SparseExchange(Exchange):
     """
 
     pipelines_parts = True
+    queues = True
 
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
@@ -273,30 +274,22 @@ class SparseExchange(Exchange):
             self.store.observe(places[0].values, offer.count)
         return True
 
-    def wait(self, pending: InFlight) -> RoundHeader:
-        """Collective. Wait for the all-gather, check all messages, and return the merged header."""
-        pending.handle.wait(self.timeout)
-        layout: Format = pending.extra
-        messages = pending.received.view(self.comm.size, -1)
-        control = layout.read_headers(messages, pending.control, pending.name)
-        layout.check_payloads(messages, pending.name)
-        return control
+    def arrive(self, pending: InFlight, *, on_stream: bool = False) -> None:
+        """Collective. Wait for the all-gather."""
+        wait_for(pending.handle, self.timeout, on_stream=on_stream)
 
-    def can_queue(self, pending: InFlight) -> bool:
-        return pending.has_streams
-
-    def wait_on_stream(self, pending: InFlight) -> None:
-        """Collective. Make the device's stream wait for the all-gather."""
-        pending.handle.wait_on_stream(self.timeout)
+    def announced(self, pending: InFlight) -> list[Tensor]:
         layout: Format = pending.extra
-        pending.said.append(pending.received.view(self.comm.size, -1)[:, : 4 * layout.words])
+        return [pending.received.view(self.comm.size, -1)[:, : 4 * layout.words], *pending.good]
 
-    def read(self, pending: InFlight, said: Sequence[torch.Tensor]) -> RoundHeader:
-        """Check the headers of all ranks, and whether their indices were right; return the merged header."""
-        headers, *good = said
+    def check(self, pending: InFlight, announced: Sequence[Tensor]) -> RoundHeader:
+        """Check the messages of all ranks, on a device their headers and indices; return the merged header."""
+        headers, *good = announced
         layout: Format = pending.extra
-        control = layout.read_headers(headers, pending.control, pending.name, sealed=False)
-        if not control.flags & (Flag.REPLAN | Flag.NONFINITE):  # else a rank may have sent anything
+        control = layout.read_headers(headers, pending.control, pending.name, sealed=not pending.on_device)
+        if not pending.on_device:
+            layout.check_payloads(pending.received.view(self.comm.size, -1), pending.name)
+        if good and not control.flags & (Flag.REPLAN | Flag.NONFINITE):  # else a rank may have sent anything
             sparse = (section for section in layout.sections if section.capacity is not None)
             for section, by_rank in zip(sparse, good, strict=True):
                 _refuse_disordered(pending.name, section, by_rank.tolist())
@@ -324,7 +317,7 @@ class SparseExchange(Exchange):
                 load.update.copy_(total)
 
     def _finish_on_device(self, pending: InFlight) -> None:
-        """Queue the updates, for all ranks at once; :meth:`read` checks which ranks' indices were right.
+        """Queue the updates, for all ranks at once; :meth:`check` is told which ranks' indices were right.
 
         Damaged messages, too, have nothing written outside of an update.
         """
@@ -334,7 +327,7 @@ class SparseExchange(Exchange):
             total = self.accumulator(load)
             if fused_adds(section, total):
                 good = fused_add(layout, number, messages, total, self.scale)
-                pending.said += [] if good is None else [good]
+                pending.good += [] if good is None else [good]
             elif section.index is None or section.value is None:
                 rows = layout.whole(messages, section).to(total.dtype) * self.scale
                 total.copy_(rows[0])
@@ -352,7 +345,7 @@ class SparseExchange(Exchange):
                 for rank in range(self.comm.size):
                     # Unique within a rank, but for entries that add 0: the same sum in any order the device takes.
                     total.index_add_(0, indices[rank], values[rank])
-                pending.said.append(good)
+                pending.good.append(good)
             if total is not load.update:
                 load.update.copy_(total)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping, 
 import torch
 
 from agmerge.exchanges import InFlight, Noise, SegmentBuffers
-from agmerge.exchanges.base import said_by_all
+from agmerge.exchanges.base import announced_on_host
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.routing import Message
 from agmerge.metrics.step_times import Clock, StepRecorder
@@ -43,7 +43,7 @@ class MessagesUnderWay:
         self._counted: dict[int, tuple[int, int, Mapping[str, int]]] = {}
         self._waited: set[int] = set()  # by `id`: messages that devices wait for, or have
         self._arrived = 0  # merge buffers with messages that are known to have arrived
-        self._said: dict[int, list[torch.Tensor]] = {}  # by the `id` of a queued message: input of `Exchange.read`
+        self._announced: dict[int, list[torch.Tensor]] = {}  # by `id`, of queued messages: input of `Exchange.check`
 
     def start(
         self,
@@ -92,26 +92,28 @@ class MessagesUnderWay:
         queued = []
         for buffer, messages in enumerate(self.sent[:buffers]):
             if messages and all(message.exchange.can_queue(in_flight) for message, in_flight in messages):
-                queued += [in_flight for _, in_flight in messages]
+                queued += messages
                 left = [one for one in messages if id(one[1]) not in self._waited]
                 if not left:
                     continue
                 self._recorder.mark(buffer)
                 for message, in_flight in left:
-                    message.exchange.wait_on_stream(in_flight)
+                    message.exchange.arrive(in_flight, on_stream=True)
                     self._waited.add(id(in_flight))
                 self._recorder.mark(buffer)
                 for message, in_flight in messages if writes else ():
                     if not message.exchange.overwrites:
                         message.exchange.finish(in_flight)
                 self._recorder.mark(buffer)
-        self._said = said_by_all(queued, self._buffers.config.guards.timeout)
+        announced = [(in_flight, message.exchange.announced(in_flight)) for message, in_flight in queued]
+        self._announced = announced_on_host(announced, self._buffers.config.guards.timeout)
 
     def headers(self, buffer: int) -> list[RoundHeader]:
         """Collective. Return the merged headers of a merge buffer's messages; wait for those that were not queued."""
         messages = self.sent[buffer]
         if self._is_queued(buffer):
-            found = [message.exchange.read(in_flight, self._said[id(in_flight)]) for message, in_flight in messages]
+            said = self._announced
+            found = [message.exchange.check(in_flight, said[id(in_flight)]) for message, in_flight in messages]
         else:
             self._recorder.mark(buffer)
             found = [message.exchange.wait(in_flight) for message, in_flight in messages]
@@ -138,7 +140,7 @@ class MessagesUnderWay:
         return noises
 
     def _is_queued(self, buffer: int) -> bool:
-        return id(self.sent[buffer][0][1]) in self._said
+        return id(self.sent[buffer][0][1]) in self._announced
 
     def _count(self, in_flight: InFlight) -> None:
         """Add a message's new bytes and elements to the totals: some messages go on sending after their start."""

@@ -144,7 +144,7 @@ class Format:
         self.segments, self.capacities = list(segments), list(capacities)
         self.tensors = sum(len(segment.slots) for segment in segments)
         self.words = _FIRST + _EACH * len(segments) + -(-self.tensors // 31)
-        end = aligned(4 * self.words, GRAIN)
+        end = self._end = aligned(4 * self.words, GRAIN)  # bytes of the header
         sections = []
         for segment, capacity in zip(segments, capacities, strict=True):
             if capacity is None and whole is not None and not segment.tensor_class.dtype.is_complex:
@@ -200,7 +200,7 @@ class Format:
             words[_FLAGS] |= Flag.NONFINITE
         header = self.header_of(message)
         if behind:
-            words += [*[0] * (aligned(4 * self.words, GRAIN) // 4 - self.words), *behind]
+            words += [*[0] * (self._end // 4 - self.words), *behind]
         write_numbers(words, message[: 4 * len(words)].view(torch.int32))
         if control.finite is not None:  # the flag is there, and taken off again
             header[_FLAGS].add_(control.finite, alpha=-int(Flag.NONFINITE))

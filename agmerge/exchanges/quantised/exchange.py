@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agmerge.backends import Handle
 from agmerge.errors import MessageError, NoAnswer
-from agmerge.exchanges.base import AHEAD, Exchange, ExchangeContext, InFlight, Noise, SegmentBuffers
+from agmerge.exchanges.base import AHEAD, Exchange, ExchangeContext, InFlight, Noise, SegmentBuffers, wait_for
 from agmerge.exchanges.dense import sum_in_rank_order, write_in_rank_order
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader
 from agmerge.exchanges.quantised.layout import MessageLayout, Piece, Run, ShardLayout, cut_blocks, cut_plain, number_of
@@ -50,12 +50,14 @@ class QuantisedExchange(Exchange):
     sparse = False
     prepares = Kind.QUANTISED
     overwrites = True
+    queues = True
 
     def __init__(self, context: ExchangeContext, shards: int) -> None:
         super().__init__(context)
         assert context.quantiser is not None
         self.quantiser, self._shards = context.quantiser, shards
         self._layouts: dict[str, MessageLayout] = {}  # by message
+        self._messages: dict[str, Tensor] = {}  # by message: the bytes that this rank sends, the same at every step
         self._places: dict[int, tuple[str, int]] = {}  # by slot: the message of a tensor, and its place there
         self._prepared: set[int] = set()  # slots that have records in a message that has not started
         # By message and slot: tensors on devices that are to be quantised together, with their values, 1-D.
@@ -67,8 +69,9 @@ class QuantisedExchange(Exchange):
 
     def expect(self, name: str, segments: Sequence[Segment]) -> None:
         """Learn which segments message ``name`` will have: their tensors may be prepared before it starts."""
-        self._layouts[name] = self._laid_out(segments)
+        layout = self._layouts[name] = self._laid_out(segments)
         slots, device = quantised_slots(segments), segments[0].tensor_class.device
+        self._messages[name] = self.keep(("message", name), layout.size, torch.uint8, device)
         length = len(slots) if device.type == "cpu" else 1
         self._squares[name] = self.keep(("squares", name), length, torch.float64, device).zero_()
         self._waiting[name] = {}
@@ -105,7 +108,7 @@ class QuantisedExchange(Exchange):
             piece = layout.pieces[number]
             given = waiting[piece.slot.index][1]
             values.append(None if given is None else given[piece.elements])
-        message = self._message(name, layout, squares.device)
+        message = self._messages[name]
         self.quantiser.encode_all(table, values, self._key(None, step, 0, self.comm.rank), message, squares)
         for slot, given in waiting.values():
             self._prepared.add(slot.index)
@@ -115,8 +118,7 @@ class QuantisedExchange(Exchange):
     def _encode(self, slot: Slot, values: Tensor | None, step: int, squares: Tensor) -> None:
         """Write the records of one tensor on the host, and its squares. ``values``: 1-D; None: zeros."""
         name, _ = self._places[slot.index]
-        layout = self._layouts[name]
-        message = self._message(name, layout, slot.tensor_class.device)
+        layout, message = self._layouts[name], self._messages[name]
         if slot.index in self._prepared:  # in a round that came to nothing
             squares.zero_()
         key = self._key(slot, step, 0, self.comm.rank)
@@ -131,7 +133,8 @@ class QuantisedExchange(Exchange):
 
     def _commit(self, slot: Slot, values: Tensor | None, step: int, message: Tensor) -> None:
         """Tell the store what was written of a tensor."""
-        self.store.count_zeros(slot, values)
+        if self.store.counts_zeros:
+            self.store.count_zeros(slot, values)
         segment = Segment(slot.tensor_class, (slot,))
         if self.context.feedback and values is not None:
             sent = self.keep(("sent",), segment.length, slot.tensor_class.storage, message.device)
@@ -153,8 +156,7 @@ class QuantisedExchange(Exchange):
         segments = [load.segment for load in loads]
         if name not in self._layouts or self._layouts[name].first[0].header.segments != segments:
             self.expect(name, segments)
-        layout, device = self._layouts[name], loads[0].work.device
-        message = self._message(name, layout, device)
+        layout, message, device = self._layouts[name], self._messages[name], loads[0].work.device
         state = State(layout, self._squares[name])
         if not control.flags & Flag.REPLAN:
             for load in loads:
@@ -167,7 +169,8 @@ class QuantisedExchange(Exchange):
             self._prepared.difference_update(slot.index for slot in quantised_slots([load.segment for load in loads]))
         if device.type == "cpu":
             state.squares = added_up(state.squares)
-        self._write_plain(layout, loads, message)
+        if layout.has_plain:
+            self._write_plain(layout, loads, message)
         key = self._key(None, control.step, 0, self.comm.rank)
         layout.write_headers(message, control, key=key, squares=state.squares)
         self._squares[name].zero_()
@@ -196,9 +199,6 @@ class QuantisedExchange(Exchange):
                 self.store.subtract_sent(load.segment, None, load.work.to(load.segment.tensor_class.dtype))
 
     # -- messages are read --------------------------------------------------------------------------------------------
-
-    def can_queue(self, pending: InFlight) -> bool:
-        return pending.has_streams
 
     def _write_sum(self, run: Run, rows: Tensor, out: Tensor) -> None:
         """Write the scaled sum of plain values, from uint8[W, bytes], added in rank order, to ``out``."""
@@ -244,10 +244,6 @@ class QuantisedExchange(Exchange):
     def _encoded(self, segments: Sequence[Segment]) -> list[Slot]:
         """Return the tensors of ``segments`` that have records in a message."""
         return quantised_slots(segments)
-
-    def _message(self, name: str, layout: MessageLayout, device: torch.device) -> Tensor:
-        """Return the bytes of a message that this rank sends: the same ones at every step."""
-        return self.keep(("message", name), layout.size, torch.uint8, device)
 
     def _codecs(self, before: Mapping[str, int], shards: Sequence[ShardLayout], size: int) -> dict[str, int]:
         """Return ``before``, bytes by codec, with those of ``shards`` added, which have ``size`` bytes in all."""
@@ -312,27 +308,21 @@ class GatheredExchange(QuantisedExchange):
         received = self.keep(("received", name), self.comm.size * layout.size, torch.uint8, message.device)
         return self.comm.all_gather(received, message, name), received
 
-    def wait(self, pending: InFlight) -> RoundHeader:
-        """Collective. Wait for all messages, and return the merged header.
+    def arrive(self, pending: InFlight, *, on_stream: bool = False) -> None:
+        """Collective. Wait for all messages."""
+        wait_for(pending.handle, self.timeout, on_stream=on_stream)
+
+    def announced(self, pending: InFlight) -> list[Tensor]:
+        rows = pending.received.view(self.comm.size, -1)
+        return [rows[:, : pending.extra.layout.first[0].announced] if pending.on_device else rows]
+
+    def check(self, pending: InFlight, announced: Sequence[Tensor]) -> RoundHeader:
+        """Return the merged header of all messages.
 
         Raises :class:`agmerge.MessageError`, the same on every rank, for a message that has changed on its way.
         """
-        pending.handle.wait(self.timeout)
-        return self._checked(pending, pending.received.view(self.comm.size, -1))
-
-    def wait_on_stream(self, pending: InFlight) -> None:
-        """Collective. Make the device's stream wait for all messages."""
-        pending.handle.wait_on_stream(self.timeout)
-        rows = pending.received.view(self.comm.size, -1)
-        pending.said.append(rows[:, : pending.extra.layout.first[0].announced])
-
-    def read(self, pending: InFlight, said: Sequence[Tensor]) -> RoundHeader:
-        """Check what all ranks have announced, and return the merged header."""
-        return self._checked(pending, said[0], sealed=False)
-
-    def _checked(self, pending: InFlight, rows: Tensor, *, sealed: bool | None = None) -> RoundHeader:
-        """Return the merged header of all messages, ``rows``; see :meth:`wait` and ``ShardLayout``."""
         state: State = pending.extra
+        (rows,), sealed = announced, not pending.on_device
         shard = state.layout.first[0]
         control = shard.header.read_headers(rows, pending.control, pending.name, sealed=sealed)
         refuse_damaged(pending.name, self._damaged(shard, rows, pending, sealed=sealed))
@@ -465,10 +455,7 @@ class TwoPhaseExchange(QuantisedExchange):
 
     def _add_up(self, pending: InFlight) -> None:
         """Collective. Add up this rank's shard of a message after its first phase, and start the second one."""
-        if pending.has_streams:
-            pending.handle.wait_on_stream(self.timeout)
-        else:
-            pending.handle.wait(self.timeout)
+        wait_for(pending.handle, self.timeout, on_stream=pending.has_streams)
         state: State = pending.extra
         rank, size, step = self.comm.rank, self.comm.size, pending.control.step
         shard, summed, longest = state.layout.first[rank], state.layout.second[rank], state.layout.longest
@@ -506,27 +493,21 @@ class TwoPhaseExchange(QuantisedExchange):
 
     # -- and updates come back ----------------------------------------------------------------------------------------
 
-    def wait(self, pending: InFlight) -> RoundHeader:
-        """Collective. Wait for a message, and return the merged header. Starts all second phases first.
+    def arrive(self, pending: InFlight, *, on_stream: bool = False) -> None:
+        """Collective. Wait for a message. Starts all second phases first."""
+        self._add_up_all()
+        wait_for(pending.handle, self.timeout, on_stream=on_stream)
+
+    def announced(self, pending: InFlight) -> list[Tensor]:
+        rows = self._sums(pending)
+        return [rows[:, : pending.extra.layout.second[0].announced] if pending.on_device else rows]
+
+    def check(self, pending: InFlight, announced: Sequence[Tensor]) -> RoundHeader:
+        """Return the merged header of what all owners have sent.
 
         Raises :class:`agmerge.MessageError`, the same on every rank, for a message that has changed on its way.
         """
-        self._add_up_all()
-        pending.handle.wait(self.timeout)
-        return self._checked_sums(pending, self._sums(pending))
-
-    def wait_on_stream(self, pending: InFlight) -> None:
-        """Collective. Make the device's stream wait for a message. Starts all second phases first."""
-        self._add_up_all()
-        pending.handle.wait_on_stream(self.timeout)
-        pending.said.append(self._sums(pending)[:, : pending.extra.layout.second[0].announced])
-
-    def read(self, pending: InFlight, said: Sequence[Tensor]) -> RoundHeader:
-        """Check what all owners have announced, and return the merged header."""
-        return self._checked_sums(pending, said[0], sealed=False)
-
-    def _checked_sums(self, pending: InFlight, rows: Tensor, *, sealed: bool | None = None) -> RoundHeader:
-        """Return the merged header of what owners have sent, ``rows``; see :meth:`wait` and ``ShardLayout``."""
+        (rows,), sealed = announced, not pending.on_device
         state: State = pending.extra
         shards, key = state.layout.second, self._key(None, pending.control.step, 1, 0)
         damaged, faults = [], []

@@ -203,6 +203,8 @@ class MessageLayout:
         self.starts = [0]  # bytes before each shard of the first phase, and of all
         for shard in first:
             self.starts.append(self.starts[-1] + shard.size)
+        self.size = self.starts[-1]  # bytes that a rank sends in the first phase
+        self.has_plain = any(shard.plain for shard in first)  # dense segments travel in it, too
         self.longest = max((shard.size for shard in second), default=0)
         # By slot: its pieces, with their bytes in the message.
         self.pieces_of: dict[int, list[tuple[Piece, slice]]] = {}
@@ -232,11 +234,6 @@ class MessageLayout:
             (piece, start + where.start) for shard, start in zip(shards, starts, strict=False)
             for piece, where in shard.records
         )  # fmt: skip
-
-    @property
-    def size(self) -> int:
-        """Bytes that a rank sends in the first phase."""
-        return self.starts[-1]
 
     def shard(self, message: Tensor, number: int) -> Tensor:
         """Return one shard of ``message``, uint8[size]: a view."""

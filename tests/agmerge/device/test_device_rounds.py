@@ -18,7 +18,7 @@ from support.host_streams import HostStreams
 import agmerge
 from agmerge import testing
 from agmerge.exchanges import InFlight
-from agmerge.exchanges.base import said_by_all
+from agmerge.exchanges.base import announced_on_host
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "sparse": {"compression": "topk", "exchange": "sparse"},
@@ -132,28 +132,30 @@ class Slow(HostStreams):
         return self.looks < 0
 
 
-def messages(*done: bool) -> list[InFlight]:
-    """Messages under way, of which the collectives have ended or not."""
+def messages(*done: bool) -> list[tuple[InFlight, list[torch.Tensor]]]:
+    """Messages under way, of which the collectives have ended or not, and what their ranks announce."""
     made = [
         SimpleNamespace(
             name=f"buffer {number}",
             message=torch.zeros(4),
-            said=[torch.arange(6).view(2, 3)[:, :2], torch.tensor([number], dtype=torch.float16)],
             handle=SimpleNamespace(done=lambda has_ended=has_ended: has_ended),
         )
         for number, has_ended in enumerate(done)
     ]
-    return cast(list[InFlight], made)
+    return [
+        (cast(InFlight, one), [torch.arange(6).view(2, 3)[:, :2], torch.tensor([number], dtype=torch.float16)])
+        for number, one in enumerate(made)
+    ]
 
 
 def test_what_ranks_say_comes_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agmerge.exchanges.base.streams_of", lambda device: Slow(3))
     under_way = messages(True, True)
-    said = said_by_all(under_way, 20.0)
-    for number, one in enumerate(under_way):
+    said = announced_on_host(under_way, 20.0)
+    for number, (one, _) in enumerate(under_way):
         headers, flag = said[id(one)]
         assert headers.tolist() == [[0, 1], [3, 4]] and flag.tolist() == [number] and flag.dtype == torch.float16
-    assert said_by_all([], 20.0) == {}
+    assert announced_on_host([], 20.0) == {}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_the_one_wait_ends_and_names_the_first_message_that_is_missing(
 ) -> None:
     monkeypatch.setattr("agmerge.exchanges.base.streams_of", lambda device: Slow(10**9))
     with pytest.raises(agmerge.CollectiveTimeout, match=f"AGM201: {name}: .* 0.05 s"):
-        said_by_all(messages(*done), 0.05)
+        announced_on_host(messages(*done), 0.05)
 
 
 def test_low_rank_leaves_out_rows_that_are_zero_on_all_ranks() -> None:

@@ -16,7 +16,12 @@ from agmerge.step.round import MessagesUnderWay
 def test_messages_that_were_queued_before_an_error_are_not_queued_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device would wait twice for a collective that all other ranks have made once."""
     queued: list[str] = []
-    exchange = SimpleNamespace(can_queue=lambda one: True, wait_on_stream=queued.append, overwrites=True)
+    exchange = SimpleNamespace(
+        can_queue=lambda one: True,
+        arrive=lambda one, on_stream: queued.append(one),
+        announced=lambda one: [],
+        overwrites=True,
+    )
     nothing: Any = SimpleNamespace(mark=lambda buffer: None)
     options: Any = SimpleNamespace(config=SimpleNamespace(guards=SimpleNamespace(timeout=1.0)))
     messages = MessagesUnderWay(options, nothing, nothing)
@@ -24,13 +29,13 @@ def test_messages_that_were_queued_before_an_error_are_not_queued_again(monkeypa
     messages.sent += [[(SimpleNamespace(exchange=exchange), name)] for name in (first, second)]  # type: ignore[list-item]
     asked: list[list[str]] = []
 
-    def said(names: list[str], timeout: float) -> dict[int, Any]:
-        asked.append(names)
+    def announced(messages: list[Any], timeout: float) -> dict[int, Any]:
+        asked.append([name for name, _ in messages])
         if len(asked) == 1:
             raise CollectiveTimeout("no answer")
         return {}
 
-    monkeypatch.setattr(round, "said_by_all", said)
+    monkeypatch.setattr(round, "announced_on_host", announced)
     with pytest.raises(CollectiveTimeout):
         messages.queue(2, writes=False)
     messages.queue(2, writes=False)
