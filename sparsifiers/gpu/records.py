@@ -27,7 +27,7 @@ def encode_all(
 ) -> bool:
     """Write all blocks of `values`, as `Quantiser.encode_all` does.
 
-    number: of the quantiser, see `sparsifiers.kernel_quantising`. Reads 4 or 2 bytes an element.
+    number: of the quantiser, see `sparsifiers.native`. Reads 4 or 2 bytes an element.
     """
     if not (number in BITS and runs_triton(out) and _are_plain(values) and out.is_contiguous()):
         return False

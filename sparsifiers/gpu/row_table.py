@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsifiers.gpu.sending import send
-from sparsifiers.rows_host import deal, matrices
+from sparsifiers.rows import deal, matrices
 
 PANEL = 8  # rows that a program takes at once: of columns that lie side by side, 32 bytes
 
@@ -40,7 +40,7 @@ class RowTable:
         return send(rows, torch.empty(len(rows), 2, dtype=torch.int32, device=self._device))
 
     def shares(self, k: int, turn: int) -> Tensor:
-        """Return each tensor's share of k in one turn, see `sparsifiers.rows_host.deal`: int32[tensors, 3].
+        """Return each tensor's share of k in one turn, see `sparsifiers.rows.deal`: int32[tensors, 3].
 
         Of each row so many, how many rows get one more, and the first of these. Queues a copy.
         """

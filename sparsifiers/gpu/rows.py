@@ -12,7 +12,7 @@ from sparsifiers.gpu.digits import MASK
 from sparsifiers.gpu.layout import IndexSection
 from sparsifiers.gpu.row_table import RowTable
 from sparsifiers.gpu.scratch import Scratch
-from sparsifiers.rows_host import deal, table, top
+from sparsifiers.rows import deal, table, top
 
 
 def mark_rows(
@@ -25,7 +25,7 @@ def mark_rows(
 ) -> None:
     """Set in `scratch.above` the bits of the largest of each row of `work`, fp32[n], k in all; of equals the first.
 
-    k, turn: see `sparsifiers.rows_host.deal`. section: see `mark`. Ties are not used: `gather` gets ties=False.
+    k, turn: see `sparsifiers.rows.deal`. section: see `mark`. Ties are not used: `gather` gets ties=False.
     Two launches, one of which clears the marks, a third for a section, and one copy of 12 bytes a tensor; reads a row
     five times (with Triton before 3.8 eight times), and the device once or, where a panel of eight rows does not stay
     in its cache, each time: 4 to 20 bytes an element, or to 32.

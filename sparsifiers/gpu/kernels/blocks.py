@@ -19,11 +19,10 @@ from sparsifiers.gpu.kernels.rotation import (
     signs,
     spread,
 )
-from sparsifiers.quantising import levels
-from sparsifiers.quantising.draws import NAN, SCALE
+from sparsifiers.quantising.draws import FLAT, LARGEST, NAN, SCALE, SMALLEST
 
 _NAN, _SCALE = tl.constexpr(NAN), tl.constexpr(SCALE)
-_LEAST, _MOST, _FLAT = (tl.constexpr(one) for one in (levels.LEAST, levels.MOST, levels.FLAT))
+_LEAST, _MOST, _FLAT = (tl.constexpr(one) for one in (SMALLEST, LARGEST, FLAT))
 
 
 @triton.jit
