@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from sparsifiers import native
 from sparsifiers.base import Compressor, Kind
 from sparsifiers.gpu import records
-from sparsifiers.gpu.block_table import BlockRun, BlockTable
+from sparsifiers.gpu.tables import BlockRun, BlockTable
 from sparsifiers.quantising.draws import Draws, key_within
 
 # Blocks, which share a scale: a pure function of the shape.

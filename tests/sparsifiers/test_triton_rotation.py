@@ -11,7 +11,7 @@ from support.triton_inputs import assert_same, bits, both, for_interpreter, vect
 from torch import Tensor
 
 from sparsifiers import native
-from sparsifiers.gpu.block_table import BlockRun, BlockTable
+from sparsifiers.gpu.tables import BlockRun, BlockTable
 from sparsifiers.quantising.draws import Draws, key_of, mixed, unmixed
 from sparsifiers.quantising.eden import Eden
 

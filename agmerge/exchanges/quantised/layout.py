@@ -19,7 +19,7 @@ from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.exchanges.message.indices import GRAIN
 from agmerge.tensors.layout import ALIGNMENT, Segment, Slot, aligned
 from sparsifiers import native
-from sparsifiers.gpu.block_table import BlockRun, BlockTable
+from sparsifiers.gpu.tables import BlockRun, BlockTable
 from sparsifiers.quantising.base import block_size, blocks_in
 
 # Shards of a message, one an owner: pure functions, with the same results on every rank.

@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsifiers.gpu.block_table import FIELDS, TILE, BlockTable
-from sparsifiers.gpu.kernels.blocks import bfloat16_bits, packed, read_blocks, write_blocks
+from sparsifiers.gpu.kernels.blocks import bfloat16_bits, mixed, packed, read_blocks, write_blocks
 from sparsifiers.gpu.kernels.launching import launch
-from sparsifiers.gpu.kernels.rotation import mixed
+from sparsifiers.gpu.tables import FIELDS, TILE, BlockTable
 from sparsifiers.quantising.draws import LEVELS, SPIKE, WORDS, thresholds
 
 REGISTERS = 128  # of a thread, at most: so two programs have room in a processor
@@ -210,7 +209,7 @@ def eden_encode_sum_kernel(
                 )  # fmt: skip
 
 
-def encode(
+def launch_encode(
     table: BlockTable, values: Sequence[Tensor | None], key: int, out: Tensor, squares: Tensor | None, bits: int
 ) -> None:
     """Launch the kernel of `sparsifiers.gpu.records.encode`. `values`: of one dtype."""
@@ -224,7 +223,7 @@ def encode(
     )  # fmt: skip
 
 
-def decode_sum(
+def launch_decode_sum(
     table: BlockTable, rows: Tensor, keys: Sequence[int], scale: float, outs: Sequence[Tensor], bits: int
 ) -> None:
     """Launch the kernel of `sparsifiers.gpu.records.decode_sum`. `outs`: of one dtype."""
@@ -237,7 +236,7 @@ def decode_sum(
     )  # fmt: skip
 
 
-def encode_sum(
+def launch_encode_sum(
     table: BlockTable, rows: Tensor, keys: Sequence[int], scale: float, own: int, out: Tensor, bits: int, second: int
 ) -> None:
     """Launch the kernel of `sparsifiers.gpu.records.encode_sum`."""
