@@ -35,9 +35,8 @@ from agmerge.exchanges.message import bits
 from agmerge.exchanges.message.indices import smallest
 from agmerge.exchanges.message.scaled import SCALED
 from agmerge.tensors.arena import subtract
-from sparsifiers import Momentum, Rate, kernel, kernel_updates
-from sparsifiers.candidates import Candidates, TensorNotes
-from sparsifiers.exact_topk import magnitude_mask
+from sparsifiers import Momentum, Rate, native
+from sparsifiers.largest import Candidates, TensorNotes, magnitude_mask
 
 UNIT = 12  # bytes an element of `torch.add(residual, gradient, out=work)`
 LINE = 64  # bytes that an element at a random place takes
@@ -91,13 +90,11 @@ def loops(n: int, density: float) -> Iterator[Loop]:
     at_places = min(LINE * k, 4 * n)
     yield Loop("gather (torch)", at_places + 8 * k, lambda: work.index_select(0, indices))
     yield Loop("commit", 2 * at_places + 8 * k, lambda: subtract(work, indices, values))
-    yield Loop("add what has arrived", 2 * at_places + 8 * k, lambda: kernel.scatter(update, indices, values, 0.5))
-    yield Loop(
-        "write what has arrived", 4 * n + 8 * k, lambda: kernel_updates.write_sum(update, [(indices, values)], 0.5)
-    )
+    yield Loop("add what has arrived", 2 * at_places + 8 * k, lambda: native.scatter(update, indices, values, 0.5))
+    yield Loop("write what has arrived", 4 * n + 8 * k, lambda: native.write_sum(update, [(indices, values)], 0.5))
     yield Loop(
         "take in an update of all", 16 * n + 16 * k,
-        lambda: kernel_updates.take_in(residual, velocity, 0, [(indices, values)], 0.5, (indices, values)),
+        lambda: native.take_in(residual, velocity, 0, [(indices, values)], 0.5, (indices, values)),
     )  # fmt: skip
 
     codec = smallest(n, k)
@@ -128,11 +125,11 @@ def compensations(work: Tensor, residual: Tensor, gradient: Tensor, velocity: Te
         name = "compensate: residual" + ("" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')}")
         yield Loop(name, (8 + dtype.itemsize) * n, lambda other=other: memory.compensate(work, residual, other))
     moved = torch.randn(n)
-    yield Loop("compensate: residual, and move", 16 * n, lambda: kernel.add(work, residual, gradient, copy=moved))
+    yield Loop("compensate: residual, and move", 16 * n, lambda: native.add(work, residual, gradient, copy=moved))
     noting = TensorNotes([(candidates_of(work), 0, n)])
     yield Loop(
         "compensate: residual, move and note", 16 * n,
-        lambda: kernel.add(work, residual, gradient, copy=moved, noting=noting),
+        lambda: native.add(work, residual, gradient, copy=moved, noting=noting),
     )  # fmt: skip
     before = torch.randn(n)
     for name, nesterov in (("dgc", False), ("dgc, Nesterov", True)):
@@ -141,9 +138,9 @@ def compensations(work: Tensor, residual: Tensor, gradient: Tensor, velocity: Te
     moving = Momentum(before, velocity, Rate(0.9, False))
     yield Loop(
         "compensate: dgc, and move", 24 * n,
-        lambda: kernel.momentum(work, residual, gradient, *moving[:2], 0.9, False, copy=moved),
+        lambda: native.momentum(work, residual, gradient, *moving[:2], 0.9, False, copy=moved),
     )  # fmt: skip
-    yield Loop("difference", 12 * n, lambda: kernel.subtract(work, residual, gradient))
+    yield Loop("difference", 12 * n, lambda: native.difference(work, residual, gradient))
 
 
 def candidates_of(work: Tensor) -> Candidates:
@@ -167,11 +164,11 @@ def measure(loop: Loop, unit: Loop, reading: Loop, repeats: int) -> list[tuple[f
     The unit runs before each, so that all find in the caches what the unit has left there.
     """
     by = reading if loop.reads else unit
-    took: list[list[float]] = [[] for _ in kernel.names()]
+    took: list[list[float]] = [[] for _ in native.names()]
     units: list[list[float]] = [[] for _ in took]
     for turn in range(repeats + 1):
         for level, mine in enumerate(took):
-            kernel.set_level(level)
+            native.set_level(level)
             before, now = seconds(unit.run), seconds(loop.run)
             if loop.reads:
                 unit.run()
@@ -187,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure every loop and print the table."""
     args = arguments(argv)
     torch.set_num_threads(1)
-    n, names = args.size << 20, kernel.names()
+    n, names = args.size << 20, native.names()
     if not names:
         raise SystemExit("the compiled loops are not in use: see `python -m agmerge doctor`")
     first, second, third, work = (torch.randn(n) for _ in range(4))

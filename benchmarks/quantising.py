@@ -33,7 +33,7 @@ from torch import Tensor
 # isort: split
 
 import sparsifiers
-from sparsifiers import kernel
+from sparsifiers import native
 from sparsifiers.quantising.base import Quantiser, blocks_in
 from sparsifiers.quantising.draws import Draws
 
@@ -93,14 +93,14 @@ def work_of(made: Quantiser, gradient: Tensor, size: int) -> Work:
     return dict(zip(COLUMNS, (encode, decode, two, four), strict=True))
 
 
-LIBRARY = kernel.library
+LIBRARY = native.library
 
 
 def use(level: str) -> None:
     """Use the loops of one instruction set, or torch's operations."""
-    kernel.library = None if level == TORCH else LIBRARY
+    native.library = None if level == TORCH else LIBRARY
     if level != TORCH:
-        kernel.set_level(kernel.LEVELS.index(level))
+        native.set_level(native.LEVELS.index(level))
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure every quantiser and print the table."""
     args = arguments(argv)
     torch.set_num_threads(1)
-    known = (*kernel.names(), TORCH)
+    known = (*native.names(), TORCH)
     levels = [level for level in known if args.levels is None or level in args.levels]
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(args.elements, generator=generator).to(DTYPES[args.dtype])
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     print("\n".join(f"{key}: {value}" for key, value in about.items()))
     print(f"\n| quantiser | by | {' | '.join(COLUMNS)} |\n{'|---' * (2 + len(COLUMNS))}|")
-    results, before = [], kernel.LEVELS[kernel.level()] if kernel.available() else TORCH
+    results, before = [], native.LEVELS[native.level()] if native.available() else TORCH
     try:
         for name in args.only:
             work = work_of(sparsifiers.quantiser(name), gradient, args.block)

@@ -36,7 +36,7 @@ from torch import Tensor
 
 import sparsifiers
 from agmerge.tensors.arena import subtract
-from sparsifiers import kernel
+from sparsifiers import native
 
 WIDTH = 1024  # of the matrices that the vector is made of
 GRADIENTS = 3
@@ -241,12 +241,12 @@ def runs(args: Namespace) -> Iterator[dict[str, Any]]:
             gradients = [MAKERS[data](n, generator) for _ in range(GRADIENTS)]
             for density in args.densities:
                 for name in wanted:
-                    if name in PEERS and not kernel.available() and args.kernel == "both":
+                    if name in PEERS and not native.available() and args.kernel == "both":
                         continue  # it was measured with the compiled loops, which it does not use
                     make = (lambda: PEERS[name](density, n)) if name in PEERS else (lambda: ours(name, density, n))  # noqa: B023
                     found = measure(make, gradients, args)
                     if found is not None:
-                        key = {"n": n, "data": data, "density": density, "name": name, "kernel": kernel.available()}
+                        key = {"n": n, "data": data, "density": density, "name": name, "kernel": native.available()}
                         yield {**key, **found}
 
 

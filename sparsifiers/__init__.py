@@ -19,10 +19,10 @@ needs only torch, NumPy and the standard library. It imports neither `agmerge` n
 # Files, for those who read on:
 #
 # * base: the contracts. catalogue: compressors and memories by name. name_patterns: patterns for parameters.
-# * largest: topk, by exact_topk, candidates and rows_host on the host, and by device and gpu/ on devices.
+# * largest: topk, on the host and, by torch or gpu/, on devices. rows, rows_search: the largest of each row.
 # * randomk, dgc, estimated, papers/: other sparsifiers. low_rank: PowerSGD and ACP-SGD. quantising/: quantizers.
 # * memories: error feedback. deferred: selections made later, perhaps in a message.
-# * kernel and kernel_*: calls of the compiled loops in native/, by subject.
+# * native: the compiled loops of native/*.c, in one table. thin_factors: those of low rank.
 # * conformance and conformance_*: checks of a compressor of your own. proof: measured quality of selections.
 
 from __future__ import annotations

@@ -11,13 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Integral, Real
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparsifiers.candidates import Candidates
-from sparsifiers.gpu import Scratch
 from sparsifiers.name_patterns import compiled
 
 # Arguments of sparsifiers, checked in one place before anything is computed. Errors say what was wrong, where (the
@@ -27,6 +26,12 @@ from sparsifiers.name_patterns import compiled
 NUMEL_LIMIT = 2**31  # indices travel as int32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of vectors
 PLAIN = frozenset({int})  # of sizes; a bool is an int, but not of this type
+
+
+class Beside(Protocol):
+    """Memory kept beside a vector: `gpu.Scratch` of kernels on a device, on the host `largest.Candidates`."""
+
+    length: int  # elements of the vector
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Request:
     shapes: tuple[tuple[int, ...], ...]  # of the tensors that the vector concatenates; (numel,) where not given
     # Kept beside the vector: on a device scratch of kernels, for a selection that may be made later; on the host
     # candidates noted when it was written. None: nothing, and the selection is made now.
-    scratch: Scratch | Candidates | None = None
+    scratch: Beside | None = None
 
 
 def budget(density: float, numel: int) -> int:
@@ -101,7 +106,7 @@ def check_request(
     key: str,
     step: int,
     shapes: Sequence[Sequence[int]] | None,
-    scratch: Scratch | Candidates | None = None,
+    scratch: Beside | None = None,
 ) -> Request:
     """Return the call as a Request, with k from the density where it is None.
 
@@ -458,7 +463,7 @@ class Sparsifier(Compressor):
         key: str = "",
         step: int = 0,
         shapes: Sequence[Sequence[int]] | None = None,
-        scratch: Scratch | Candidates | None = None,
+        scratch: Beside | None = None,
     ) -> Selection:
         """Select at most k coordinates of a vector. The vector does not change, and nothing waits for a device.
 
@@ -468,9 +473,10 @@ class Sparsifier(Compressor):
             key (str): Name of the vector. State is kept for each key, and a new key starts without state.
             step (int): Number of exchanges so far, the same on all ranks.
             shapes (list): Shapes of the tensors that the vector consists of. Default: one 1-D tensor.
-            scratch (Scratch or Candidates): Memory of device kernels (if the sparsifier ``has_kernels``). The selection
-                is then made when it is read, so do not change the vector before. On the host: candidates that were
-                noted when the vector was written (if it ``takes_candidates``). They only save time. Default: None.
+            scratch (gpu.Scratch or largest.Candidates): Memory of device kernels (if the sparsifier ``has_kernels``).
+                The selection is then made when it is read, so do not change the vector before. On the host: candidates
+                that were noted when the vector was written (if it ``takes_candidates``). They only save time.
+                Default: None.
 
         Returns:
             A :class:`Selection`.

@@ -26,7 +26,7 @@ from sparsifiers.catalogue import get, is_low_rank, is_quantiser, memory
 from sparsifiers.conformance_low_rank import check_low_rank
 from sparsifiers.conformance_quantiser import check_quantiser
 from sparsifiers.conformance_reading import Case, cases, degenerate, drifting, gaussian, generators, require, structured
-from sparsifiers.exact_topk import bit_view
+from sparsifiers.largest import bit_view
 from sparsifiers.low_rank import LowRank
 from sparsifiers.quantising.base import Quantiser
 

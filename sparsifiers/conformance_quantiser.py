@@ -28,7 +28,7 @@ from sparsifiers.conformance_reading import (
     same_bits,
     where_of,
 )
-from sparsifiers.exact_topk import bit_view
+from sparsifiers.largest import bit_view
 from sparsifiers.quantising.base import Quantiser
 from sparsifiers.quantising.draws import Draws, key_of
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsifiers.catalogue import quantiser
-from sparsifiers.exact_topk import bit_view
+from sparsifiers.largest import bit_view
 from sparsifiers.quantising.base import Quantiser, blocks_in
 from sparsifiers.quantising.draws import Draws, key_of
 

@@ -12,10 +12,19 @@ from torch import Tensor
 
 from sparsifiers import gpu
 from sparsifiers.base import Request, Selection, Sparsifier
-from sparsifiers.device import bracket, keys_of, take
 from sparsifiers.estimated import LEAST, key_floor, number, padded, strided
-from sparsifiers.exact_topk import INTEGERS, bit_view, largest_magnitudes, magnitude_mask, scan
-from sparsifiers.largest import select_in_kernels, select_largest_on_host
+from sparsifiers.largest import (
+    INTEGERS,
+    bit_view,
+    bracket,
+    keys_of,
+    largest_magnitudes,
+    magnitude_mask,
+    scan,
+    select_in_kernels,
+    select_largest_on_host,
+    take,
+)
 
 REACHED = 32  # sampled elements among the k largest, at least; the authors' code has 2
 TURNS, LOWER, RAISE, BAND = 10, 0.8, 1.3, (0.8, 1.3)  # the authors' factor loop; the band is in parts of k

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsifiers import kernel, kernel_message
+from sparsifiers import native
 from sparsifiers.base import canonical
 
 # Error feedback as numbers, and the one function that computes it: in a compiled pass where it can, else by torch.
@@ -59,7 +59,7 @@ class Alongside(NamedTuple):
     """What is done with a tensor in the pass that writes work, or after it."""
 
     copy: Tensor | None = None  # like work; becomes the gradient
-    notes: kernel.Noting | None = None  # of the largest elements of work
+    notes: native.Noting | None = None  # of the largest elements of work
 
     def finish(self, gradient: Tensor | None) -> None:
         """Copy the gradient, and forget the notes, after work was written otherwise than by a compiled pass."""
@@ -88,9 +88,9 @@ def compensate(
     finite = None
     if gradient is not None and residual is not None and formula.clipping is None:
         if momentum is None or formula.rate is None:
-            finite = kernel.add(work, residual, gradient, formula.decay, *alongside)
+            finite = native.add(work, residual, gradient, formula.decay, *alongside)
         else:
-            finite = kernel.momentum(work, residual, gradient, *momentum[:2], *formula.rate, *alongside)
+            finite = native.momentum(work, residual, gradient, *momentum[:2], *formula.rate, *alongside)
     if finite is None:
         if formula.rate is not None:
             assert residual is not None and momentum is not None  # checked; narrows the type
@@ -229,7 +229,7 @@ class Memory:
 
     def mask(self, momentum: Tensor, indices: Tensor, sent: Tensor) -> None:
         """Clear the momentum, 1-D, at `indices` with a `sent` value that is not 0. An index may come again with 0."""
-        if self.formula().masks and not kernel_message.mask(momentum, indices, sent):
+        if self.formula().masks and not native.mask(momentum, indices, sent):
             # By product, not by fill: a padding entry has an index that may be a real one elsewhere, and sends 0.
             momentum.scatter_reduce_(0, indices.long(), (sent == 0).to(momentum.dtype), "prod")
 

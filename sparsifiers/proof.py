@@ -17,10 +17,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from sparsifiers.base import Request, Selection, Sparsifier
-from sparsifiers.candidates import Candidates
-from sparsifiers.gpu import Scratch
-from sparsifiers.rows_host import matrices
+from sparsifiers.base import Beside, Request, Selection, Sparsifier
+from sparsifiers.rows import matrices
 
 BLOCK = 1 << 18  # elements that are copied to float64 together, 2 MB
 Shapes = Sequence[Sequence[int]]
@@ -168,7 +166,7 @@ class Observed(Sparsifier):
         key: str = "",
         step: int = 0,
         shapes: Sequence[Sequence[int]] | None = None,
-        scratch: Scratch | Candidates | None = None,
+        scratch: Beside | None = None,
     ) -> Selection:
         """Return the selection of `wrapped` from the same arguments, after observing it. Waits for the device."""
         selection = self.wrapped.select(vector, k=k, key=key, step=step, shapes=shapes, scratch=scratch)

@@ -22,7 +22,7 @@ from speed import shapes
 from speed.contenders import ADAPTIVE, KNOWN
 
 import merging
-from sparsifiers import kernel
+from sparsifiers import native
 
 CELL = {"model": "cnn", "rate": "200mbit", "workers": 2, "date": "2026-11-21"}
 FOUND = {"floor": {"seconds": [0.1, 0.1], "bytes": [0, 0], "rounds": [0, 1]}}
@@ -163,14 +163,14 @@ def test_the_picture_shows_what_is_shared_moving_by_what_was_sent(carry: str) ->
 def test_quantisers_are_measured_at_every_level_and_as_torchs_operations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, threads, level = tmp_path / "quantising.json", torch.get_num_threads(), kernel.level()
+    file, threads, level = tmp_path / "quantising.json", torch.get_num_threads(), native.level()
     try:
         quantising.main(["--elements", "4096", "--repeats", "1", "--only", "eden-2", "int8", "--json", str(file)])
     finally:
         torch.set_num_threads(threads)
     recorded = json.loads(file.read_text())
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| `")]
-    assert recorded["about"]["levels"] == [*kernel.names(), "torch"] and kernel.level() == level
+    assert recorded["about"]["levels"] == [*native.names(), "torch"] and native.level() == level
     assert len(shown) == 2 * len(recorded["about"]["levels"])
     for result in recorded["results"]:
         assert all(taken > 0 for columns in result["additions"].values() for taken in columns.values())

@@ -43,8 +43,8 @@ print(*(module.name for package in (agmerge, merging, sparsifiers)
 foreign = set({FOREIGN}) & {{name.split(".")[0] for name, module in sys.modules.items() if module is not None}}
 assert not foreign, foreign
 assert agmerge.__file__.startswith(sys.argv[1]), agmerge.__file__
-from sparsifiers import kernel
-assert kernel.available() == ("sparsifiers._kernel" in sys.modules), "the compiled loops are there but not used"
+from sparsifiers import native
+assert native.available() == ("sparsifiers._kernel" in sys.modules), "the compiled loops are there but not used"
 """
 
 TRAIN = """

@@ -82,8 +82,8 @@ def main() -> None:
         numpy = [f"numpy=={args.numpy}"] if args.numpy else ["numpy"]
         run([*pip, f"torch=={args.torch}", *numpy, *TOOLS], place)
         run([*pip, "--force-reinstall", "--no-deps", ROOT], place)
-        about = "import sys, torch, numpy, agmerge; from sparsifiers import kernel; print(sys.version.split()[0], "
-        about += "torch.__version__, numpy.__version__, kernel.available(), agmerge.__file__)"
+        about = "import sys, torch, numpy, agmerge; from sparsifiers import native; print(sys.version.split()[0], "
+        about += "torch.__version__, numpy.__version__, native.available(), agmerge.__file__)"
         run([python, "-c", about], place)
         tests = ["-p", "no:cacheprovider", "-q", "-m", "not long", *(ROOT / one for one in COVER)]
         run([python, "-m", "pytest", "-c", ROOT / "pyproject.toml", *tests], place)

@@ -24,7 +24,7 @@ from agmerge.backends.registry import BACKENDS, detect
 from agmerge.backends.status import ProbeResult, Row
 from agmerge.cli import build_horovod
 from agmerge.errors import AGMergeError
-from sparsifiers import kernel
+from sparsifiers import native
 
 TIMEOUT = 12.0  # seconds for one probe; all run at once
 PATIENT = 120  # seconds, for those that took longer
@@ -176,13 +176,13 @@ def loops_row(levels: Sequence[str]) -> Row:
     ``levels``: the instruction sets that they can use here, the best last; empty: none are in use.
     """
     if levels:
-        setting = os.environ.get(kernel.VARIABLE, "")
+        setting = os.environ.get(native.VARIABLE, "")
         used = setting if setting in levels else levels[-1]
-        others = f"; {kernel.VARIABLE} may name {', '.join(levels)}" if levels[1:] else ""
+        others = f"; {native.VARIABLE} may name {', '.join(levels)}" if levels[1:] else ""
         return Row("speed", "native kernels", True, f"in use, {LEVELS[used]}{others}")
     slower = "selection takes 2.3 to 6 times as long"
-    if os.environ.get(kernel.VARIABLE) == "off":
-        return Row("speed", "native kernels", False, f"switched off: {slower}", f"unset {kernel.VARIABLE}")
+    if os.environ.get(native.VARIABLE) == "off":
+        return Row("speed", "native kernels", False, f"switched off: {slower}", f"unset {native.VARIABLE}")
     anew = f"{python()} -m pip install --force-reinstall --no-deps --no-cache-dir <the source of agmerge>"
     if any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang", "cl")):
         return Row("speed", "native kernels", False, f"not built: {slower}", anew)
@@ -257,7 +257,7 @@ def main(patience: float = TIMEOUT, json_wanted: bool = False) -> int:
     ``patience``: seconds for each probe. ``json_wanted``: print JSON.
     """
     rows = examine(
-        lambda program: probe(program, patience), lambda program: version_of(program, patience), kernel.names()
+        lambda program: probe(program, patience), lambda program: version_of(program, patience), native.names()
     )
     rows.append(packages_row())
     initialised = detected(os.environ)

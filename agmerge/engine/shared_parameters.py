@@ -21,7 +21,7 @@ from agmerge.step.flat_buffers import Received, Sent
 from agmerge.step.gradient_exchange import Combined, GradientExchange
 from agmerge.tensors.arena import Difference
 from agmerge.tensors.layout import Segment, Slot
-from sparsifiers import kernel_updates
+from sparsifiers import native
 
 # Pieces of tensors that were sent, and combined updates applied to them: functions of flat tensors.
 
@@ -110,7 +110,7 @@ def apply_lists(base: torch.Tensor, own: torch.Tensor, lists: Sequence[Lists], p
         if (
             indices is None
             or values is None
-            or not kernel_updates.take_in(shared, moved, part.first, part.lists, part.scale, (indices, values))
+            or not native.take_in(shared, moved, part.first, part.lists, part.scale, (indices, values))
         ):
             update = _add_up(torch.zeros_like(shared), part)
             apply_update(shared, moved, update, [piece._replace(start=0, stop=None)])

@@ -19,7 +19,7 @@ from agmerge.exchanges.message.format import Flag, Format, RoundHeader, Section
 from agmerge.exchanges.message.indices import in_order
 from agmerge.exchanges.message.scaled import VALUES, WHOLE, clear_behind, saturated
 from agmerge.tensors.layout import Segment
-from sparsifiers import Selection, gpu, kernel, kernel_message, kernel_updates
+from sparsifiers import Selection, gpu, native
 from sparsifiers.deferred import Deferred
 
 # Sections in few passes, or kernels of the device where it has them, which take a launch or two where torch's
@@ -28,9 +28,8 @@ from sparsifiers.deferred import Deferred
 
 def writes(section: Section, device: torch.device) -> bool:
     """Return whether kernels of ``device`` write the indices of a section."""
-    if device.type == "cpu" or section.index is None or section.index.layout is None:
-        return False
-    return gpu.is_fused(device)
+    has_layout = section.index is not None and section.index.layout is not None
+    return has_layout and device.type != "cpu" and gpu.is_fused(device)
 
 
 def fused_places(section: Section, message: Tensor) -> tuple[gpu.Slots, gpu.IndexSection] | None:
@@ -255,7 +254,7 @@ class SparseExchange(Exchange):
         indices, taken = offer.indices[: offer.count], values[: offer.count]
         if not self.store.write_and_subtract(
             load.segment,
-            lambda commit, momentum: commit and kernel_message.write_and_subtract(load.work, indices, taken, momentum),
+            lambda commit, momentum: commit and native.write_and_subtract(load.work, indices, taken, momentum),
         ):
             return False
         if offer.count < values.numel():
@@ -308,10 +307,10 @@ class SparseExchange(Exchange):
             total = self.accumulator(load)
             if section.capacity is None:
                 self._add_dense(total, [layout.whole(message, section) for message in messages])
-            elif not kernel_updates.write_sum(total, sparse, self.scale):
+            elif not native.write_sum(total, sparse, self.scale):
                 total.zero_()
                 for indices, values in sparse:
-                    if not kernel.scatter(total, indices, values, self.scale):
+                    if not native.scatter(total, indices, values, self.scale):
                         total.index_add_(0, indices, values * self.scale)
             if total is not load.update:
                 load.update.copy_(total)

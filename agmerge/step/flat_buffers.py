@@ -29,7 +29,7 @@ from agmerge.step.config import Config
 from agmerge.tensors.arena import MOMENTA, UNSHARED, Arena, Unwritten, Write, references, trim
 from agmerge.tensors.layout import Layout, Segment, Slot, TensorClass
 from agmerge.tensors.parameters import ParameterInfo
-from sparsifiers import Kind, LowRank, kernel_updates
+from sparsifiers import Kind, LowRank, native
 from sparsifiers.quantising.base import block_size
 
 # Gradients that are sent from where they lie, and overwritten by updates: no memory of a model's size is needed.
@@ -461,7 +461,7 @@ class SentValues(Store):
         """Record all ranks' selections, and return True, if they are few and one pass can apply them."""
         tensor_class, arena = segment.tensor_class, self._flat.arena_with(segment)
         if sum(len(indices) for indices, _ in selections) > segment.length // 2 or not (
-            arena.memory.hands_back and kernel_updates.takes_in(tensor_class.dtype, tensor_class.device)
+            arena.memory.hands_back and native.takes_in(tensor_class.dtype, tensor_class.device)
         ):
             return False
         self.received.append((segment, selections, factor))

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from agmerge.errors import AGMergeError
 from agmerge.exchanges import Noise
-from sparsifiers import kernel
+from sparsifiers import native
 
 # Squares of tensors, summed in one order, so that every processor gets the same bits.
 
@@ -47,8 +47,9 @@ def squares_of(tensor: Tensor) -> float:
     exact.
     """
     flat = _real(tensor)
-    if flat.dtype in kernel.KINDS and kernel.plain(flat, dtype=flat.dtype):
-        return _by_loops(flat)
+    compiled = native.squares(flat)
+    if compiled is not None:
+        return compiled
     total = 0.0
     for part in torch.split(flat, PART):
         wide = part.float() if part.dtype in (torch.bfloat16, torch.float16) else part
@@ -62,12 +63,6 @@ def _real(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.detach().reshape(-1)
-
-
-def _by_loops(flat: Tensor) -> float:
-    """Return the sum of the squares of ``flat``, 1-D, by the compiled loops."""
-    total: float = kernel.loaded().kernel_squares(flat.data_ptr(), flat.numel(), kernel.KINDS[flat.dtype])
-    return total
 
 
 def _runs_of(flat: Tensor) -> Tensor:

@@ -28,9 +28,9 @@ from agmerge.step.group import Count, CountedBackend, SideStreams, clock_for, no
 from agmerge.tensors.arena import table_of
 from agmerge.tensors.layout import Segment, Slot, TensorClass
 from agmerge.tensors.parameters import ParameterInfo
-from sparsifiers import Compressor, Kind, kernel
-from sparsifiers.candidates import Candidates, TensorNotes
+from sparsifiers import Compressor, Kind, native
 from sparsifiers.gpu import LargestKey, Scratch, TensorTable, is_fused
+from sparsifiers.largest import Candidates, TensorNotes
 
 # Scratch memory of kernels for merge buffers, kept from step to step while the plan stays as it is.
 
@@ -67,7 +67,7 @@ class KernelBuffers:
         key, tensor_class = segment.key, segment.tensor_class
         if key not in self._candidates:
             on_host = not tensor_class.on_device and tensor_class.storage == torch.float32
-            wanted = self._takes_candidates and on_host and kernel.available()
+            wanted = self._takes_candidates and on_host and native.library is not None
             self._candidates[key] = Candidates(segment.vector_length) if wanted else None
         return self._candidates[key]
 
@@ -91,7 +91,7 @@ class KernelBuffers:
                     start, stop = segment.inside(slot)
                     parts.setdefault(slot, []).append((candidates, slot.offset + start - segment.start, stop - start))
         for slot, found in parts.items():
-            if slot.numel >= kernel.STREAMED and sum(elements for _, _, elements in found) == slot.numel:
+            if slot.numel >= native.STREAMED and sum(elements for _, _, elements in found) == slot.numel:
                 yield slot.index, TensorNotes(found)
 
     def scratch_of(self, buffer: int, tensor_class: TensorClass) -> Scratch | None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from agmerge.tensors.layout import Segment, Slot, TensorClass
-from sparsifiers import Memory, Momentum, Rate, kernel, kernel_message
+from sparsifiers import Memory, Momentum, Rate, native
 from sparsifiers.gpu import LargestKey, Momenta, Scratch, TensorTable, compensate, has_kernels
 from sparsifiers.memories import NOTHING, SUM, Alongside
 
@@ -30,12 +30,12 @@ class Difference(NamedTuple):
     minuend: torch.Tensor
     subtrahend: torch.Tensor
 
-    def write(self, out: torch.Tensor, notes: kernel.Noting | None = None) -> bool | None:
+    def write(self, out: torch.Tensor, notes: native.Noting | None = None) -> bool | None:
         """Write the difference to ``out``, of the minuend's shape and dtype; return whether all is finite, if known.
 
         ``notes``: record the largest written elements where one pass can do both; else they are forgotten.
         """
-        finite = kernel.subtract(out, self.minuend, self.subtrahend, notes)
+        finite = native.difference(out, self.minuend, self.subtrahend, notes)
         if finite is None:
             torch.sub(self.minuend, self.subtrahend, out=out)
             if notes is not None:
@@ -199,7 +199,7 @@ def subtract(work: torch.Tensor, indices: torch.Tensor | None, sent: torch.Tenso
         work.sub_(sent)
         return
     sent = sent.to(work.dtype)
-    if not kernel_message.subtract(work, indices, sent):
+    if not native.subtract(work, indices, sent):
         work.index_add_(0, indices, sent, alpha=-1)
 
 

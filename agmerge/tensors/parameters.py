@@ -12,8 +12,8 @@ import torch
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsifiers import Kind, kernel
-from sparsifiers.kernel_message import checksum
+from sparsifiers import Kind, native
+from sparsifiers.native import checksum
 
 # Shards of DTensors. A plain tensor is its own shard.
 #
@@ -164,8 +164,8 @@ def _octets(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _checksum(octets: torch.Tensor) -> torch.Tensor:
-    """Return :func:`sparsifiers.kernel_message.checksum` of ``octets``, uint8[n], on their device: int64[]."""
-    if kernel.plain(octets, dtype=torch.uint8):
+    """Return :func:`sparsifiers.native.checksum` of ``octets``, uint8[n], on their device: int64[]."""
+    if native.plain(octets, dtype=torch.uint8):
         found = checksum(octets)
         return torch.tensor(found - (found >> 63 << 64))
     return _checksum_by_torch(octets)

@@ -13,7 +13,7 @@ from torch import Tensor
 import sparsifiers
 from device.gpu_bench import Bench
 from device.gpu_figures import LARGE, Figure, of_bandwidth, of_compressor, of_kernels
-from sparsifiers.gpu.block_table import BlockRun, BlockTable
+from sparsifiers.gpu.tables import BlockRun, BlockTable
 from sparsifiers.quantising.draws import key_of
 
 DENSITIES = (0.1, 0.01, 0.001)

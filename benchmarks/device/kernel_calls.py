@@ -9,8 +9,8 @@ import torch
 
 from sparsifiers import gpu
 from sparsifiers.gpu import records
-from sparsifiers.gpu.block_table import BlockRun, BlockTable
-from sparsifiers.gpu.kernels import add as add_kernel
+from sparsifiers.gpu.kernels import combining
+from sparsifiers.gpu.tables import BlockRun, BlockTable
 from sparsifiers.quantising.base import blocks_in
 from sparsifiers.quantising.draws import Draws
 from sparsifiers.quantising.eden import Eden
@@ -55,7 +55,7 @@ def calls() -> Iterator[str]:
             gpu.encode_indices(torch.zeros(K, dtype=torch.int32), count, section)
         words, tiles = (torch.zeros(W, n, dtype=torch.int32) for n in (layout.words + 7, layout.tiles))
         gpu.decode_indices(words[:, : layout.words], counts, layout, out, torch.zeros(W, dtype=torch.int32), tiles)
-    for ranks, length in ((W, N), (W, add_kernel.ENOUGH), (256, N)):
+    for ranks, length in ((W, N), (W, combining.ENOUGH), (256, N)):
         for wire in (torch.float32, torch.bfloat16):
             yield f"{ranks} ranks, {length} elements, {str(wire).removeprefix('torch.')}"
             indices, counts = torch.zeros(ranks, K, dtype=torch.int32), torch.zeros(ranks, dtype=torch.int32)

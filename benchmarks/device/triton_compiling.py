@@ -27,17 +27,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from device.kernel_calls import calls, calls_of_one
-from sparsifiers.gpu import add, codec, compact, compensation, edge, heads, records, rows, whole
-from sparsifiers.gpu.kernels import add as add_kernel
-from sparsifiers.gpu.kernels import codec as codec_kernel
-from sparsifiers.gpu.kernels import compact as compact_kernel
-from sparsifiers.gpu.kernels import compensation as compensation_kernel
-from sparsifiers.gpu.kernels import edge as edge_kernel
-from sparsifiers.gpu.kernels import heads as heads_kernel
+from sparsifiers.gpu import codec, combining, compensation, records, selection
+from sparsifiers.gpu.kernels import codec as codec_kernels
+from sparsifiers.gpu.kernels import combining as combining_kernels
+from sparsifiers.gpu.kernels import compact as compact_kernels
+from sparsifiers.gpu.kernels import compensation as compensation_kernels
+from sparsifiers.gpu.kernels import edge as edge_kernels
 from sparsifiers.gpu.kernels import launching
-from sparsifiers.gpu.kernels import records as records_kernel
-from sparsifiers.gpu.kernels import rows as rows_kernel
-from sparsifiers.gpu.kernels import whole as whole_kernel
+from sparsifiers.gpu.kernels import records as records_kernels
+from sparsifiers.gpu.kernels import rows as rows_kernels
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -130,11 +128,11 @@ def main(target: int, once: bool) -> None:
             seen.add(key)
             print(json.dumps({**compiled(kernel, arguments, constants, target), "form": form}), flush=True)
 
-    for module in (add, codec, compact, compensation, edge, heads, records, rows, whole):
+    for module in (codec, combining, compensation, records, selection):
         module.runs_triton = lambda tensor: True
     kernels = (
-        add_kernel, codec_kernel, compact_kernel, compensation_kernel, edge_kernel, heads_kernel, records_kernel,
-        rows_kernel, whole_kernel,
+        codec_kernels, combining_kernels, compact_kernels, compensation_kernels, edge_kernels, records_kernels,
+        rows_kernels,
     )  # fmt: skip
     for module in kernels:
         module.launch = instead

@@ -188,7 +188,7 @@ def passes(work: Any, optimizer: Any, *, density: float) -> tuple[int, Step, Fig
     import torch
 
     from agmerge.tensors.arena import zeros
-    from sparsifiers import kernel, kernel_updates
+    from sparsifiers import native
 
     parameters = list(work.model.parameters())
     length = sum(parameter.numel() for parameter in parameters)
@@ -204,7 +204,7 @@ def passes(work: Any, optimizer: Any, *, density: float) -> tuple[int, Step, Fig
 
     def hook(number: int, parameter: torch.Tensor) -> None:
         before, after = (slab[number] for slab in slabs)
-        if kernel.add(after, before, parameter.grad, copy=homes[number]) is None:  # a small one
+        if native.add(after, before, parameter.grad, copy=homes[number]) is None:  # a small one
             torch.add(before, parameter.grad, out=after)
             homes[number].copy_(parameter.grad)
         parameter.grad = homes[number]
@@ -213,7 +213,7 @@ def passes(work: Any, optimizer: Any, *, density: float) -> tuple[int, Step, Fig
         parameter.register_post_accumulate_grad_hook(functools.partial(hook, number))
 
     def then() -> None:
-        if not kernel_updates.write_sum(update, parts, 0.5):
+        if not native.write_sum(update, parts, 0.5):
             raise RuntimeError("the compiled loops were not built, or torch has several threads")
         slabs.reverse()
 

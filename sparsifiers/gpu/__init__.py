@@ -37,22 +37,24 @@ What a merge buffer keeps: a `TensorTable` (a constant of its plan), a `Scratch`
 
 from __future__ import annotations
 
-from sparsifiers.gpu.add import add_ranks
 from sparsifiers.gpu.choice import has_kernels, is_fused, runs_triton
 from sparsifiers.gpu.codec import decode_indices, encode_indices
-from sparsifiers.gpu.compact import gather, mark, settle_ties
+from sparsifiers.gpu.combining import add_ranks, add_whole, merge_heads
 from sparsifiers.gpu.compensation import compensate
-from sparsifiers.gpu.edge import count_digits, count_ties, find_edge
-from sparsifiers.gpu.heads import merge_heads
-from sparsifiers.gpu.largest_key import LargestKey
-from sparsifiers.gpu.layout import IndexLayout, IndexSection
-from sparsifiers.gpu.row_table import RowTable
-from sparsifiers.gpu.rows import mark_rows
-from sparsifiers.gpu.scratch import Scratch
-from sparsifiers.gpu.select import select_largest, select_rows
-from sparsifiers.gpu.slots import Slots
-from sparsifiers.gpu.table import Momenta, TensorTable
-from sparsifiers.gpu.whole import add_whole
+from sparsifiers.gpu.layout import IndexLayout, IndexSection, Slots
+from sparsifiers.gpu.scratch import LargestKey, Scratch
+from sparsifiers.gpu.selection import (
+    count_digits,
+    count_ties,
+    find_edge,
+    gather,
+    mark,
+    mark_rows,
+    select_largest,
+    select_rows,
+    settle_ties,
+)
+from sparsifiers.gpu.tables import Momenta, RowTable, TensorTable
 
 __all__ = [
     "IndexLayout",

@@ -50,9 +50,9 @@ def _works(device: torch.device) -> bool:
 def _problem(device: torch.device) -> str:
     """Return why a kernel that needs what all of them need cannot be compiled and launched on `device`; "": it can."""
     try:
-        from sparsifiers.gpu.kernels import trial
+        from sparsifiers.gpu.kernels.launching import launch_trial
 
-        trial.run(device)
+        launch_trial(device)
     except Exception as error:  # of Triton, a compiler or a driver, by all of which torch's operations do without
         return f"{type(error).__name__}: {error}"
     return ""

@@ -6,9 +6,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsifiers.gpu.bits import bits_of
 from sparsifiers.gpu.choice import runs_triton
 from sparsifiers.gpu.layout import BITMAP, PLAIN, WIDTHS, IndexLayout, IndexSection
+
+
+def pack_bits(flags: Tensor, words: Tensor) -> None:
+    """Write bool[n] into int32 words, the first in the lowest bit; the bits behind them are 0."""
+    spread = torch.zeros(32 * len(words), dtype=torch.int32, device=words.device)
+    spread[: len(flags)] = flags
+    classes = torch.arange(32, dtype=torch.int32, device=words.device)
+    words.copy_((spread.view(-1, 32) << classes).sum(1, dtype=torch.int32))
+
+
+def bits_of(words: Tensor) -> Tensor:
+    """Return the bits of int32 words along the last dimension, the lowest first: int32[..., 32 * words]."""
+    classes = torch.arange(32, dtype=torch.int32, device=words.device)
+    return (words[..., None] >> classes & 1).flatten(-2)
 
 
 def encode_indices(indices: Tensor, count: int | Tensor, section: IndexSection) -> None:
@@ -19,9 +32,9 @@ def encode_indices(indices: Tensor, count: int | Tensor, section: IndexSection) 
     One launch; reads 4 bytes a slot, and changes bits of as many words as there are planes, and one more.
     """
     if runs_triton(section.words):
-        from sparsifiers.gpu.kernels import codec as kernel
+        from sparsifiers.gpu.kernels.codec import launch_encode
 
-        kernel.run_encode(indices, count, section)
+        launch_encode(indices, count, section)
     else:
         encode_reference(indices, count, section)
 
@@ -39,9 +52,9 @@ def decode_indices(
     Two launches; reads the marks twice, and two words a slot and plane.
     """
     if runs_triton(words):
-        from sparsifiers.gpu.kernels import codec as kernel
+        from sparsifiers.gpu.kernels.codec import launch_decode
 
-        kernel.run_decode(words, counts, layout, out, good, tiles)
+        launch_decode(words, counts, layout, out, good, tiles)
     else:
         decode_reference(words, counts, layout, out, good)
 

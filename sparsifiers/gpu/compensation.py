@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from sparsifiers.gpu.choice import runs_triton
-from sparsifiers.gpu.digits import BINS, DIGITS, MASK
-from sparsifiers.gpu.largest_key import LargestKey
-from sparsifiers.gpu.scratch import Scratch
-from sparsifiers.gpu.table import Momenta, TensorTable
+from sparsifiers.gpu.scratch import BINS, DIGITS, MASK, LargestKey, Scratch
+from sparsifiers.gpu.tables import Momenta, TensorTable
 
 
 def compensate(
@@ -37,18 +35,18 @@ def compensate(
     """
     dtype = table.check(gradients)
     if runs_triton(work):
-        from sparsifiers.gpu.kernels import compensation as kernel
+        from sparsifiers.gpu.kernels.compensation import launch_compensate
 
-        kernel.run(table, gradients, dtype, residual, work, largest, scratch, momenta)
+        launch_compensate(table, gradients, dtype, residual, work, largest, scratch, momenta)
     else:
-        reference(table, gradients, residual, work, largest, scratch, momenta)
+        compensate_reference(table, gradients, residual, work, largest, scratch, momenta)
     if scratch is not None:
         scratch.count()
     if largest is not None:
         largest.use()
 
 
-def reference(
+def compensate_reference(
     table: TensorTable,
     gradients: Sequence[Tensor | None],
     residual: Tensor | None,

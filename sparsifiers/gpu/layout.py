@@ -1,11 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay out indices in the bits of a message, as `agmerge` does on the host."""
+"""Places in a message: of indices and values, and of indices in bits, as `agmerge` lays them out on the host."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Places and values of a selection; entries at and behind the count are 0.
+
+    `indices` and `values` may be sections of a message.
+    """
+
+    indices: Tensor  # int32[capacity], ascending
+    values: Tensor  # fp32, fp16 or bf16[capacity], as receivers will read them
+    count: Tensor  # int32, 0-dim
+
+    @classmethod
+    def of(cls, capacity: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Slots:
+        """Return new buffers, which hold anything: `gather` writes all of them."""
+        indices = torch.empty(capacity, dtype=torch.int32, device=device)
+        values = torch.empty(capacity, dtype=dtype, device=device)
+        return cls(indices, values, torch.empty((), dtype=torch.int32, device=device))
+
 
 WIDTHS = (16, 8, 4, 2)  # of planes, in their order
 BITMAP, PLAIN = 0, -1  # in the place of `low`

@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from sparsifiers.gpu.block_table import BlockRun, BlockTable
 from sparsifiers.gpu.choice import runs_triton
+from sparsifiers.gpu.tables import BlockRun, BlockTable
 from sparsifiers.quantising.draws import Draws, unmixed
 
 BITS = (1, 2, 3, 4)  # the numbers of quantisers that have kernels, which are eden's bits
@@ -27,14 +27,14 @@ def encode_all(
 ) -> bool:
     """Write all blocks of `values`, as `Quantiser.encode_all` does.
 
-    number: of the quantiser, see `sparsifiers.kernel_quantising`. Reads 4 or 2 bytes an element.
+    number: of the quantiser, see `sparsifiers.native`. Reads 4 or 2 bytes an element.
     """
     if not (number in BITS and runs_triton(out) and _are_plain(values) and out.is_contiguous()):
         return False
-    from sparsifiers.gpu.kernels import records as kernel
+    from sparsifiers.gpu.kernels.records import launch_encode
 
     for part, given in _by_dtype(table, values):
-        kernel.encode(part, given, key, out, squares, number)
+        launch_encode(part, given, key, out, squares, number)
     return True
 
 
@@ -44,10 +44,10 @@ def decode_all(
     """Write the sums of all senders, as `Quantiser.decode_all` does. Writes 4 or 2 bytes an element."""
     if not (number in BITS and runs_triton(rows) and _are_plain(outs) and rows.stride(1) == 1):
         return False
-    from sparsifiers.gpu.kernels import records as kernel
+    from sparsifiers.gpu.kernels.records import launch_decode_sum
 
     for part, given in _by_dtype(table, outs):
-        kernel.decode_sum(part, rows, keys, scale, given, number)
+        launch_decode_sum(part, rows, keys, scale, given, number)
     return True
 
 
@@ -60,9 +60,9 @@ def encode_sum_all(
     """
     if not (first in BITS and second in BITS and runs_triton(out) and rows.stride(1) == 1 and out.is_contiguous()):
         return False
-    from sparsifiers.gpu.kernels import records as kernel
+    from sparsifiers.gpu.kernels.records import launch_encode_sum
 
-    kernel.encode_sum(table, rows, keys, scale, own, out, first, second)
+    launch_encode_sum(table, rows, keys, scale, own, out, first, second)
     return True
 
 

@@ -1,14 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch of a selection beside its vector: a histogram, an edge, two bitmaps, counts; 0.26 bytes an element."""
+"""Memory beside a vector: for a selection a histogram, an edge, two bitmaps, counts; and its largest key."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from sparsifiers.gpu.digits import BINS
-from sparsifiers.gpu.row_table import RowTable
+from sparsifiers.gpu.tables import RowTable
+
+# Cut the 31 bits of an fp32 magnitude's key into digits, of which histograms are taken.
+#
+# The first digit is the exponent and three bits of the mantissa, so that a bin is an eighth of an octave: 12.5 % of a
+# magnitude or less. All three digits are the whole key.
+
+BINS = 2048  # of a histogram
+KEY_BITS = 31  # of an fp32 number, its sign apart
+MASK = (1 << KEY_BITS) - 1
+
+
+class Digit(NamedTuple):
+    """Place of a digit in a key."""
+
+    shift: int  # bits below it
+    bits: int  # its own
+
+
+DIGITS = (Digit(20, 11), Digit(9, 11), Digit(0, 9))
+
+
+# Scratch of a selection: 0.26 bytes an element.
 
 TILE = 4096  # elements that a program marks and compacts: of a bitmap 128 words
 
@@ -62,3 +85,42 @@ class Scratch:
         if key not in self._rows:
             self._rows = {key: RowTable(key, self.edge.device)}
         return self._rows[key]
+
+
+# The largest key.
+
+
+class LargestKey:
+    """Two places in turn: kernels of a step raise one to the largest key that they write, and clear the other.
+
+    So no launch has to clear anything. All that is written in a step on one device may share them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._places = torch.split(torch.zeros(2, dtype=torch.int32, device=device), 1)
+        self._magnitudes = [place.view(torch.float32)[0] for place in self._places]
+        self._turn, self._is_raised = 0, False
+
+    def begin(self) -> None:
+        """Begin a step: its kernels raise the place that those of the step before have cleared."""
+        if self._is_raised:
+            self._turn, self._is_raised = 1 - self._turn, False
+
+    def use(self) -> None:
+        """Record that kernels of this step raise one place, and clear the other."""
+        self._is_raised = True
+
+    @property
+    def now(self) -> Tensor:
+        """Return the place that kernels of this step raise to their largest key: int32[1]."""
+        return self._places[self._turn]
+
+    @property
+    def later(self) -> Tensor:
+        """Return the place of the next step, which kernels of this one set to 0: int32[1]."""
+        return self._places[1 - self._turn]
+
+    @property
+    def magnitude(self) -> Tensor:
+        """Return the magnitude of this step's largest key: fp32, 0-dim, NaN if there was one; always the same view."""
+        return self._magnitudes[self._turn]

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Loops over float32 vectors that numpy and torch make of several passes. Called through ctypes by kernel.py.
 
-   A key is the bits of a float without its sign (see exact_topk.py). Nothing here allocates, keeps state
+   A key is the bits of a float without its sign (see largest.py). Nothing here allocates, keeps state
    between calls besides the level, or knows Python. Each loop exists for any machine, for AVX2 and for
    AVX-512; all give the same bits, but for some of kernel_low_rank.c. Additions are single and never contracted, so
    they round as torch's do. */
@@ -222,7 +222,7 @@ EXPORT int32_t kernel_nth(const int32_t *keys, int64_t n, int64_t k, int32_t *sc
 
 /* -- elements at positions ---------------------------------------------------------------------------------- */
 
-/* One key of each of m equal stretches: this repeats `places` of exact_topk.py. */
+/* One key of each of m equal stretches: this repeats `places` of largest.py. */
 EXPORT void kernel_sample(const int32_t *bits, int64_t n, int64_t m, int32_t mask, int32_t *keys)
 {
     enum { BATCH = 64 };

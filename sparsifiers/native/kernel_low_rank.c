@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Products of thin factors, left (r, n) and right (r, m), and of these with matrices (n, m), all float32 row by row:
-   see kernel_low_rank.py. A matrix is read from memory once, and written once.
+   see thin_factors.py. A matrix is read from memory once, and written once.
 
    A product of factors is made in the order that is written here, each product of floats rounded by itself: it has the
    same bits at every level. All else may differ, for registers are of different widths, and some multiply and add at

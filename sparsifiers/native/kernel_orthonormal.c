@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Gram-Schmidt in double precision, twice, on rows of float32: see kernel_low_rank.py.
+/* Gram-Schmidt in double precision, twice, on rows of float32: see thin_factors.py.
 
    Every sum is made in the order that is written here, each product rounded by itself, so that all levels, and numpy in
    agmerge, give the same bits: LANES partial sums, which are added in halves. Squares of floats neither over- nor

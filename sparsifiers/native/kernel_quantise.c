@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Quantised vectors: of values records, of the records of several senders their sum, and of that records again. See
-   kernel.c for the rules of all, and kernel_quantising.py for the contract.
+   kernel.c for the rules of all, and native.py for the contract.
 
    A TILE of blocks is worked on at once: intermediate results stay in the first-level cache. */
 

@@ -10,7 +10,7 @@
 #include <math.h>
 #include <string.h>
 
-/* Quantisers, by the numbers of kernel_quantising.py. */
+/* Quantisers, by the numbers of native.py. */
 enum { EDEN_1 = 1, EDEN_2, EDEN_3, EDEN_4, INT_4, INT_8 };
 enum { LARGEST = 256 }; /* coordinates of a block */
 enum { SCALE = 2 };     /* bytes of a scale, a bfloat16 */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One pass over an update that is the sum of lists of indices and values: see kernel_updates.py. */
+/* One pass over an update that is the sum of lists of indices and values: see native.py. */
 
 #include "kernel.h"
 

@@ -4,21 +4,28 @@
 Ming, Hu, Zhou, Zheng and Feng, "ADTopk: All-Dimension Top-k Compression for High-Performance Data-Parallel DNN
 Training", HPDC'24. Global top-k leaves whole rows (output channels, neurons) without an update for many steps;
 rows alone keep far less of the gradient. From the paper: rows as dimensions, the longer axis as the searched
-one, interleaving, reuse of the threshold. Ours: exactly k in all, dealt to the rows in turn (`rows_host.deal`), the
-reuse rule (`candidates.reuse_threshold`), and floor-and-fill.
+one, interleaving, reuse of the threshold. Ours: exactly k in all, dealt to the rows in turn (`rows.deal`), the
+reuse rule (`estimated.reuse_threshold`), and floor-and-fill.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from sparsifiers import candidates
+from sparsifiers import estimated, gpu
 from sparsifiers.base import Request, Selection, Sparsifier
 from sparsifiers.estimated import Keyed, padded
-from sparsifiers.exact_topk import bit_view, magnitude_mask
-from sparsifiers.largest import select_largest_on_device, select_rows_on_device
-from sparsifiers.rows_host import largest_in_rows, matrices, maxima_and_largest, maxima_and_largest_on_device
+from sparsifiers.largest import bit_view, later_or_now, magnitude_mask, scratch_of, select_largest_on_device
+from sparsifiers.rows import matrices
+from sparsifiers.rows_search import (
+    largest_in_rows,
+    largest_in_rows_on_device,
+    maxima_and_largest,
+    maxima_and_largest_on_device,
+)
 
 
 class AdTopKRow(Sparsifier):
@@ -68,7 +75,7 @@ class AdTopK(Keyed):
         if request.step % 2 == 0:
             return _row_wise(vector, request, request.step // 2)
         known = self._recall(request.key, vector.numel()) if self.reuse else None
-        reused = candidates.reuse_threshold(vector, request.k, known[0] if known else None)
+        reused = estimated.reuse_threshold(vector, request.k, known[0] if known else None)
         if self.reuse and reused.threshold is not None:
             self._keep(request.key, vector.numel(), reused.threshold)
         return padded(reused.indices, request.k)
@@ -112,3 +119,12 @@ class AdTopKFill(Sparsifier):
 def _row_wise(vector: Tensor, request: Request, turn: int) -> Selection:
     bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
     return Selection(torch.from_numpy(largest_in_rows(bits, mask, request.k, turn, request.shapes)), request.k)
+
+
+def select_rows_on_device(vector: Tensor, request: Request, turn: int) -> Selection:
+    """Return the largest of each row, k in all, as `rows.deal` deals them; nothing waits for the device."""
+    if not gpu.has_kernels(vector):
+        return Selection(largest_in_rows_on_device(vector, request.k, turn, request.shapes), request.k)
+    scratch = scratch_of(vector, request)
+    rows = scratch.row_table(request.shapes)
+    return later_or_now(vector, request, partial(gpu.select_rows, vector, rows, request.k, turn, scratch))

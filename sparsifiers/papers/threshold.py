@@ -10,11 +10,17 @@ from torch import Tensor
 
 from sparsifiers import gpu
 from sparsifiers.base import Request, Selection
-from sparsifiers.candidates import key_from, reuse_threshold
-from sparsifiers.device import bracket, keys_of, take
-from sparsifiers.estimated import Keyed, key_floor, number, padded
-from sparsifiers.exact_topk import bit_view, magnitude_mask, scan
-from sparsifiers.largest import select_in_kernels
+from sparsifiers.estimated import Keyed, key_floor, number, padded, reuse_threshold
+from sparsifiers.largest import (
+    bit_view,
+    bracket,
+    key_from,
+    keys_of,
+    magnitude_mask,
+    scan,
+    select_in_kernels,
+    take,
+)
 
 
 class Threshold(Keyed):
@@ -25,7 +31,7 @@ class Threshold(Keyed):
     nothing at all may be sent. It must suit the scale of the gradients, which changes during training: too
     low a tau is topk, too high a one sends nothing and delays everything.
 
-    Without tau (the default), tau follows k, per key (`candidates.reuse_threshold`): while the last one lets 0.8 k
+    Without tau (the default), tau follows k, per key (`estimated.reuse_threshold`): while the last one lets 0.8 k
     to 1.25 k elements through it is used again, cut to k and nudged; outside that band the exact k are
     selected in the same call and the smallest of them is the next threshold. A steady gradient costs one pass
     and no sample: the cheapest method that keeps to k. On a device the last threshold starts a bisection,

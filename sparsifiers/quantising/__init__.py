@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantisers: every coordinate of a tensor in few bits, block by block.
 
-* `base`: the contract, how tensors are cut, and the choice among several. `draws`: scales and random words.
-* `eden`: signs, or a few levels, of rotated blocks; `levels`: these levels.
+* `base`: the contract, how tensors are cut, and the choice among several. `draws`: scales, levels and random words.
+* `eden`: signs, or a few levels, of rotated blocks.
 * `linear`: int8, int4 and fp8. `stochastic`: qsgd and terngrad. `onebit`: signs with error feedback.
 """

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparsifiers import kernel_quantising
+from sparsifiers import native
 from sparsifiers.base import Compressor, Kind
 from sparsifiers.gpu import records
-from sparsifiers.gpu.block_table import BlockRun, BlockTable
+from sparsifiers.gpu.tables import BlockRun, BlockTable
 from sparsifiers.quantising.draws import Draws, key_within
 
 # Blocks, which share a scale: a pure function of the shape.
@@ -108,11 +109,11 @@ class Quantizer(Compressor):
         return self.memory != "none"
 
     def loops(self) -> int:
-        """Return its number in `sparsifiers.kernel_quantising`: of compiled loops that write and read the same bits.
+        """Return its number in `sparsifiers.native`: of compiled loops that write and read the same bits.
 
         They are not used by a subclass that writes `_encode`, `_decode`, `record_bytes` or `__init__` itself.
         """
-        return kernel_quantising.NONE
+        return native.NONE
 
     @abstractmethod
     def record_bytes(self, size: int) -> int:
@@ -162,10 +163,10 @@ class Quantizer(Compressor):
         squares: float64[1]: the sum of all squares is added to it, right to 2**-20 of it, so it is for nothing that has
         to be equal on all ranks; not finite if one of the values is not.
         """
-        number, record = self._compiled(size)
-        if kernel_quantising.encode(values, size, draws, out, squares, number, record):
+        record = self._record(size)
+        if native.quantize(values, size, draws, out, squares, record):
             return
-        if not records.encode(values, size, draws, out, squares, number):
+        if not records.encode(values, size, draws, out, squares, record[0]):
             self._encode_in_torch(values, size, draws, out, squares)
 
     def _encode_in_torch(self, values: Tensor, size: int, draws: Draws, out: Tensor, squares: Tensor | None) -> None:
@@ -187,10 +188,10 @@ class Quantizer(Compressor):
         messages, draws: of each sender, as `encode` had them.
         out: 1-D, contiguous, as long as the values, of float32, bfloat16 or float16.
         """
-        number, record = self._compiled(size)
-        if kernel_quantising.decode_sum(messages, draws, size, scale, out, number, record):
+        record = self._record(size)
+        if native.add_quantized(messages, draws, size, scale, out, record):
             return
-        if not records.decode_sum(messages, draws, size, scale, out, number):
+        if not records.decode_sum(messages, draws, size, scale, out, record[0]):
             self._decode_sum_in_torch(messages, draws, size, scale, out)
 
     def _decode_sum_in_torch(
@@ -218,8 +219,8 @@ class Quantizer(Compressor):
         second, own: the quantizer of the sum, and its draws.
         out: uint8, 1-D, of `second.record_bytes(size)` for each block.
         """
-        by = self._compiled(size), second._compiled(size)
-        if kernel_quantising.encode_sum(messages, draws, size, scale, own, out, *by):
+        by = self._record(size), second._record(size)
+        if native.quantize_sum(messages, draws, size, scale, own, out, *by):
             return
         if not records.encode_sum(messages, draws, size, scale, own, out, by[0][0], by[1]):
             self._encode_sum_in_torch(messages, draws, size, scale, second, own, out)
@@ -327,15 +328,13 @@ class Quantizer(Compressor):
         """Return the records of a run, of each sender."""
         return list(rows[:, run.source : run.source + run.blocks * self.record_bytes(run.size)])
 
-    def _compiled(self, size: int) -> tuple[int, int]:
+    def _record(self, size: int) -> native.Record:
         """Return the number of the loops to use, and the bytes of a record."""
         return self._number(), self.record_bytes(size)
 
     def _number(self) -> int:
         """Return the number of the loops to use."""
-        named = next(each for each in type(self).__mro__ if "loops" in vars(each))
-        same = all(getattr(type(self), name) is getattr(named, name) for name in WRITTEN)
-        return self.loops() if same else kernel_quantising.NONE
+        return self.loops() if _has_loops(type(self)) else native.NONE
 
     def _sum(self, rows: Sequence[Tensor], draws: Sequence[Draws], size: int, scale: float, part: slice) -> Tensor:
         """Return the scaled sum of the values in some records of all senders, `part`: float32[blocks, size]."""
@@ -345,6 +344,13 @@ class Quantizer(Compressor):
         for read in others:
             first.add_(read)
         return first.mul_(scale)
+
+
+@functools.cache
+def _has_loops(kind: type[Quantizer]) -> bool:
+    """Return whether a class writes nothing itself that the loops replace, which it or a base names."""
+    named = next(each for each in kind.__mro__ if "loops" in vars(each))
+    return all(getattr(kind, name) is getattr(named, name) for name in WRITTEN)
 
 
 def _draws_of(run: BlockRun, key: int) -> Draws:

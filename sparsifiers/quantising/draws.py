@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales of blocks, and random words that every rank can draw for any block, by themselves and in any order.
+"""Scales and levels of blocks, and random words that every rank can draw for any block, in any order.
 
 A word is a pure function of a key and a number: splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
 Generators", OOPSLA 2014), at any value of its counter. No generator of the process is used, and torch's operations and
@@ -8,7 +8,8 @@ compiled loops draw the same bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +73,33 @@ def read_scale(data: Tensor) -> Tensor:
     return data[:, :SCALE].contiguous().view(torch.bfloat16).to(torch.float32)
 
 
+# Levels to which `eden` rounds rotated blocks: those of Lloyd (1982) and Max (1960) for a normal distribution. Torch's
+# operations, the loops in C (`kernel_quantise_codes.h`) and the kernels in Triton have the same.
+
+# By bits: the levels of magnitudes, in units of a block's root mean square; and the same as integers, of which a sum
+# over 256 signs fits into 16 bits. Decoding is then exact up to its one multiplication by the scale.
+EXACT = {
+    1: (0.7979,),
+    2: (0.4528, 1.5104),
+    3: (0.2451, 0.7560, 1.3439, 2.1520),
+    4: (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326),
+}
+LEVELS = {1: (30,), 2: (30, 100), 3: (12, 36, 64, 103), 4: (6, 18, 30, 43, 58, 74, 95, 126)}
+# A rotation does not hide one coordinate of more than this share of a block's energy: it would arrive with a gain of
+# 1.02 and more. Such a block is rotated twice.
+SPIKE = {1: 1 / 16, 2: 1 / 8, 3: 1 / 8, 4: 1 / 8}
+# Nor does it hide that all are alike: few sums come of it, some next to the end of a level, and the mean would be off
+# by 5 % of the norm. A block is rotated twice if its largest square is less than so many times its mean square.
+FLAT = 4.0
+SMALLEST = 2.0**-118  # a smaller scale is 0, so that no value read is subnormal: some machines make that zero
+LARGEST = 2.0**104  # a larger one is this, so that no sum over up to 2**8 senders is infinite
+
+
+def thresholds(bits: int) -> tuple[float, ...]:
+    """Return where one level ends and the next begins, in units of a block's root mean square."""
+    return tuple((low + high) / 2 for low, high in pairwise(EXACT[bits]))
+
+
 # Random words.
 
 GOLDEN = 0x9E3779B97F4A7C15  # the odd number nearest to 2**64 / the golden ratio: a step of splitmix64's counter
@@ -112,8 +140,7 @@ def key_of(*facts: int) -> int:
     return key
 
 
-@dataclass(frozen=True)
-class Draws:
+class Draws(NamedTuple):
     """Random words of some blocks: those from number ``first`` on, under one key."""
 
     key: int  # 64 bits, see `key_of`

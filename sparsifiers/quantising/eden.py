@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsifiers.quantising.base import Quantiser
-from sparsifiers.quantising.draws import NAN, SCALE, Draws
-from sparsifiers.quantising.levels import FLAT, LEAST, LEVELS, MOST, SPIKE, thresholds
+from sparsifiers.quantising.draws import FLAT, LARGEST, LEVELS, NAN, SCALE, SMALLEST, SPIKE, Draws, thresholds
 
 # Rotations by a Hadamard matrix, with a fixed order of additions: torch's operations and compiled loops agree.
 
@@ -125,7 +124,7 @@ class Eden(Quantiser):
             numbers += magnitudes > root * threshold
         levels = self._levels_on(bits, blocks.device)[numbers.int()]
         scale = energy / folded(magnitudes.mul_(levels)) * _power_of_two(exponents) * factor
-        scale = torch.where(scale >= LEAST, scale.clamp(max=MOST), 0.0)
+        scale = torch.where(scale >= SMALLEST, scale.clamp(max=LARGEST), 0.0)
         written = torch.where(exponents == 255, NAN, _rounded(scale)) | again.int() << 15
         planes = [negative, *(numbers >> bit & 1 for bit in range(bits - 1))]
         head = written.to(torch.int16).unsqueeze(1).view(torch.uint8)

@@ -99,8 +99,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a checksum leaves out the records",
         "agmerge/exchanges/quantised/layout.py",
-        "kernel_message.checksum(shard[end + WORD : self.size])",
-        "kernel_message.checksum(shard[end + WORD : self.announced])",
+        "native.checksum(shard[end + WORD : self.size])",
+        "native.checksum(shard[end + WORD : self.announced])",
         (f"{Q}::test_a_flipped_bit_is_the_same_error_on_all_ranks",),
     ),
     Mutant(

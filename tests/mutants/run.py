@@ -136,10 +136,10 @@ def _flags() -> str:
 
 def _load(folder: Path) -> None:
     """Make the library of loops in ``folder`` the one that is in use."""
-    from sparsifiers import kernel
+    from sparsifiers import native
 
-    kernel.library = kernel.load(folder)
-    if kernel.library is None:
+    native.library = native.load(folder)
+    if native.library is None:
         os._exit(NO_BUILD)
 
 

@@ -39,19 +39,19 @@ def passes(arguments: dict[str, Any]) -> int:
 
 
 TABLE = (
-    Fused("compensation", "reference", 2, lambda a: passes(a) * elements(a, "work")),
-    Fused("edge", "count_digits_reference", 1, lambda a: 4 * elements(a, "work")),
-    Fused("edge", "count_ties_reference", 1, lambda a: 0.125 * elements(a, "work")),
-    Fused("edge", "find_edge_reference", 1, lambda a: 16_384),
-    Fused("compact", "mark_reference", 1, lambda a: 4.25 * elements(a, "work")),
-    Fused("compact", "settle_reference", 1, lambda a: 0.5 * elements(a, "work")),
-    Fused("compact", "gather_reference", 2, lambda a: 0.25 * elements(a, "work") + 72 * a["slots"].indices.numel()),
-    Fused("rows", "reference", 2, lambda a: 20 * elements(a, "work")),
+    Fused("compensation", "compensate_reference", 2, lambda a: passes(a) * elements(a, "work")),
+    Fused("selection", "count_digits_reference", 1, lambda a: 4 * elements(a, "work")),
+    Fused("selection", "count_ties_reference", 1, lambda a: 0.125 * elements(a, "work")),
+    Fused("selection", "find_edge_reference", 1, lambda a: 16_384),
+    Fused("selection", "mark_reference", 1, lambda a: 4.25 * elements(a, "work")),
+    Fused("selection", "settle_reference", 1, lambda a: 0.5 * elements(a, "work")),
+    Fused("selection", "gather_reference", 2, lambda a: 0.25 * elements(a, "work") + 72 * a["slots"].indices.numel()),
+    Fused("selection", "rows_reference", 2, lambda a: 20 * elements(a, "work")),
     Fused("codec", "encode_reference", 1, lambda a: 8 * elements(a, "indices")),
     Fused("codec", "decode_reference", 2, lambda a: 8 * elements(a, "out")),
-    Fused("whole", "reference", 1, lambda a: 4 * elements(a, "update") + 4 * elements(a, "rows")),
-    Fused("heads", "reference", 1, lambda a: 4 * elements(a, "words")),
-    Fused("add", "reference", 1, lambda a: 4 * elements(a, "update") + 8 * elements(a, "values")),
+    Fused("combining", "whole_reference", 1, lambda a: 4 * elements(a, "update") + 4 * elements(a, "rows")),
+    Fused("combining", "heads_reference", 1, lambda a: 4 * elements(a, "words")),
+    Fused("combining", "add_reference", 1, lambda a: 4 * elements(a, "update") + 8 * elements(a, "values")),
 )
 
 # Of `eden`: what its kernels do, by the method that does it in torch's operations. A kernel, and a copy of its table.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsifiers import kernel, kernel_message
+from sparsifiers import native
 
 Maker = Callable[[int, np.random.Generator], np.ndarray]
 
@@ -97,33 +97,33 @@ def same_bits() -> Callable[[Tensor, Tensor], bool]:
 @pytest.fixture(scope="module", params=["numpy", "compiled"])
 def loops(request: pytest.FixtureRequest) -> Iterator[str]:
     """Which loops are used: numpy's alone, or the compiled ones where they apply."""
-    if request.param == "compiled" and not kernel.available():
+    if request.param == "compiled" and not native.available():
         pytest.skip("the compiled loops were not built")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "numpy":
-            patch.setattr(kernel, "library", None)
+            patch.setattr(native, "library", None)
         yield str(request.param)
 
 
 @pytest.fixture
 def all_levels() -> Iterator[list[int]]:
     """Those that this machine has; afterwards the one in use before is used again."""
-    before = kernel.level()
-    yield list(range(len(kernel.names())))
-    kernel.set_level(before)
+    before = native.level()
+    yield list(range(len(native.names())))
+    native.set_level(before)
 
 
-@pytest.fixture(params=kernel.LEVELS)
+@pytest.fixture(params=native.LEVELS)
 def level(request: pytest.FixtureRequest, all_levels: list[int]) -> int:
     """The loops of one instruction set."""
-    wanted = kernel.LEVELS.index(request.param)
+    wanted = native.LEVELS.index(request.param)
     if wanted not in all_levels:
         pytest.skip(f"this machine has no {request.param}")
-    return kernel.set_level(wanted)
+    return native.set_level(wanted)
 
 
 @pytest.fixture
 def any_size(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the loops for the memory, whatever the size, and one thread."""
-    monkeypatch.setattr(kernel, "STREAMED", 0)
-    monkeypatch.setattr(kernel_message, "SCATTERED", 0)
+    monkeypatch.setattr(native, "STREAMED", 0)
+    monkeypatch.setattr(native, "SCATTERED", 0)

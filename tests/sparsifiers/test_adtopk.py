@@ -16,7 +16,7 @@ from torch import Tensor
 import sparsifiers
 from sparsifiers import Sparsifier
 from sparsifiers.papers import adtopk
-from sparsifiers.rows_host import largest_in_rows_on_device
+from sparsifiers.rows_search import largest_in_rows_on_device
 
 SHAPES = [(64, 3, 3, 3), (16,), (200, 30), (24,), (10, 40), (10,)]
 N = sum(math.prod(shape) for shape in SHAPES)
@@ -148,8 +148,8 @@ def test_filling_up_keeps_nearly_the_energy_of_topk() -> None:
 
 def test_the_threshold_is_reused_per_key(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float | None] = []
-    reuse = adtopk.candidates.reuse_threshold
-    monkeypatch.setattr(adtopk.candidates, "reuse_threshold", lambda v, k, t: asked.append(t) or reuse(v, k, t))
+    reuse = adtopk.estimated.reuse_threshold
+    monkeypatch.setattr(adtopk.estimated, "reuse_threshold", lambda v, k, t: asked.append(t) or reuse(v, k, t))
     sparsifier = sparsifiers.get("adtopk")
     for key, step, n in (("a", 1, N), ("b", 1, N), ("a", 2, N), ("a", 3, N), ("a", 5, N - 9), ("b", 3, N), ("a", 5, N)):
         sparsifier.select(gaussian(0)[:n], k=60, key=key, step=step)
@@ -208,14 +208,14 @@ def test_retain() -> None:
 @pytest.mark.parametrize("drift", [0.0, 0.5], ids=["stationary", "drifting"])
 def test_under_error_feedback(drift: float, monkeypatch: pytest.MonkeyPatch) -> None:
     afresh: list[bool] = []
-    reuse = adtopk.candidates.reuse_threshold
+    reuse = adtopk.estimated.reuse_threshold
 
     def watched(vector: Tensor, k: int, threshold: float | None) -> Any:
         found = reuse(vector, k, threshold)
         afresh.append(found.exact)
         return found
 
-    monkeypatch.setattr(adtopk.candidates, "reuse_threshold", watched)
+    monkeypatch.setattr(adtopk.estimated, "reuse_threshold", watched)
     n, k = 32_000, 640
     sparsifier, residual = sparsifiers.get("adtopk"), torch.zeros(n)
     for step in range(300):

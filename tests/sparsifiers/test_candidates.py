@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers import candidates, exact_topk, kernel
-from sparsifiers.candidates import Candidates, TensorNotes
-from sparsifiers.exact_topk import largest_magnitudes
+from sparsifiers import largest, native
+from sparsifiers.largest import Candidates, TensorNotes, largest_magnitudes
 
 MASK = 0x7FFFFFFF
 DTYPES = {torch.float32: "float", torch.bfloat16: "bfloat", torch.float16: "half"}
 SPECIALS = torch.tensor([0.0, -0.0, 1.4e-45, -1e-40, torch.inf, -torch.inf, torch.nan, -3.4e38])
 SIZES = [6400, 1, 3000, 0, 63, 4097, 64, 2048]  # of tensors in a vector; each is padded
-pytestmark = [pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built")]
+pytestmark = [pytest.mark.skipif(not native.available(), reason="the compiled loops were not built")]
 
 
 def keys_of(vector: Tensor) -> np.ndarray:
@@ -60,22 +59,22 @@ class Loop:
 
 LOOPS = {
     **{
-        f"add {name}": Loop(lambda work, rest, gradient, notes: kernel.add(work, rest, gradient, noting=notes), dtype)
+        f"add {name}": Loop(lambda work, rest, gradient, notes: native.add(work, rest, gradient, noting=notes), dtype)
         for dtype, name in DTYPES.items()
     },
     "add and move": Loop(
-        lambda work, rest, gradient, notes: kernel.add(
+        lambda work, rest, gradient, notes: native.add(
             work, rest, gradient, 0.95, torch.empty_like(gradient), noting=notes
         )
     ),
-    "subtract": Loop(kernel.subtract),
+    "subtract": Loop(native.difference),
     "momentum": Loop(
-        lambda work, rest, gradient, notes: kernel.momentum(
+        lambda work, rest, gradient, notes: native.momentum(
             work, rest, gradient, rest.clone(), torch.empty_like(rest), 0.9, False, noting=notes
         )
     ),
     "momentum, Nesterov, and move": Loop(
-        lambda work, rest, gradient, notes: kernel.momentum(
+        lambda work, rest, gradient, notes: native.momentum(
             work, rest, gradient, rest.clone(), torch.empty_like(rest), 0.9, True, torch.empty_like(rest), notes
         )
     ),
@@ -128,7 +127,7 @@ class Training:
             self.notes[number].forget()
             self.work[part] = self.rest[part]
         else:
-            assert kernel.add(self.work[part], self.rest[part], gradient, noting=self.notes[number]) is not None
+            assert native.add(self.work[part], self.rest[part], gradient, noting=self.notes[number]) is not None
 
     def step(self, k: int, gradient_of: Callable[[int], Tensor | None]) -> None:
         for number in self.random.permutation(len(SIZES)):
@@ -173,7 +172,7 @@ def test_lists_that_are_too_long_for_the_scratch_that_a_thread_keeps(
     kept: int, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than a million candidates, as 5 % of seven million elements are: they were read from other scratch."""
-    monkeypatch.setattr(exact_topk, "KEPT", kept)
+    monkeypatch.setattr(native, "KEPT", kept)
     for _ in range(20):
         training.step(150, normal(1.0))
     assert not all(training.searched)
@@ -241,14 +240,14 @@ def test_a_vector_that_was_written_by_others_is_searched_and_nothing_is_kept_of_
 
 
 def test_a_list_that_is_full_is_not_used(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "ROOM", 1)
+    monkeypatch.setattr(largest, "ROOM", 1)
     for _ in range(6):
         training.step(150, normal(1.0))
     assert sum(training.searched) >= 5
 
 
 def test_where_much_is_selected_nothing_is_noted(training: Training) -> None:
-    k = training.known.length // candidates.RARE + 1
+    k = training.known.length // largest.RARE + 1
     for _ in range(3):
         training.step(k, normal(1.0))
     assert all(training.searched) and training.notes[0].begin() == (0, 0)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 import sparsifiers
 from sparsifiers.base import Request
-from sparsifiers.device import bracket, keys_of, take
-from sparsifiers.exact_topk import magnitude_mask
+from sparsifiers.largest import bracket, keys_of, magnitude_mask, take
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

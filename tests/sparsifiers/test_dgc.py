@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers import dgc, exact_topk
+from sparsifiers import dgc, largest
 from sparsifiers.base import Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,7 +38,7 @@ def test_exact_is_topk(distribution: str, dtype: torch.dtype, draw: Draw, ranked
 
 @pytest.mark.parametrize("mode", ["exact", "paper"])
 def test_the_margin_makes_a_second_pass_rare(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fallback = Mock(wraps=exact_topk.largest_magnitudes)
+    fallback = Mock(wraps=largest.largest_magnitudes)
     monkeypatch.setattr(dgc, "largest_magnitudes", fallback)
     vector = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
     short = 0

@@ -20,10 +20,10 @@ from support.allocation import N as LONG
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers import estimated, exact_topk
+from sparsifiers import estimated, largest
 from sparsifiers.base import Request
 from sparsifiers.estimated import Estimated, key_floor, normalised, stride_for, strided
-from sparsifiers.exact_topk import bit_view, magnitude_mask
+from sparsifiers.largest import bit_view, magnitude_mask
 from sparsifiers.papers import sidco
 from sparsifiers.papers.sidco import PERIOD, SIDCo
 
@@ -96,7 +96,7 @@ def test_degenerate_vectors_end_soon(name: str, n: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_a_good_fit_costs_one_pass(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, draw: Draw) -> None:
     vectors = [draw(distribution, 1_000_000, dtype) for distribution in ("gaussian", "student2", "block-scaled")]
-    scans, fallbacks = Mock(wraps=exact_topk.scan), Mock(wraps=exact_topk.largest_magnitudes)
+    scans, fallbacks = Mock(wraps=largest.scan), Mock(wraps=largest.largest_magnitudes)
     monkeypatch.setattr(estimated, "scan", scans)
     monkeypatch.setattr(estimated, "largest_magnitudes", fallbacks)
     tried = 0
@@ -110,7 +110,7 @@ def test_a_good_fit_costs_one_pass(name: str, dtype: torch.dtype, monkeypatch: p
 
 
 def test_a_bad_fit_is_not_even_scanned_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    scans = Mock(wraps=exact_topk.scan)
+    scans = Mock(wraps=largest.scan)
     monkeypatch.setattr(estimated, "scan", scans)
     vector = torch.rand(1_000_000, generator=torch.Generator().manual_seed(0))
     assert sparsifiers.get("gaussiank").select(vector).count == 10_000  # 6 k reach it: the tail ends

@@ -39,7 +39,7 @@ def trial(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[torc
         if error is not None:
             raise error
 
-    monkeypatch.setitem(sys.modules, "sparsifiers.gpu.kernels.trial", SimpleNamespace(run=run))
+    monkeypatch.setitem(sys.modules, "sparsifiers.gpu.kernels.launching", SimpleNamespace(launch_trial=run))
     return made
 
 
@@ -90,9 +90,9 @@ def test_a_machine_without_a_gpu_fails_the_trial() -> None:
 
 def test_the_trial_is_a_kernel() -> None:
     pytest.importorskip("triton", reason="triton is not installed: make test-all installs it")
-    from sparsifiers.gpu.kernels import trial
+    from sparsifiers.gpu.kernels import launching
 
-    assert trial.run(torch.device("cpu")).tolist() == [1, 0] * 16  # in Triton's interpreter
+    assert launching.launch_trial(torch.device("cpu")).tolist() == [1, 0] * 16  # in Triton's interpreter
 
 
 def test_vectors_are_contiguous_and_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

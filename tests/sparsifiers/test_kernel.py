@@ -17,8 +17,8 @@ from torch import Tensor
 
 import sparsifiers
 from agmerge.tensors.arena import subtract
-from sparsifiers import exact_topk, kernel, kernel_message
-from sparsifiers.exact_topk import COMPILED_SAMPLES, bit_view, magnitude_mask, places, sampled_floor
+from sparsifiers import largest, native, rows_search
+from sparsifiers.largest import COMPILED_SAMPLES, bit_view, compiled_sample, magnitude_mask, places, sampled_floor
 
 MASK = magnitude_mask(torch.float32)
 SIZES = [*range(71), 127, 128, 129, 1023, 1024, 1025, 5000]
@@ -26,7 +26,7 @@ SPECIALS = [0.0, -0.0, 1.4e-45, -1.4e-45, 1e-40, float("inf"), float("-inf"), fl
 
 Draw = Callable[..., Tensor]
 SameBits = Callable[[Tensor, Tensor], bool]
-pytestmark = pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built")
+pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled loops were not built")
 
 
 def values(n: int, kind: str, seed: int = 0) -> Tensor:
@@ -61,7 +61,7 @@ def test_scan_appends_what_exceeds_the_floor(level: int, kind: str) -> None:
             bits = bit_view(values(n + shift, kind)).numpy()[shift:]
             for floor in (-1, 0, 0x3F800000, MASK):
                 positions, keys = (np.full(n + 2, -7, dtype=np.int32) for _ in range(2))
-                stop, held = kernel.scan(bits, 0, MASK, floor, positions[:-1], keys[:-1], 1)
+                stop, held = native.scan(bits, 0, MASK, floor, positions[:-1], keys[:-1], 1)
                 expected = np.flatnonzero((bits & MASK) > floor)
                 assert (stop, held) == (n, 1 + len(expected))
                 assert np.array_equal(positions[1:held], expected)
@@ -72,16 +72,16 @@ def test_scan_appends_what_exceeds_the_floor(level: int, kind: str) -> None:
 def test_scan_stops_where_a_block_might_not_fit_and_goes_on(level: int) -> None:
     bits = bit_view(values(10_000, "normal")).numpy()
     expected = np.flatnonzero((bits & MASK) > 0x3F800000)
-    positions, keys = (np.zeros(kernel.BLOCK + 100, dtype=np.int32) for _ in range(2))
+    positions, keys = (np.zeros(native.BLOCK + 100, dtype=np.int32) for _ in range(2))
     found: list[int] = []
     stop = 0
     while stop < len(bits):
         before = stop
-        stop, held = kernel.scan(bits, stop, MASK, 0x3F800000, positions, keys, 0)
+        stop, held = native.scan(bits, stop, MASK, 0x3F800000, positions, keys, 0)
         assert stop > before and held <= len(positions)
         found += positions[:held].tolist()
     assert found == expected.tolist()
-    assert kernel.scan(bits, 0, MASK, -1, positions[:10], keys[:10], 0) == (0, 0)
+    assert native.scan(bits, 0, MASK, -1, positions[:10], keys[:10], 0) == (0, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,11 +91,11 @@ def test_cut_keeps_the_largest_and_the_first_of_equals(level: int, kind: str) ->
         keys = bit_view(values(n, kind)).numpy() & MASK
         for k in {1, n // 3 or 1, n - 1 or 1, n, int(rng.integers(1, n + 1))}:
             positions, kept = np.arange(n, dtype=np.int32) * 3, keys.copy()
-            smallest = kernel.cut(positions, kept, n, k, np.empty(n, dtype=np.int32))
+            smallest = native.cut(positions, kept, n, k, np.empty(n, dtype=np.int32))
             expected = np.array(by_numpy(keys, k))
             assert np.array_equal(positions[:k], expected * 3)
             assert np.array_equal(kept[:k], keys[expected])
-            assert smallest == kept[:k].min() == np.sort(keys)[n - k] == kernel.nth_largest(keys, k)
+            assert smallest == kept[:k].min() == np.sort(keys)[n - k] == native.nth_largest(keys, k)
 
 
 def test_cut_of_many_equals_and_of_two_far_apart(level: int) -> None:
@@ -103,7 +103,7 @@ def test_cut_of_many_equals_and_of_two_far_apart(level: int) -> None:
         array = np.array(keys, dtype=np.int32)
         for k in (1, 2, 30_000, 99_999):
             positions = np.arange(len(array), dtype=np.int32)
-            kernel.cut(positions, array.copy(), len(array), k, np.empty_like(array))
+            native.cut(positions, array.copy(), len(array), k, np.empty_like(array))
             assert positions[:k].tolist() == by_numpy(array, k)
 
 
@@ -111,10 +111,10 @@ def test_the_sample_is_numpys(level: int, monkeypatch: pytest.MonkeyPatch) -> No
     vector = values(1_000_003, "normal")
     bits = bit_view(vector).numpy()
     for m in (1, 63, 64, 65, 5000, 100_000):
-        assert np.array_equal(kernel.sample(bits, MASK, m), bits[places(len(bits), m)] & MASK)
-    compiled = sampled_floor(bits, MASK, 300_000)
-    monkeypatch.setattr("sparsifiers.exact_topk.SAMPLES", COMPILED_SAMPLES)
-    monkeypatch.setattr(kernel, "library", None)
+        assert np.array_equal(native.sample(bits, MASK, m), bits[places(len(bits), m)] & MASK)
+    compiled = native.sampled_floor(bits, MASK, *compiled_sample(len(bits), 300_000))
+    monkeypatch.setattr("sparsifiers.largest.SAMPLES", COMPILED_SAMPLES)
+    monkeypatch.setattr(native, "library", None)
     assert sampled_floor(bits, MASK, 300_000) == compiled
 
 
@@ -134,7 +134,7 @@ def test_topk_is_the_same_with_every_level(distribution: str, draw: Draw, all_le
         for k in {1, n // 100 or 1, n // 3 or 1, n}:
             expected = torch.tensor(by_numpy(bit_view(vector).numpy(), k), dtype=torch.int32)
             for wanted in all_levels:
-                kernel.set_level(wanted)
+                native.set_level(wanted)
                 assert torch.equal(topk.select(vector, k=k).indices, expected)
 
 
@@ -143,16 +143,16 @@ def test_a_floor_of_any_height(level: int) -> None:
         bits = bit_view(values(50_000, kind)).numpy()
         for floor in (-1, 0, 0x3F000000, 0x40000000, MASK):
             for k in (1, 700, 20_000):
-                assert exact_topk.scan(bits, MASK, k, floor).tolist() == by_numpy(bits, k, floor)
+                assert largest.scan(bits, MASK, k, floor).tolist() == by_numpy(bits, k, floor)
 
 
 def test_what_the_loops_do_not_read() -> None:
     bits = np.zeros(100, dtype=np.int32)
     raw = np.zeros(404, dtype=np.uint8)
-    assert all(map(kernel.reads, (bits, bits[:0], bits[1:], bits.reshape(10, 10), raw[:400].view("i4"))))
+    assert all(map(native.reads, (bits, bits[:0], bits[1:], bits.reshape(10, 10), raw[:400].view("i4"))))
     for other in (bits[::2], bits[::-1], bits.astype(np.int64), bits.astype(">i4"), raw[1:401].view("i4")):
-        assert not kernel.reads(other)
-        assert exact_topk.scan(other, int(np.iinfo(other.dtype).max), 3, -1).tolist() == [0, 1, 2]
+        assert not native.reads(other)
+        assert largest.scan(other, int(np.iinfo(other.dtype).max), 3, -1).tolist() == [0, 1, 2]
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -168,9 +168,9 @@ def test_rows_and_columns(level: int, kind: str) -> None:
         high = length if trial % 4 == 0 else max(1, length // 8)
         quotas = np.minimum(rng.integers(0, high + 1) + rng.integers(0, 2, rows), length)
         expected = [r * length + p for r in range(rows) for p in by_numpy(table[r], int(quotas[r]))]
-        found = kernel.rows_top(table, MASK, quotas)
+        found = rows_search.rows_top_compiled(table, MASK, quotas)
         assert found is not None and found.dtype == np.int32 and found.tolist() == expected
-        turned = kernel.rows_top(np.ascontiguousarray(table.T), MASK, quotas, transposed=True)
+        turned = rows_search.rows_top_compiled(np.ascontiguousarray(table.T), MASK, quotas, transposed=True)
         declined += turned is None
         if turned is not None:
             assert turned.tolist() == sorted(p % length * rows + p // length for p in expected)
@@ -178,13 +178,13 @@ def test_rows_and_columns(level: int, kind: str) -> None:
 
 
 def test_wide_and_tall_tables(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "ROOM", 1 << 15)  # several panels
+    monkeypatch.setattr(rows_search, "ROOM", 1 << 15)  # several panels
     for length, columns in ((3000, 150), (70, 3000), (5000, 5)):
         table = bit_view(values(length * columns, "ties")).numpy().reshape(length, columns)
         for quota in (1, length // 100 or 1, length // 4):
             quotas = np.full(columns, quota)
             expected = sorted(p * columns + c for c in range(columns) for p in by_numpy(table[:, c], quota))
-            found = kernel.rows_top(table, MASK, quotas, transposed=True)
+            found = rows_search.rows_top_compiled(table, MASK, quotas, transposed=True)
             assert found is not None and found.tolist() == expected
 
 
@@ -193,7 +193,7 @@ def test_columns_whose_largest_stand_close_together(level: int) -> None:
     for filled, fits in ((150, True), (1250, False)):  # rows: of 400 groups of 25 rows, too few hold anything
         table = np.zeros((10_000, 64), dtype=np.int32)
         table[:filled] = np.arange(1, filled * 64 + 1, dtype=np.int32).reshape(filled, 64)
-        found = kernel.rows_top(table, MASK, quotas, transposed=True)
+        found = rows_search.rows_top_compiled(table, MASK, quotas, transposed=True)
         assert (found is not None) is fits
         if found is not None:
             assert np.array_equal(found, np.arange((filled - 100) * 64, filled * 64))
@@ -205,15 +205,17 @@ def test_columns_whose_largest_stand_close_together(level: int) -> None:
 
 def test_few_long_rows_are_declined_and_wrong_quotas_are_errors() -> None:
     table = np.zeros((2, 100_000), dtype=np.int32)
-    assert kernel.rows_top(table, MASK, np.array([1, 1])) is None
+    assert rows_search.rows_top_compiled(table, MASK, np.array([1, 1])) is None
     for quotas in ([1], [1, -1], [1, 100_001], [[1, 1]]):
         for transposed, shaped in ((False, table), (True, table.T.copy())):
             with pytest.raises(ValueError, match="quotas of shape"):
-                kernel.rows_top(shaped, MASK, np.array(quotas), transposed)
+                rows_search.rows_top_compiled(shaped, MASK, np.array(quotas), transposed)
     for shape in ((0, 5), (5, 0), (0, 0)):
-        empty = kernel.rows_top(np.zeros(shape, dtype=np.int32), MASK, np.zeros(shape[0], dtype=np.int64))
+        empty = rows_search.rows_top_compiled(np.zeros(shape, dtype=np.int32), MASK, np.zeros(shape[0], dtype=np.int64))
         assert empty is not None and empty.shape == (0,)
-        empty = kernel.rows_top(np.zeros(shape, dtype=np.int32), MASK, np.zeros(shape[1], dtype=np.int64), True)
+        empty = rows_search.rows_top_compiled(
+            np.zeros(shape, dtype=np.int32), MASK, np.zeros(shape[1], dtype=np.int64), True
+        )
         assert empty is not None and empty.shape == (0,)
 
 
@@ -229,7 +231,7 @@ def test_add_is_torchs(level: int, dtype: torch.dtype, same_bits: SameBits) -> N
             gradient = values(n, "specials", seed=2).to(dtype)
             work = torch.full((n + shift + 1,), 7.0)
             part = work[shift:-1]
-            finite = kernel.add(part, residual, gradient)
+            finite = native.add(part, residual, gradient)
             expected = torch.add(residual, gradient)
             assert finite is bool(expected.isfinite().all())
             assert torch.equal(part.isnan(), expected.isnan())  # which NaN it is is nobody's concern
@@ -242,23 +244,23 @@ def test_add_is_torchs(level: int, dtype: torch.dtype, same_bits: SameBits) -> N
 def test_add_says_whether_all_of_it_is_finite(level: int, dtype: torch.dtype) -> None:
     n = 70  # some before, some in, some after what is written sixteen at a time
     work, residual, gradient = torch.zeros(n + 1)[1:], torch.full((n,), 3e38), torch.ones(n).to(dtype)
-    assert kernel.add(work, residual, gradient) is True  # largest sums, but finite ones
+    assert native.add(work, residual, gradient) is True  # largest sums, but finite ones
     for value in (torch.nan, torch.inf, -torch.inf):
         for place in range(n):
             broken = gradient.index_fill(0, torch.tensor([place]), value)
-            assert kernel.add(work, residual, broken) is False
+            assert native.add(work, residual, broken) is False
     if dtype != torch.float16:
-        assert kernel.add(work, residual, residual.to(dtype)) is False  # an overflow
+        assert native.add(work, residual, residual.to(dtype)) is False  # an overflow
 
 
 @pytest.mark.usefixtures("any_size")
 def test_add_in_two_dimensions_and_what_is_left_to_torch() -> None:
     work, residual, gradient = torch.zeros(6, 8), torch.randn(6, 8), torch.randn(6, 8)
-    assert kernel.add(work, residual, gradient)
+    assert native.add(work, residual, gradient)
     assert torch.equal(work, residual + gradient)
     for other in (gradient.double(), gradient.t().contiguous().t(), torch._neg_view(gradient), gradient.to("meta")):
-        assert kernel.add(work, residual, other) is None
-    assert kernel.add(work.double(), residual.double(), gradient.double()) is None
+        assert native.add(work, residual, other) is None
+    assert native.add(work.double(), residual.double(), gradient.double()) is None
     sparsifiers.memory("residual").compensate(work, residual, torch._neg_view(gradient))
     assert torch.equal(work, residual - gradient)
 
@@ -274,7 +276,7 @@ def test_commit_is_index_add(level: int, same_bits: SameBits) -> None:
             indices[count // 2 :], sent[count // 2 :] = indices[0], 0.0  # padding
         expected = work.clone()
         expected.index_add_(0, indices, sent, alpha=-1)
-        assert kernel_message.subtract(work, indices, sent)
+        assert native.subtract(work, indices, sent)
         assert torch.equal(work.isnan(), expected.isnan())
         assert same_bits(work.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
 
@@ -288,28 +290,28 @@ def test_an_index_out_of_range_changes_nothing(level: int) -> None:
             subtract(work, indices, torch.ones(61))
     assert (work == 1).all()
     with pytest.raises(IndexError):
-        kernel_message.subtract(torch.empty(0), torch.zeros(1, dtype=torch.int32), torch.zeros(1))
+        native.subtract(torch.empty(0), torch.zeros(1, dtype=torch.int32), torch.zeros(1))
 
 
 @pytest.mark.usefixtures("any_size")
 def test_commits_that_are_left_to_torch() -> None:
     work, indices, sent = torch.ones(10), torch.tensor([1, 2], dtype=torch.int32), torch.ones(2)
     for wrong in ((work.double(), indices, sent.double()), (work, indices.long(), sent), (work[::2], indices, sent)):
-        assert not kernel_message.subtract(*wrong)
+        assert not native.subtract(*wrong)
     for unlike in ((work, indices, sent[:1]), (work.view(2, 5), indices, sent), (work, indices, sent.expand(2))):
-        assert not kernel_message.subtract(*unlike) or unlike[2] is not sent[:1]
+        assert not native.subtract(*unlike) or unlike[2] is not sent[:1]
 
 
 # -- with and without -------------------------------------------------------------------------------------------------
 
 
 def test_the_environment_names_the_best_level_or_turns_it_off(all_levels: list[int]) -> None:
-    folder, best = Path(kernel.__file__).parent, all_levels[-1]
+    folder, best = Path(native.__file__).parent, all_levels[-1]
     for setting, expected in {"": best, "baseline": 0, "avx2": min(1, best), "avx512": best}.items():
-        assert kernel.chosen(setting, folder) is not None  # the same library, loaded once more
-        assert kernel.level() == expected
-    assert kernel.chosen("off", folder) is None
-    command = [sys.executable, "-c", "from sparsifiers import kernel; print(kernel.available(), kernel.level())"]
+        assert native.chosen(setting, folder) is not None  # the same library, loaded once more
+        assert native.level() == expected
+    assert native.chosen("off", folder) is None
+    command = [sys.executable, "-c", "from sparsifiers import native; print(native.available(), native.level())"]
     environment = {**os.environ, "AGMERGE_KERNEL": "off"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "False 0\n"), done.stderr
@@ -320,21 +322,22 @@ def test_an_unknown_level_is_refused(unknown: str) -> None:
     with pytest.raises(
         ValueError, match=f"AGMERGE_KERNEL='{unknown}': expected one of off, baseline, avx2, avx512, or"
     ):
-        kernel.chosen(unknown, Path(kernel.__file__).parent)
+        native.chosen(unknown, Path(native.__file__).parent)
 
 
 @pytest.mark.usefixtures("all_levels")
 def test_a_library_that_is_not_ours_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernel.load(tmp_path) is None
-    suffix = kernel.EXTENSION_SUFFIXES[0]
+    assert native.load(tmp_path) is None
+    suffix = native.EXTENSION_SUFFIXES[0]
     (tmp_path / f"_kernel{suffix}").write_bytes(b"no library")
-    assert kernel.load(tmp_path) is None
-    version = kernel.INTERFACE
-    monkeypatch.setattr(kernel, "INTERFACE", -1)
-    assert kernel.load(Path(kernel.__file__).parent) is None
-    monkeypatch.setattr(kernel, "_SIGNATURES", {"kernel_of_the_future": (None, "")})
-    monkeypatch.setattr(kernel, "INTERFACE", version)
-    assert kernel.load(Path(kernel.__file__).parent) is None
+    assert native.load(tmp_path) is None
+    version = native.INTERFACE
+    monkeypatch.setattr(native, "INTERFACE", -1)
+    assert native.load(Path(native.__file__).parent) is None
+    monkeypatch.setattr(native.Loop, "table", [])
+    native.Loop("of_the_future")
+    monkeypatch.setattr(native, "INTERFACE", version)
+    assert native.load(Path(native.__file__).parent) is None
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5, 1 / 3])
@@ -343,7 +346,7 @@ def test_parts_are_added_up_as_torch_does(level: int, scale: float, same_bits: S
         indices = torch.randperm(n, generator=torch.Generator().manual_seed(n))[: max(1, n // 3)].to(torch.int32)
         total, sent = values(n, "specials"), values(n, "normal", 1)[: len(indices)]
         expected = total.clone().index_add_(0, indices, sent * scale)
-        assert kernel.scatter(total, indices, sent, scale)
+        assert native.scatter(total, indices, sent, scale)
         assert same_bits(total, expected)
 
 
@@ -351,13 +354,13 @@ def test_parts_are_added_up_as_torch_does(level: int, scale: float, same_bits: S
 def test_nothing_is_added_outside(bad: int) -> None:
     total = torch.zeros(8)
     with pytest.raises(IndexError, match=r"outside \[0, 8\)"):
-        kernel.scatter(total, torch.tensor([0, bad], dtype=torch.int32), torch.ones(2), 1.0)
+        native.scatter(total, torch.tensor([0, bad], dtype=torch.int32), torch.ones(2), 1.0)
     assert not total.any()
 
 
 def test_what_the_loops_cannot_add_is_left_to_torch() -> None:
     total, indices = torch.zeros(8), torch.arange(2, dtype=torch.int32)
-    assert not kernel.scatter(total.double(), indices, torch.ones(2), 1.0)
-    assert not kernel.scatter(total, indices.long(), torch.ones(2), 1.0)
-    assert not kernel.scatter(total[::2], indices, torch.ones(2), 1.0)
+    assert not native.scatter(total.double(), indices, torch.ones(2), 1.0)
+    assert not native.scatter(total, indices.long(), torch.ones(2), 1.0)
+    assert not native.scatter(total[::2], indices, torch.ones(2), 1.0)
     assert not total.any()

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsifiers import kernel
-from sparsifiers import kernel_low_rank as loops
+from sparsifiers import native
+from sparsifiers import thin_factors as loops
 
 pytestmark = [
-    pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built"),
+    pytest.mark.skipif(not native.available(), reason="the compiled loops were not built"),
     pytest.mark.usefixtures("one_thread"),
 ]
 SameBits = Callable[[Tensor, Tensor], bool]
@@ -35,14 +35,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPECIALS = torch.tensor([0.0, -0.0, 1.4e-45, -1e-40, 1e-38, 6e-8, 1e30, -3e38, 65504.0])
 
 
-@pytest.fixture(params=kernel.LEVELS)
+@pytest.fixture(params=native.LEVELS)
 def level(request: pytest.FixtureRequest) -> Iterator[int]:
-    before, wanted = kernel.level(), kernel.LEVELS.index(request.param)
-    if kernel.set_level(wanted) < wanted:
-        kernel.set_level(before)
+    before, wanted = native.level(), native.LEVELS.index(request.param)
+    if native.set_level(wanted) < wanted:
+        native.set_level(before)
         pytest.skip("this processor has not that instruction set")
     yield wanted
-    kernel.set_level(before)
+    native.set_level(before)
 
 
 @pytest.fixture(autouse=True)
@@ -196,7 +196,7 @@ def test_orthonormal_rows_have_the_same_bits_at_every_level(level: int, seed: in
     factors = [hard(r, length, seed=seed) for r, length in ((1, 1), (3, 3), (4, 1000), (16, 17), (33, 129))]
     own = [factor.clone() for factor in factors]
     assert loops.orthonormalize(own)
-    kernel.set_level(0)
+    native.set_level(0)
     for factor, rows in zip(factors, own, strict=True):
         assert loops.orthonormalize([factor]) and same_bits(factor, rows)
         assert torch.dist(rows.double() @ rows.double().t(), torch.eye(len(rows))) < 1e-5
@@ -230,6 +230,6 @@ def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loops.orthonormalize([])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # several of torch's threads are faster
     assert not loops.take_off(matrix, left, right) and loops.product(left, right, 1.0, torch.empty(n, m))
-    monkeypatch.setattr(kernel, "library", None)
+    monkeypatch.setattr(native, "library", None)
     assert not loops.product(left, right, 1.0, torch.empty(n, m)) and not loops.orthonormalize([left])
     assert torch.equal(matrix, before)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers import Momentum, Rate, kernel
+from sparsifiers import Momentum, Rate, native
 from sparsifiers.memories import Decaying
 
 SIZES = [*range(1, 71), 127, 128, 129, 1023, 1024, 1025, 5000]
 SPECIALS = torch.tensor([0.0, -0.0, 1.4e-45, -1.4e-45, 1e-40, float("inf"), float("-inf"), float("nan"), 3.4e38])
-pytestmark = pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built")
+pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled loops were not built")
 
 
 def hard(n: int, seed: int) -> Tensor:
@@ -41,11 +41,11 @@ def test_memories_with_a_factor_are_torchs(
             residual, before = (hard(n + shift, seed)[shift:] for seed in (1, 3))
             gradient = hard(n, 2).to(dtype)
             found = []
-            for library in (kernel.library, None):
+            for library in (native.library, None):
                 work, after = torch.full((n + shift + 1,), 7.0), torch.full((n + later + 1,), 7.0)
                 momentum = Momentum(before, after[later:-1], Rate(0.9, name.endswith("Nesterov")))
                 with monkeypatch.context() as patch:
-                    patch.setattr(kernel, "library", library)
+                    patch.setattr(native, "library", library)
                     args = (work[shift:-1], residual, gradient, None if name == "decaying" else momentum)
                     found.append((memory.compensate(*args), work, after))
             (finite, *compiled), (unknown, *expected) = found

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsifiers import kernel, kernel_updates
+from sparsifiers import native
 
 pytestmark = [
-    pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built"),
+    pytest.mark.skipif(not native.available(), reason="the compiled loops were not built"),
     pytest.mark.usefixtures("one_thread"),
 ]
 SIZES = (1, 15, 2048, 2049, 9000)  # 2048 elements are gone over together
@@ -23,19 +23,19 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """With several threads torch's own loops are faster, and tensors of any size are left to them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(kernel, "STREAMED", 1)
+    monkeypatch.setattr(native, "STREAMED", 1)
     yield
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=kernel.LEVELS)
+@pytest.fixture(params=native.LEVELS)
 def level(request: pytest.FixtureRequest) -> Iterator[int]:
-    before, wanted = kernel.level(), kernel.LEVELS.index(request.param)
-    if kernel.set_level(wanted) < wanted:
-        kernel.set_level(before)
+    before, wanted = native.level(), native.LEVELS.index(request.param)
+    if native.set_level(wanted) < wanted:
+        native.set_level(before)
         pytest.skip("this processor has not that instruction set")
     yield wanted
-    kernel.set_level(before)
+    native.set_level(before)
 
 
 def chosen(n: int, first: int, source: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -50,14 +50,14 @@ def test_subtract_is_torchs(level: int) -> None:
         for shift in range(3):
             end, begin = torch.randn(n, generator=source), torch.randn(n, generator=source)
             work = torch.full((n + shift + 1,), 7.0)
-            assert kernel.subtract(work[shift:-1], end, begin) is True
+            assert native.difference(work[shift:-1], end, begin) is True
             assert torch.equal(work[shift:-1], end - begin)
             assert (work[:shift] == 7.0).all() and work[-1] == 7.0
             for value in (torch.nan, torch.inf, -torch.inf):
                 begin[n // 2] = value
-                assert kernel.subtract(work[shift:-1], end, begin) is False
-    assert kernel.subtract(torch.zeros(4).double(), torch.zeros(4).double(), torch.zeros(4).double()) is None
-    assert kernel.subtract(torch.zeros(4), torch.zeros(4), torch.zeros(4).bfloat16()) is None
+                assert native.difference(work[shift:-1], end, begin) is False
+    assert native.difference(torch.zeros(4).double(), torch.zeros(4).double(), torch.zeros(4).double()) is None
+    assert native.difference(torch.zeros(4), torch.zeros(4), torch.zeros(4).bfloat16()) is None
 
 
 @pytest.mark.parametrize("ranks", [0, 1, 3])
@@ -70,7 +70,7 @@ def test_a_sum_is_written_as_torch_writes_it(level: int, ranks: int) -> None:
             update.index_add_(0, indices, values * (1 / 3))
         for shift in range(3):
             total = torch.full((n + shift + 1,), 7.0)
-            assert kernel_updates.write_sum(total[shift:-1], lists, 1 / 3)
+            assert native.write_sum(total[shift:-1], lists, 1 / 3)
             assert torch.equal(total[shift:-1], update)
             assert (total[:shift] == 7.0).all() and total[-1] == 7.0
 
@@ -81,20 +81,20 @@ def test_a_gradient_moves_in_the_pass_that_adds_it_up(level: int) -> None:
         for shift in range(3):
             residual, gradient = torch.randn(n, generator=source), torch.randn(n, generator=source)
             work, copied = torch.full((n + 1,), 7.0), torch.full((n + shift + 1,), 7.0)
-            assert kernel.add(work[:-1], residual, gradient, copy=copied[shift:-1]) is True
+            assert native.add(work[:-1], residual, gradient, copy=copied[shift:-1]) is True
             assert torch.equal(work[:-1], residual + gradient) and torch.equal(copied[shift:-1], gradient)
             assert work[-1] == 7.0 and (copied[:shift] == 7.0).all() and copied[-1] == 7.0
             before, after, moved = torch.randn(n, generator=source), torch.empty(n), torch.empty(n)
             for nesterov in (False, True):
-                assert kernel.momentum(work[:-1], residual, gradient, before, after, 0.9, nesterov, copy=moved.zero_())
+                assert native.momentum(work[:-1], residual, gradient, before, after, 0.9, nesterov, copy=moved.zero_())
                 alone, velocity = torch.empty(n), torch.empty(n)
-                assert kernel.momentum(alone, residual, gradient, before, velocity, 0.9, nesterov)
+                assert native.momentum(alone, residual, gradient, before, velocity, 0.9, nesterov)
                 assert torch.equal(work[:-1], alone) and torch.equal(after, velocity) and torch.equal(moved, gradient)
             gradient[n // 2] = torch.inf
-            assert kernel.add(work[:-1], residual, gradient, copy=copied[shift:-1]) is False
+            assert native.add(work[:-1], residual, gradient, copy=copied[shift:-1]) is False
             assert torch.equal(copied[shift:-1], gradient)
-    assert kernel.add(torch.zeros(4), torch.zeros(4), torch.zeros(4).bfloat16(), copy=torch.zeros(4)) is None
-    assert kernel.add(torch.zeros(4), torch.zeros(4), torch.zeros(4), copy=torch.zeros(4).double()) is None
+    assert native.add(torch.zeros(4), torch.zeros(4), torch.zeros(4).bfloat16(), copy=torch.zeros(4)) is None
+    assert native.add(torch.zeros(4), torch.zeros(4), torch.zeros(4), copy=torch.zeros(4).double()) is None
 
 
 @pytest.mark.parametrize("first", [0, 5, 4096])
@@ -107,7 +107,7 @@ def test_take_in_is_what_torch_makes_of_it_in_several_passes(level: int, first: 
         lists = [chosen(n, first, source) for _ in range(ranks)]
         own, sent = chosen(n, first, source)
         own_base, own_parameter = base.clone(), parameter.clone()
-        assert kernel_updates.take_in(own_base, own_parameter, first, lists, 1 / 3, (own, sent))
+        assert native.take_in(own_base, own_parameter, first, lists, 1 / 3, (own, sent))
 
         update = torch.zeros(n)
         for indices, values in lists:
@@ -127,21 +127,19 @@ def test_indices_that_do_not_fit_change_nothing(level: int) -> None:
         bad = (torch.tensor(wrong, dtype=torch.int32), torch.ones(len(wrong)))
         for lists, own in (([good, bad], good), ([good], bad)):
             base, parameter = torch.ones(n), torch.ones(n)
-            assert not kernel_updates.take_in(base, parameter, first, lists, 0.5, own)
+            assert not native.take_in(base, parameter, first, lists, 0.5, own)
             assert (base == 1).all() and (parameter == 1).all()
         total = torch.ones(n)
-        assert not kernel_updates.write_sum(total, [(bad[0] - first, bad[1])], 0.5)
+        assert not native.write_sum(total, [(bad[0] - first, bad[1])], 0.5)
         assert (total == 1).all()
 
 
 def test_what_is_left_to_torch(level: int) -> None:
     own = (torch.tensor([0], dtype=torch.int32), torch.ones(1))
     base, parameter = torch.ones(4), torch.ones(4)
-    assert kernel_updates.take_in(base, parameter, 0, [], 1.0, own)
-    assert not kernel_updates.take_in(base.double(), parameter, 0, [], 1.0, own)
-    assert not kernel_updates.take_in(base, torch.ones(8)[::2], 0, [], 1.0, own)
-    assert not kernel_updates.take_in(base, parameter, 0, [(own[0].long(), own[1])], 1.0, own)
-    assert not kernel_updates.take_in(base, parameter, 0, [], 1.0, (own[0], own[1].double()))
-    assert kernel_updates.takes_in(torch.float32, base.device) and not kernel_updates.takes_in(
-        torch.float64, base.device
-    )
+    assert native.take_in(base, parameter, 0, [], 1.0, own)
+    assert not native.take_in(base.double(), parameter, 0, [], 1.0, own)
+    assert not native.take_in(base, torch.ones(8)[::2], 0, [], 1.0, own)
+    assert not native.take_in(base, parameter, 0, [(own[0].long(), own[1])], 1.0, own)
+    assert not native.take_in(base, parameter, 0, [], 1.0, (own[0], own[1].double()))
+    assert native.takes_in(torch.float32, base.device) and not native.takes_in(torch.float64, base.device)

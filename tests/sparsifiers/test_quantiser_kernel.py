@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers import conformance, kernel, kernel_quantising
+from sparsifiers import conformance, native
 from sparsifiers.quantising.base import Quantiser, blocks_in
 from sparsifiers.quantising.draws import Draws, key_of
 from sparsifiers.quantising.linear import Int8
 
 pytestmark = [
-    pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built"),
+    pytest.mark.skipif(not native.available(), reason="the compiled loops were not built"),
     pytest.mark.usefixtures("one_thread"),
 ]
 
@@ -33,11 +33,11 @@ TILE = 4096  # coordinates that a loop works on at once
 @contextmanager
 def torch_alone() -> Iterator[None]:
     """Within it there are no compiled loops."""
-    before, kernel.library = kernel.library, None
+    before, native.library = native.library, None
     try:
         yield
     finally:
-        kernel.library = before
+        native.library = before
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
@@ -213,14 +213,14 @@ def test_any_bits_of_a_vector_and_of_a_message(data: st.DataObject) -> None:
     with torch_alone():
         records = written(made, values, size)[0]
         readings = read(made, [message] * 2, size, 0.5, numel, torch.float32)
-    before = kernel.level()
+    before = native.level()
     try:
-        for number in range(len(kernel.names())):
-            kernel.set_level(number)
+        for number in range(len(native.names())):
+            native.set_level(number)
             assert torch.equal(written(made, values, size)[0], records)
             assert alike(read(made, [message] * 2, size, 0.5, numel, torch.float32), readings)
     finally:
-        kernel.set_level(before)
+        native.set_level(before)
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -233,17 +233,17 @@ def test_what_the_loops_cannot_read_is_torchs(level: int) -> None:
     values, out = torch.ones(300), torch.full((2 * made.record_bytes(256),), 0x5A, dtype=torch.uint8)
     given = (made.loops(), made.record_bytes(256))
     for wrong in (values.double(), torch.ones(600)[::2], values[:0], values[:200]):
-        assert not kernel_quantising.encode(wrong, 256, draws, out, None, *given)
-    assert not kernel_quantising.encode(values, 256, draws, out, None, 0, given[1])
-    assert not kernel_quantising.encode(values, 256, draws, out.repeat(2)[::2], None, *given)
-    assert not kernel_quantising.encode(values, 256, draws, out, torch.zeros(1), *given)
+        assert not native.quantize(wrong, 256, draws, out, None, given)
+    assert not native.quantize(values, 256, draws, out, None, (0, given[1]))
+    assert not native.quantize(values, 256, draws, out.repeat(2)[::2], None, given)
+    assert not native.quantize(values, 256, draws, out, torch.zeros(1), given)
     assert (out == 0x5A).all()
     for messages in ([], [out, out[:-1]], [out.float()]):
-        assert not kernel_quantising.decode_sum(messages, [draws] * len(messages), 256, 1.0, values, *given)
-    assert not kernel_quantising.decode_sum([out], [draws] * 2, 256, 1.0, values, *given)
-    assert not kernel_quantising.decode_sum([out], [draws], 256, 1.0, values.double(), *given)
-    assert not kernel_quantising.encode_sum([out], [draws], 256, 1.0, draws, out[:-1], given, given)
-    assert not kernel_quantising.encode_sum([out], [draws], 256, 1.0, draws, out, given, (0, given[1]))
+        assert not native.add_quantized(messages, [draws] * len(messages), 256, 1.0, values, given)
+    assert not native.add_quantized([out], [draws] * 2, 256, 1.0, values, given)
+    assert not native.add_quantized([out], [draws], 256, 1.0, values.double(), given)
+    assert not native.quantize_sum([out], [draws], 256, 1.0, draws, out[:-1], given, given)
+    assert not native.quantize_sum([out], [draws], 256, 1.0, draws, out, given, (0, given[1]))
     assert (values == 1).all()
 
 

@@ -16,20 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsifiers import kernel, rows_host
-from sparsifiers.exact_topk import bit_view, magnitude_mask
-from sparsifiers.rows_host import (
-    CIRCLE,
-    GOLDEN,
-    Matrix,
-    deal,
+from sparsifiers import native, rows_search
+from sparsifiers.largest import bit_view, magnitude_mask
+from sparsifiers.rows import CIRCLE, GOLDEN, Matrix, deal, matrices, sum_of_floors
+from sparsifiers.rows_search import (
     largest_in_rows,
     largest_in_rows_on_device,
-    matrices,
     maxima_and_largest,
     maxima_and_largest_on_device,
     rows_top,
-    sum_of_floors,
 )
 
 Shapes = list[tuple[int, ...]]
@@ -174,8 +169,8 @@ def test_both_paths_equal_brute_force(shapes: Shapes, dtype: torch.dtype, step: 
     expected, filled = brute_rows(vector, k, step, shapes), brute_fill(vector, k, step, shapes)
     assert largest_in_rows(bits, mask, k, step, shapes).tolist() == expected
     assert maxima_and_largest(bits, mask, k, step, forced).tolist() == filled
-    for block in (rows_host.BLOCK, data.draw(st.integers(1, 20))):
-        with patch.multiple(rows_host, BLOCK=block, PART=2), patch.object(kernel, "library", None):
+    for block in (rows_search.BLOCK, data.draw(st.integers(1, 20))):
+        with patch.multiple(rows_search, BLOCK=block, PART=2), patch.object(native, "library", None):
             assert largest_in_rows(bits, mask, k, step, shapes).tolist() == expected
             assert maxima_and_largest(bits, mask, k, step, forced).tolist() == filled
     assert largest_in_rows_on_device(vector, k, step, shapes).tolist() == expected
@@ -187,8 +182,8 @@ def test_both_paths_equal_brute_force(shapes: Shapes, dtype: torch.dtype, step: 
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which loops search: numpy's, or the compiled ones as far as they were built."""
     if request.param == "numpy":
-        monkeypatch.setattr(kernel, "library", None)
-    elif not kernel.available():
+        monkeypatch.setattr(native, "library", None)
+    elif not native.available():
         pytest.skip("the compiled loops were not built")
     return str(request.param)
 

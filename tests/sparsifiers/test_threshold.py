@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers import exact_topk
+from sparsifiers import largest
 from sparsifiers.base import Request
 from sparsifiers.papers.threshold import Threshold
 
@@ -54,8 +54,8 @@ def test_tau_follows_k_under_error_feedback(drift: float, tail: float) -> None:
     n, k, steps = 20_000, 200, 120
     residual, exactly = np.zeros(n), 0
     threshold = sparsifiers.get("threshold")
-    real = exact_topk.largest_magnitudes
-    with patch.object(exact_topk, "largest_magnitudes", wraps=real) as selected_exactly:
+    real = largest.largest_magnitudes
+    with patch.object(largest, "largest_magnitudes", wraps=real) as selected_exactly:
         for step in range(steps):
             gradient = rng.standard_normal(n)
             residual += math.exp(drift * step) * np.sign(gradient) * np.abs(gradient) ** tail

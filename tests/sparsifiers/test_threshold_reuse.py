@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsifiers import candidates, exact_topk
-from sparsifiers.candidates import key_from, reuse_threshold, value_of
-from sparsifiers.exact_topk import bit_view, magnitude_mask
+from sparsifiers import estimated, largest
+from sparsifiers.estimated import reuse_threshold
+from sparsifiers.largest import bit_view, key_from, magnitude_mask, value_of
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -115,13 +115,13 @@ def counting_passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that grows by a name for every pass over the vector."""
     passes: list[str] = []
     for name in ("counted_scan", "largest_magnitudes"):
-        inner = getattr(exact_topk, name)
+        inner = getattr(largest, name)
 
         def counted(*arguments: object, name: str = name, inner: Callable[..., object] = inner) -> object:
             passes.append(name)
             return inner(*arguments)
 
-        monkeypatch.setattr(candidates.exact_topk, name, counted)
+        monkeypatch.setattr(estimated, name, counted)
     return passes
 
 
@@ -160,5 +160,5 @@ def test_under_error_feedback(drift: float, most_exact: float, rows: bool) -> No
 def test_all_are_sent_where_all_are_wanted() -> None:
     """Also those below a threshold of an earlier step: density 1 is the dense exchange."""
     vector = torch.arange(1, 101, dtype=torch.float32)
-    found = candidates.reuse_threshold(vector, 100, threshold=50.0)
+    found = estimated.reuse_threshold(vector, 100, threshold=50.0)
     assert found.exact and len(found.indices) == 100

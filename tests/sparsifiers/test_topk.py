@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers import exact_topk, kernel
-from sparsifiers.device import largest_magnitudes_on_device
-from sparsifiers.exact_topk import bit_view, magnitude_mask
+from sparsifiers import largest, native
+from sparsifiers.largest import bit_view, largest_magnitudes_on_device, magnitude_mask
 
 pytestmark = pytest.mark.usefixtures("loops")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -120,7 +119,7 @@ def test_equals_brute_force_on_ties_in_small_blocks(values: list[float], data: s
     expected = np.sort(ranked(vector)[:k]).tolist()
     assert select(vector, k) == expected
     assert on_device(vector, k) == expected
-    with patch.object(exact_topk, "BLOCK", data.draw(st.integers(8, 24))):
+    with patch.object(largest, "BLOCK", data.draw(st.integers(8, 24))):
         assert select(vector, k) == expected
 
 
@@ -134,8 +133,8 @@ def test_scan_finds_the_largest_above_any_floor(keys: list[int], k: int, floor: 
     signed = [-(2**15) + key if place % 3 == 0 else key for place, key in enumerate(keys)]
     above = [place for place, key in enumerate(keys) if key > floor]
     expected = sorted(sorted(above, key=lambda place: (-keys[place], place))[:k])
-    with patch.object(exact_topk, "BLOCK", block):
-        assert exact_topk.scan(np.array(signed, dtype=np.int16), 0x7FFF, k, floor).tolist() == expected
+    with patch.object(largest, "BLOCK", block):
+        assert largest.scan(np.array(signed, dtype=np.int16), 0x7FFF, k, floor).tolist() == expected
 
 
 @pytest.mark.parametrize("floor", ["too high", "k - 1 above", "none"])
@@ -147,7 +146,8 @@ def test_no_guess_of_the_sample_changes_the_result(
     keys = bit_view(vector).numpy() & magnitude_mask(vector.dtype)
     guess = {"too high": int(keys.max()), "k - 1 above": int(np.sort(keys)[n - k]), "none": -1}[floor]
     asked = []
-    monkeypatch.setattr(exact_topk, "sampled_floor", lambda *_: asked.append(guess) or guess)
+    for one in (largest, native):
+        monkeypatch.setattr(one, "sampled_floor", lambda *_: asked.append(guess) or guess)
     assert np.array_equal(select(vector, k), np.sort(ranked(vector)[:k]))
     assert asked == [guess]
 
@@ -155,10 +155,10 @@ def test_no_guess_of_the_sample_changes_the_result(
 @pytest.mark.parametrize(("name", "most"), [("zero", 2), ("constant", 2), ("ternary", 2), ("ascending", 1)])
 def test_held_keys_are_seldom_cut_back(name: str, most: int, monkeypatch: pytest.MonkeyPatch, draw: Draw) -> None:
     cuts = []
-    largest = exact_topk.largest
-    monkeypatch.setattr(exact_topk, "largest", lambda keys, k: cuts.append(len(keys)) or largest(keys, k))
-    cut = kernel.cut
-    monkeypatch.setattr(kernel, "cut", lambda *arguments: cuts.append(arguments[2]) or cut(*arguments))
+    inner = largest.largest
+    monkeypatch.setattr(largest, "largest", lambda keys, k: cuts.append(len(keys)) or inner(keys, k))
+    cut = native.cut
+    monkeypatch.setattr(native, "cut", lambda *arguments: cuts.append(arguments[2]) or cut(*arguments))
     select(draw(name, 1_000_000), 10_000)
     assert 0 < len(cuts) <= most, cuts
 
@@ -198,6 +198,6 @@ def test_a_scan_counts_what_exceeds_the_floor(count: int, loops: str) -> None:
     bits = np.zeros(n, dtype=np.int32)
     places = np.random.default_rng(0).permutation(n)[:count]
     bits[places] = np.arange(10, 10 + count)
-    found, seen = exact_topk.counted_scan(bits, 0x7FFFFFFF, k, 9, most)
+    found, seen = largest.counted_scan(bits, 0x7FFFFFFF, k, 9, most)
     assert seen == min(count, most + 1)
     assert found.tolist() == sorted(places[-k:].tolist())

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsifiers import exact_topk, kernel
-from sparsifiers.exact_topk import bit_view, magnitude_mask, sampled_floor
+from sparsifiers import largest, native
+from sparsifiers.largest import bit_view, compiled_sample, magnitude_mask, sampled_floor
 
 pytestmark = pytest.mark.usefixtures("loops")
 CONTINUOUS = ["gaussian", "student2", "spikes", "block-scaled", "ascending", "descending"]
@@ -19,6 +19,8 @@ CONTINUOUS = ["gaussian", "student2", "spikes", "block-scaled", "ascending", "de
 
 def guess(vector: Tensor, k: int) -> tuple[int, np.ndarray]:
     bits, mask = bit_view(vector).numpy(), magnitude_mask(vector.dtype)
+    if native.available():
+        return native.sampled_floor(bits, mask, *compiled_sample(len(bits), k)), bits & mask
     return sampled_floor(bits, mask, k), bits & mask
 
 
@@ -26,7 +28,7 @@ def guess(vector: Tensor, k: int) -> tuple[int, np.ndarray]:
 @pytest.mark.parametrize(("k", "most"), [(1, 12_000), (100, 3000), (1000, 4500), (10_000, 20_000), (300_000, 390_000)])
 def test_a_little_more_than_k_keys_exceed_it(name: str, k: int, most: int, draw: Callable[..., Tensor]) -> None:
     floor, keys = guess(draw(name, 1_000_000), k)
-    if kernel.available():
+    if native.available():
         most = max(2 * most, 15_000)  # a smaller sample: what it lets through is carried for less
     assert k <= np.count_nonzero(keys > floor) <= most
 
@@ -42,11 +44,12 @@ def test_it_is_seldom_too_high() -> None:
 
 def test_the_vector_is_read_once_when_it_holds(monkeypatch: pytest.MonkeyPatch, draw: Callable[..., Tensor]) -> None:
     scans = []
-    scan = exact_topk.scan
-    monkeypatch.setattr(exact_topk, "scan", lambda *arguments: scans.append(arguments[3]) or scan(*arguments))
+    where, name = (native, "largest_above") if native.available() else (largest, "scan")
+    scan = getattr(where, name)
+    monkeypatch.setattr(where, name, lambda *arguments: scans.append(arguments[3]) or scan(*arguments))
     for name in CONTINUOUS:
         vector = draw(name, 1_000_000)
-        exact_topk.largest_magnitudes(bit_view(vector).numpy(), magnitude_mask(vector.dtype), 10_000)
+        largest.largest_magnitudes(bit_view(vector).numpy(), magnitude_mask(vector.dtype), 10_000)
     assert len(scans) == len(CONTINUOUS)
     assert min(scans) > 0
 
@@ -60,7 +63,7 @@ def test_every_part_of_the_vector_is_sampled() -> None:
 
 
 def test_it_reads_a_small_part_of_the_vector(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "library", None)
+    monkeypatch.setattr(native, "library", None)
 
     class Counting(np.ndarray):
         read = 0

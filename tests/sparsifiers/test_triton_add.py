@@ -10,7 +10,7 @@ from support.triton_inputs import assert_same, bits, for_interpreter, vector
 from torch import Tensor
 
 from sparsifiers.gpu import add_ranks
-from sparsifiers.gpu.kernels import add
+from sparsifiers.gpu.kernels import combining
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # of numpy, in the interpreter
 
@@ -62,7 +62,7 @@ def test_few_and_all(n: int, counts: list[int]) -> None:
 
 
 def test_large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(add, "ENOUGH", 1)
+    monkeypatch.setattr(combining, "ENOUGH", 1)
     test_the_sum_of_ranks("normal", torch.float32)
 
 
@@ -76,5 +76,5 @@ def test_indices_of_a_damaged_message_write_nowhere_else() -> None:
     indices[:2, 3::7] = wild[:2, 3::7]  # in stretches that bisection takes for those of a tile
     indices[1, 5::7] = n + 3
     counts = torch.tensor([500, 1 << 30, -4], dtype=torch.int32)
-    add.run(store[1000 : 1000 + n], indices, torch.ones(3, 500), counts, 1.0)
+    combining.launch_add(store[1000 : 1000 + n], indices, torch.ones(3, 500), counts, 1.0)
     assert (store[:1000] == 5.0).all() and (store[1000 + n :] == 5.0).all()

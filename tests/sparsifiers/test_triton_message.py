@@ -24,7 +24,7 @@ HEAD = 4  # words in front of a section, the count among them
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of kernels, in the order in which they are launched."""
-    from sparsifiers.gpu.kernels import add, codec, compact, compensation, edge, rows
+    from sparsifiers.gpu.kernels import codec, combining, compact, compensation, edge, rows
 
     names: list[str] = []
 
@@ -34,7 +34,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     for module in MODULES:
         monkeypatch.setattr(module, "runs_triton", lambda tensor: True)
-    for module in (add, codec, compact, compensation, edge, rows):
+    for module in (codec, combining, compact, compensation, edge, rows):
         monkeypatch.setattr(module, "launch", counting)
     yield names
 

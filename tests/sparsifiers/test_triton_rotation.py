@@ -10,8 +10,8 @@ import torch
 from support.triton_inputs import assert_same, bits, both, for_interpreter, vector
 from torch import Tensor
 
-from sparsifiers import kernel_quantising
-from sparsifiers.gpu.block_table import BlockRun, BlockTable
+from sparsifiers import native
+from sparsifiers.gpu.tables import BlockRun, BlockTable
 from sparsifiers.quantising.draws import Draws, key_of, mixed, unmixed
 from sparsifiers.quantising.eden import Eden
 
@@ -37,8 +37,8 @@ def values_of(kind: str, n: int, seed: int = 0) -> Tensor:
 @pytest.fixture(autouse=True)
 def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No compiled loop on the host: what is compared are kernels and torch's operations."""
-    for name in ("encode", "decode_sum", "encode_sum"):
-        monkeypatch.setattr(kernel_quantising, name, lambda *_: False)
+    for name in ("quantize", "add_quantized", "quantize_sum"):
+        monkeypatch.setattr(native, name, lambda *_: False)
 
 
 @pytest.mark.thin(1)

@@ -13,8 +13,8 @@ import sparsifiers
 from agmerge.exchanges.message.indices import Blocks, smallest
 from agmerge.exchanges.message.scaled import VALUES
 from sparsifiers.gpu import IndexLayout, IndexSection, Scratch, Slots, count_digits, find_edge, select_largest
-from sparsifiers.gpu.compact import saturated
-from sparsifiers.gpu.digits import DIGITS, MASK
+from sparsifiers.gpu.scratch import DIGITS, MASK
+from sparsifiers.gpu.selection import saturated
 
 SIZES = [1, 31, 4096, 10007]
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # of numpy, in the interpreter

@@ -16,9 +16,9 @@ pytest.importorskip(
     "triton", reason="triton is not installed: pip install -r requirements-triton.txt; make test-all does"
 )
 
-from sparsifiers.gpu import add, codec, compact, compensation, edge, heads, records, rows, whole  # noqa: E402
+from sparsifiers.gpu import codec, combining, compensation, records, selection  # noqa: E402
 
-MODULES = (add, codec, compact, compensation, edge, heads, records, rows, whole)
+MODULES = (codec, combining, compensation, records, selection)
 CPU = torch.device("cpu")
 SPECIALS = [0.0, -0.0, 1.4e-45, -1.4e-45, 1e-40, -1e-39, 3.4e38, float("inf"), -float("inf"), float("nan")]
 KINDS = ["normal", "laplace", "cauchy", "equal", "few", "zeros", "subnormal", "rounded", "specials"]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from agmerge.backends import Backend
 from agmerge.tensors.layout import Slot, TensorClass
-from sparsifiers import LowRank, kernel_low_rank
+from sparsifiers import LowRank, thin_factors
 
 # Orthonormal rows, without a division by zero: by Gram-Schmidt, which is done twice and is then exact enough.
 #
@@ -35,12 +35,12 @@ Doubles = NDArray[np.float64]
 
 def orthonormalize(factors: Sequence[torch.Tensor]) -> None:
     """Make the rows of each factor, (r, length) with r <= length, orthonormal, in place."""
-    if kernel_low_rank.orthonormalize(factors):
+    if thin_factors.orthonormalize(factors):
         return
     others: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for factor in factors:
         if factor.dtype == torch.float32 and factor.device.type == "cpu":
-            if not kernel_low_rank.orthonormalize([factor]):
+            if not thin_factors.orthonormalize([factor]):
                 factor.copy_(torch.from_numpy(by_numpy(factor.numpy())))
         else:
             others.setdefault((factor.shape, factor.dtype, factor.device), []).append(factor)
@@ -155,9 +155,9 @@ def project(matrix: torch.Tensor, side: str, basis: torch.Tensor, out: torch.Ten
 
     With a ``basis`` of the RIGHT, (r, m), it is ``basis matrix^T``, (r, n); with one of the LEFT ``basis matrix``.
     """
-    if side == RIGHT and not kernel_low_rank.project_on_right(matrix, basis, out):
+    if side == RIGHT and not thin_factors.project_on_right(matrix, basis, out):
         torch.mm(basis, matrix.t(), out=out)
-    if side == LEFT and not kernel_low_rank.project_on_left(matrix, basis, out):
+    if side == LEFT and not thin_factors.project_on_left(matrix, basis, out):
         torch.mm(basis, matrix, out=out)
 
 
@@ -179,10 +179,10 @@ def add_and_project(
     to which the gradient is copied in that pass.
     """
     if side == LEFT:
-        return kernel_low_rank.add_and_project_on_left(matrix, residual, gradient, basis, out, copy)
+        return thin_factors.add_and_project_on_left(matrix, residual, gradient, basis, out, copy)
     if off:
-        return kernel_low_rank.add_project_on_right_and_take_off(matrix, residual, gradient, basis, out, copy)
-    return kernel_low_rank.add_and_project_on_right(matrix, residual, gradient, basis, out, copy)
+        return thin_factors.add_project_on_right_and_take_off(matrix, residual, gradient, basis, out, copy)
+    return thin_factors.add_and_project_on_right(matrix, residual, gradient, basis, out, copy)
 
 
 def empty_lanes(side: str, basis: torch.Tensor, *terms: torch.Tensor) -> torch.Tensor | None:
@@ -228,7 +228,7 @@ def _added(terms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def take_off(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Subtract the product of two factors: ``matrix -= left^T right``, in place."""
-    if not kernel_low_rank.take_off(matrix, left, right):
+    if not thin_factors.take_off(matrix, left, right):
         matrix.addmm_(left.t(), right, alpha=-1)
 
 
@@ -240,7 +240,7 @@ def product(left: torch.Tensor, right: torch.Tensor, scale: float, out: torch.Te
     """
     if out.device.type != "cpu":
         torch.mm(left.t(), right, out=out).mul_(scale)
-    elif not kernel_low_rank.product(left, right, scale, out):
+    elif not thin_factors.product(left, right, scale, out):
         height = max(1, CACHED // right.shape[1])
         for columns, rows in zip(torch.split(left, height, dim=1), torch.split(out, height), strict=True):
             torch.mul(columns[0].unsqueeze(1), right[0], out=rows)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from agmerge.exchanges.message import bits, device_bits
-from sparsifiers import kernel, kernel_message
+from sparsifiers import native
 from sparsifiers.gpu.layout import BITMAP, PLAIN, IndexLayout
 
 GRAIN = 16  # bytes; sections of a message start on such a boundary
@@ -178,7 +178,7 @@ class Blocks(IndexCodec):
 
     def encode(self, indices: Tensor, count: int | Tensor, out: Tensor) -> None:
         if not isinstance(count, Tensor):
-            if kernel.blocks_encode(indices, count, self.capacity, self.low, self.last, out):
+            if native.blocks_encode(indices, count, self.capacity, self.low, self.last, out):
                 return
             indices = indices[:count]
         slots = torch.arange(indices.numel(), dtype=torch.int32, device=indices.device)
@@ -192,7 +192,7 @@ class Blocks(IndexCodec):
         bits.mark(places, out[self._unary])
 
     def _decode(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        compiled = kernel.blocks_decode(data, count, self.capacity, self.low, self.last)
+        compiled = native.blocks_decode(data, count, self.capacity, self.low, self.last)
         if compiled is not None:
             indices, right = compiled
             return indices, in_order(indices, self.length) & right
@@ -223,7 +223,7 @@ def in_order(indices: Tensor, length: int) -> Tensor:
         return torch.ones((), dtype=torch.bool, device=indices.device)
     if indices.device.type == "cpu":
         held = indices.numpy()
-        good = kernel_message.ascends(held, length)
+        good = native.ascends(held, length)
         if good is None:
             good = bool((held[1:] > held[:-1]).all() and held[0] >= 0 and held[-1] < length)
         return torch.tensor(good)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from agmerge.exchanges.message import bits, device_bits
-from sparsifiers import kernel_values
+from sparsifiers import native
 
 # The contract. ``encode`` returns the values that receivers will read, so that the residual is exact. Finite values
 # stay finite, however large; others arrive as not finite.
@@ -117,7 +117,7 @@ class Scaled(ValueCodec):
 
     def encode(self, values: Tensor, out: Tensor, count: int | Tensor | None = None) -> Tensor:
         read, used = _room_for(values.numel(), values.dtype, values.device), values.numel() if count is None else count
-        if isinstance(used, int) and kernel_values.encode(values, used, self.width, *self.split(out), read):
+        if isinstance(used, int) and native.values_encode(values, used, self.width, *self.split(out), read):
             return read.view(-1)[: values.numel()]
         for part, blocks, scales, codes in self._parts(out, values.numel()):
             self._encode(values[part], scales, codes, used - part.start, read[blocks])
@@ -125,7 +125,7 @@ class Scaled(ValueCodec):
 
     def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         read = _room_for(count, dtype, data.device)
-        if kernel_values.decode(*self.split(data), count, self.width, read):
+        if native.values_decode(*self.split(data), count, self.width, read):
             return read.view(-1)[:count]
         for part, blocks, scales, codes in self._parts(data, count):
             self._decode(_blocks_of(bits.unpack_bytes(codes, self.width, part.stop - part.start)), scales, read[blocks])

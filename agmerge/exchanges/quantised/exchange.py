@@ -21,7 +21,7 @@ from agmerge.exchanges.message.format import Flag, Format, RoundHeader
 from agmerge.exchanges.quantised.layout import MessageLayout, Piece, Run, ShardLayout, cut_blocks, cut_plain, number_of
 from agmerge.tensors.layout import Segment, Slot
 from sparsifiers import Kind, Selection
-from sparsifiers.gpu.block_table import BlockTable
+from sparsifiers.gpu.tables import BlockTable
 from sparsifiers.quantising.draws import Draws, key_of, key_within
 
 SEED = 0  # of all random words: two runs of one command draw the same ones

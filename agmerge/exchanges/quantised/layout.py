@@ -18,8 +18,8 @@ from torch import Tensor
 from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.exchanges.message.indices import GRAIN
 from agmerge.tensors.layout import ALIGNMENT, Segment, Slot, aligned
-from sparsifiers import kernel_message
-from sparsifiers.gpu.block_table import BlockRun, BlockTable
+from sparsifiers import native
+from sparsifiers.gpu.tables import BlockRun, BlockTable
 from sparsifiers.quantising.base import block_size, blocks_in
 
 # Shards of a message, one an owner: pure functions, with the same results on every rank.
@@ -186,8 +186,8 @@ class ShardLayout:
     def _checksum(self, shard: Tensor) -> int:
         """Return the checksum of ``shard``, uint8[size or more], of all behind the header but itself: as int64."""
         end = self._figures + WORD * _CHECKSUM
-        first = kernel_message.checksum(shard[self._figures : end])
-        total = first + kernel_message.checksum(shard[end + WORD : self.size]) & (1 << 64) - 1
+        first = native.checksum(shard[self._figures : end])
+        total = first + native.checksum(shard[end + WORD : self.size]) & (1 << 64) - 1
         return total - (total >> 63 << 64)
 
 

@@ -178,7 +178,7 @@ def read_plain_kernel(
     tl.store(good + rank, 1 - broken)
 
 
-def run_encode(indices: Tensor, count: int | Tensor, section: IndexSection) -> None:
+def launch_encode(indices: Tensor, count: int | Tensor, section: IndexSection) -> None:
     """Launch the kernel of `sparsifiers.gpu.encode_indices`."""
     layout, words = section.layout, section.words
     launch(
@@ -188,7 +188,7 @@ def run_encode(indices: Tensor, count: int | Tensor, section: IndexSection) -> N
     )  # fmt: skip
 
 
-def run_decode(words: Tensor, counts: Tensor, layout: IndexLayout, out: Tensor, good: Tensor, tiles: Tensor) -> None:
+def launch_decode(words: Tensor, counts: Tensor, layout: IndexLayout, out: Tensor, good: Tensor, tiles: Tensor) -> None:
     """Launch the kernels of `sparsifiers.gpu.decode_indices`."""
     if layout.low == PLAIN:
         launch(

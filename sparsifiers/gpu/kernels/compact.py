@@ -8,14 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsifiers.gpu.digits import DIGITS
 from sparsifiers.gpu.kernels.codec import set_index
-from sparsifiers.gpu.kernels.edge import keys_of
+from sparsifiers.gpu.kernels.edge import keys_of, lowest, ones_in, turns
 from sparsifiers.gpu.kernels.launching import launch, power
-from sparsifiers.gpu.kernels.words import lowest, ones_in, turns
-from sparsifiers.gpu.layout import IndexSection
-from sparsifiers.gpu.scratch import TILE, Scratch
-from sparsifiers.gpu.slots import Slots
+from sparsifiers.gpu.layout import IndexSection, Slots
+from sparsifiers.gpu.scratch import DIGITS, TILE, Scratch
 
 SCANNED = 2048  # tiles at once
 WALKERS = TILE // 32 // 32  # warps that walk a tile's bitmap: a thread a word
@@ -152,7 +149,7 @@ def gather_kernel(
     tl.store(values + unused, tl.zeros([SPAN], tl.float32).to(values.dtype.element_ty), mask=behind)
 
 
-def run_mark(work: Tensor, scratch: Scratch, section: IndexSection | None) -> None:
+def launch_mark(work: Tensor, scratch: Scratch, section: IndexSection | None) -> None:
     """Launch the kernel of `sparsifiers.gpu.mark`."""
     clear = scratch.edge[:0] if section is None else section.words
     each = power(-(-len(clear) // scratch.tiles)) if len(clear) else 0
@@ -163,7 +160,7 @@ def run_mark(work: Tensor, scratch: Scratch, section: IndexSection | None) -> No
     )  # fmt: skip
 
 
-def run_settle(work: Tensor, scratch: Scratch) -> None:
+def launch_settle(work: Tensor, scratch: Scratch) -> None:
     """Launch the kernel of `sparsifiers.gpu.settle_ties`."""
     launch(
         settle_kernel, scratch.tiles, work,
@@ -171,7 +168,7 @@ def run_settle(work: Tensor, scratch: Scratch) -> None:
     )  # fmt: skip
 
 
-def run_gather(
+def launch_gather(
     work: Tensor,
     slots: Slots,
     scratch: Scratch,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsifiers.gpu.kernels.histogram import (
+from sparsifiers.gpu.kernels.edge import (
     REGISTERS,
     add_first_digits,
     count_first_digits,
@@ -18,9 +18,8 @@ from sparsifiers.gpu.kernels.histogram import (
     usual_window,
 )
 from sparsifiers.gpu.kernels.launching import launch, persistent
-from sparsifiers.gpu.largest_key import LargestKey
-from sparsifiers.gpu.scratch import Scratch
-from sparsifiers.gpu.table import BLOCK, Momenta, TensorTable
+from sparsifiers.gpu.scratch import LargestKey, Scratch
+from sparsifiers.gpu.tables import BLOCK, Momenta, TensorTable
 
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 NONE, PLAIN, NESTEROV = 0, 1, 2  # forms of momentum
@@ -105,7 +104,7 @@ def compensate_kernel(
             tl.store(later, 0)
 
 
-def run(
+def launch_compensate(
     table: TensorTable,
     gradients: Sequence[Tensor | None],
     dtype: torch.dtype,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queue kernels on the current stream of the device where their tensors are."""
+"""Queue kernels on the current stream of the device where their tensors are; try whether that can be done here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import functools
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 WARPS = 8  # 256 threads: the number that the limit of registers is said for
@@ -45,3 +47,21 @@ def power(number: int) -> int:
 def _at_once(device: torch.device) -> int:
     """Return how many programs a device runs at once."""
     return RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+BINS = 32
+
+
+@triton.jit
+def trial_kernel(histogram: tl.tensor, BINS: tl.constexpr) -> None:
+    """Count the even ones of some numbers."""
+    numbers = tl.arange(0, BINS)
+    counts = tl.histogram(numbers, BINS, mask=numbers % 2 == 0)
+    tl.atomic_add(histogram + numbers, counts, mask=counts > 0, sem="relaxed")
+
+
+def launch_trial(device: torch.device) -> Tensor:
+    """Queue a kernel on `device`, and return what it writes: int32[32]. Raises what compiling or launching raises."""
+    histogram = torch.zeros(BINS, dtype=torch.int32, device=device)
+    launch(trial_kernel, 1, histogram, histogram, BINS=BINS)
+    return histogram

@@ -13,24 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsifiers.gpu.block_table import FIELDS, TILE, BlockTable
-from sparsifiers.gpu.kernels.blocks import bfloat16_bits, packed, read_blocks, write_blocks
+from sparsifiers.gpu.kernels.blocks import bfloat16_bits, mixed, packed, read_blocks, write_blocks
 from sparsifiers.gpu.kernels.launching import launch
-from sparsifiers.gpu.kernels.rotation import mixed
-from sparsifiers.quantising import levels
-from sparsifiers.quantising.draws import WORDS
+from sparsifiers.gpu.tables import FIELDS, TILE, BlockTable
+from sparsifiers.quantising.draws import LEVELS, SPIKE, WORDS, thresholds
 
 REGISTERS = 128  # of a thread, at most: so two programs have room in a processor
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _WORDS, _FIELDS = tl.constexpr(WORDS), tl.constexpr(len(FIELDS))
 # By bits: levels, and the ends of all but the last; as constants, of which unused ones are 0.
-_OWN_LEVELS = {bits: (*some, *[0] * (8 - len(some))) for bits, some in levels.LEVELS.items()}
-_OWN_ENDS = {bits: (*levels.thresholds(bits), *[0.0] * (9 - len(some))) for bits, some in levels.LEVELS.items()}
+_OWN_LEVELS = {bits: (*some, *[0] * (8 - len(some))) for bits, some in LEVELS.items()}
+_OWN_ENDS = {bits: (*thresholds(bits), *[0.0] * (9 - len(some))) for bits, some in LEVELS.items()}
 # Behind each eight those of one bit less, for mixed records.
-_LEVELS, _ENDS = (
-    {bits: own[bits] + own[max(bits - 1, 1)] for bits in levels.LEVELS} for own in (_OWN_LEVELS, _OWN_ENDS)
-)
-_SPIKE = {bits: (levels.SPIKE[bits], levels.SPIKE[max(bits - 1, 1)]) for bits in levels.LEVELS}
+_LEVELS, _ENDS = ({bits: own[bits] + own[max(bits - 1, 1)] for bits in LEVELS} for own in (_OWN_LEVELS, _OWN_ENDS))
+_SPIKE = {bits: (SPIKE[bits], SPIKE[max(bits - 1, 1)]) for bits in LEVELS}
 
 
 @triton.jit
@@ -213,7 +209,7 @@ def eden_encode_sum_kernel(
                 )  # fmt: skip
 
 
-def encode(
+def launch_encode(
     table: BlockTable, values: Sequence[Tensor | None], key: int, out: Tensor, squares: Tensor | None, bits: int
 ) -> None:
     """Launch the kernel of `sparsifiers.gpu.records.encode`. `values`: of one dtype."""
@@ -227,7 +223,7 @@ def encode(
     )  # fmt: skip
 
 
-def decode_sum(
+def launch_decode_sum(
     table: BlockTable, rows: Tensor, keys: Sequence[int], scale: float, outs: Sequence[Tensor], bits: int
 ) -> None:
     """Launch the kernel of `sparsifiers.gpu.records.decode_sum`. `outs`: of one dtype."""
@@ -240,7 +236,7 @@ def decode_sum(
     )  # fmt: skip
 
 
-def encode_sum(
+def launch_encode_sum(
     table: BlockTable, rows: Tensor, keys: Sequence[int], scale: float, own: int, out: Tensor, bits: int, second: int
 ) -> None:
     """Launch the kernel of `sparsifiers.gpu.records.encode_sum`."""

@@ -7,11 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsifiers.gpu.digits import KEY_BITS
-from sparsifiers.gpu.kernels.histogram import BALLOTS
+from sparsifiers.gpu.kernels.edge import BALLOTS
 from sparsifiers.gpu.kernels.launching import launch
-from sparsifiers.gpu.row_table import PANEL, RowTable
-from sparsifiers.gpu.scratch import TILE, Scratch
+from sparsifiers.gpu.scratch import KEY_BITS, TILE, Scratch
+from sparsifiers.gpu.tables import PANEL, RowTable
 
 BLOCK = 256  # places of each row at once: with eight rows, as many elements as `compensate` takes
 BITS = 5 if BALLOTS else 8  # of a digit: of eight rows 256 bins or 2048, and a row is read eight times or five
@@ -84,7 +83,7 @@ def rows_kernel(
             equals += tl.sum(equal, 1)
 
 
-def run(work: Tensor, rows: RowTable, shares: Tensor, scratch: Scratch) -> None:
+def launch_rows(work: Tensor, rows: RowTable, shares: Tensor, scratch: Scratch) -> None:
     """Launch the kernel of `sparsifiers.gpu.mark_rows`, with all marks 0."""
     launch(
         rows_kernel, len(rows.panels), work,

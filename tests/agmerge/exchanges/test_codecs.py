@@ -24,7 +24,7 @@ from agmerge.exchanges.message import (
     smallest,
 )
 from agmerge.exchanges.message.indices import GRAIN, in_order
-from sparsifiers import kernel
+from sparsifiers import native
 
 MANY = settings(deadline=None)
 
@@ -142,7 +142,7 @@ def test_no_bytes_are_a_crash(drawn: tuple[int, torch.Tensor, int], seed: int, h
             assert held == sorted(set(held)) and (not held or (held[0] >= 0 and held[-1] < length))
 
 
-@pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built")
+@pytest.mark.skipif(not native.available(), reason="the compiled loops were not built")
 @MANY
 @given(selections(), st.integers(0, 2**32), st.integers(0, 3))
 def test_the_compiled_loops_do_what_torch_does(drawn: tuple[int, torch.Tensor, int], seed: int, flips: int) -> None:
@@ -154,7 +154,7 @@ def test_the_compiled_loops_do_what_torch_does(drawn: tuple[int, torch.Tensor, i
         for compiled in (True, False):
             with pytest.MonkeyPatch.context() as patch:
                 if not compiled:
-                    patch.setattr(kernel, "library", None)
+                    patch.setattr(native, "library", None)
                 written.append(dirty(codec.size))
                 codec.encode(indices, count, written[-1][: codec.size])
         assert torch.equal(*written), codec.name
@@ -164,7 +164,7 @@ def test_the_compiled_loops_do_what_torch_does(drawn: tuple[int, torch.Tensor, i
         for compiled in (True, False):
             with pytest.MonkeyPatch.context() as patch:
                 if not compiled:
-                    patch.setattr(kernel, "library", None)
+                    patch.setattr(native, "library", None)
                 got, good = codec.decode(data, count)
                 found.append(got.tolist() if bool(good & in_order(got, length)) else None)
         assert found[0] == found[1], codec.name
@@ -185,7 +185,7 @@ def test_a_block_behind_the_last_one_is_refused_though_its_index_wraps_round(
 ) -> None:
     """Of 2**31 elements in blocks of 2**30 there are two; number 4 would begin at 2**32, which is 0 in 32 bits."""
     if not compiled:
-        monkeypatch.setattr(kernel, "library", None)
+        monkeypatch.setattr(native, "library", None)
     codec = Blocks(2**31 - 1, 1, 30)
     data = torch.zeros(codec.size, dtype=torch.uint8)
     for block, is_good in ((0, True), (1, True), (4, False)):

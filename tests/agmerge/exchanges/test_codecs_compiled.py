@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from agmerge.exchanges.message.scaled import SCALED, Scaled
-from sparsifiers import kernel, kernel_values
+from sparsifiers import native
 
 SIZES = (1, 2, 3, 7, 8, 9, 255, 256, 257, 1000, 4096, 70_001)
 NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
-pytestmark = pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built")
+pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled loops were not built")
 
 
 def broken(vector: Tensor, source: torch.Generator) -> Tensor:
@@ -34,15 +34,15 @@ MAKERS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 }
 
 
-@pytest.fixture(params=kernel.LEVELS)
+@pytest.fixture(params=native.LEVELS)
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Use the loops of one instruction set."""
-    if request.param not in kernel.names():
+    if request.param not in native.names():
         pytest.skip(f"this machine has no {request.param}")
-    before = kernel.level()
-    kernel.set_level(kernel.LEVELS.index(request.param))
+    before = native.level()
+    native.set_level(native.LEVELS.index(request.param))
     yield request.param
-    kernel.set_level(before)
+    native.set_level(before)
 
 
 def message(codec: Scaled, vector: Tensor, count: int | None) -> list[Tensor]:
@@ -64,7 +64,7 @@ def test_messages_are_those_of_torch(level: str, codec: Scaled, kind: str, monke
             used = vector if count is None else torch.cat([vector[:count], torch.zeros(n - count)])
             made = message(codec, used, count)
             with monkeypatch.context() as patch:
-                patch.setattr(kernel, "library", None)
+                patch.setattr(native, "library", None)
                 expected = message(codec, used, count)
             scales = codec.split(made[0])[0]
             assert torch.equal(scales.isnan(), codec.split(expected[0])[0].isnan())
@@ -77,8 +77,8 @@ def test_messages_are_those_of_torch(level: str, codec: Scaled, kind: str, monke
 def test_what_the_loops_do_not_write() -> None:
     values, read = torch.randn(300), torch.zeros(512)
     scales, codes = torch.zeros(2), torch.zeros(300, dtype=torch.uint8)
-    assert kernel_values.encode(values, 300, 8, scales, codes, read)
-    assert kernel_values.decode(scales, codes, 300, 8, read)
+    assert native.values_encode(values, 300, 8, scales, codes, read)
+    assert native.values_decode(scales, codes, 300, 8, read)
     for refused in (
         (values.double(), 300, 8, scales, codes, read),
         (values[::2], 150, 8, scales, codes[:150], read),
@@ -86,6 +86,6 @@ def test_what_the_loops_do_not_write() -> None:
         (values, 300, 8, scales, codes[:299], read),
         (values, 300, 8, scales, codes, read[:299]),
     ):
-        assert not kernel_values.encode(*refused)
-    assert not kernel_values.decode(scales, codes, 301, 8, read)
-    assert not kernel_values.decode(scales, codes, 300, 8, read.half())
+        assert not native.values_encode(*refused)
+    assert not native.values_decode(scales, codes, 301, 8, read)
+    assert not native.values_decode(scales, codes, 300, 8, read.half())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agmerge.exchanges.low_rank import bases
-from sparsifiers import kernel
+from sparsifiers import native
 from tests.support import same_bits
 
 pytestmark = pytest.mark.thin  # `make test-all` runs all of each grid
@@ -77,20 +77,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["numpy", *kernel.LEVELS])
+@pytest.fixture(params=["numpy", *native.LEVELS])
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Without the compiled loops, and with those of one instruction set."""
-    before = kernel.level()
+    before = native.level()
     if request.param == "numpy":
-        monkeypatch.setattr(kernel, "library", None)
+        monkeypatch.setattr(native, "library", None)
         yield "numpy"
         return
-    wanted = kernel.LEVELS.index(request.param)
-    if not kernel.available() or kernel.set_level(wanted) < wanted:
-        kernel.set_level(before)
+    wanted = native.LEVELS.index(request.param)
+    if not native.available() or native.set_level(wanted) < wanted:
+        native.set_level(before)
         pytest.skip("these loops are not there")
     yield str(request.param)
-    kernel.set_level(before)
+    native.set_level(before)
 
 
 def error(rows: Tensor) -> float:

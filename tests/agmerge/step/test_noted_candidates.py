@@ -15,9 +15,9 @@ from agmerge.backends import topology
 from agmerge.step.merge_buffers import KernelBuffers
 from agmerge.tensors.layout import Segment
 from merging import Plan
-from sparsifiers import candidates, kernel
-from sparsifiers.candidates import Candidates
+from sparsifiers import largest, native
 from sparsifiers.gpu import Scratch
+from sparsifiers.largest import Candidates
 
 STEPS = 24
 MODEL = seeded(mlp)
@@ -39,13 +39,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 UNUSED = {"no memory"}  # loops write nothing there
 
-pytestmark = pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built")
+pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled loops were not built")
 
 
 @pytest.fixture(autouse=True)
 def for_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "STREAMED", 0)
-    monkeypatch.setattr(candidates, "RARE", 1)
+    monkeypatch.setattr(native, "STREAMED", 0)
+    monkeypatch.setattr(largest, "RARE", 1)
 
 
 def runs(name: str) -> list[list[str]]:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import sparsifiers
 from agmerge.tensors.arena import Arena, Difference, subtract
 from agmerge.tensors.layout import Layout, TensorClass
-from sparsifiers import Kind, Memory, kernel
-from sparsifiers.candidates import Candidates, TensorNotes
+from sparsifiers import Kind, Memory, native
+from sparsifiers.largest import Candidates, TensorNotes
 from sparsifiers.memories import Alongside, DGCMemory, HandBack
 
 CPU = torch.device("cpu")
@@ -255,10 +255,10 @@ def test_a_gradient_that_lies_in_the_last_update_is_copied_before_the_sum_is_wri
     assert arena.move_to_update(slot, elsewhere) is elsewhere
 
 
-@pytest.mark.skipif(not kernel.available(), reason="the compiled loops were not built")
+@pytest.mark.skipif(not native.available(), reason="the compiled loops were not built")
 @pytest.mark.parametrize("memory", ["residual", "dgc"])
 def test_one_pass_leaves_what_two_do(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "STREAMED", 1)
+    monkeypatch.setattr(native, "STREAMED", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     (one, layout), (two, _) = (arena_of([(7, 5), (64,)], memory=memory) for _ in range(2))
     source = torch.Generator().manual_seed(0)
@@ -341,7 +341,7 @@ def test_nothing_is_taken_where_something_else_is_done_with_it(memory: Memory) -
 
 def test_a_difference_that_no_loop_writes_is_not_noted() -> None:
     out, notes = torch.empty(4), TensorNotes([(Candidates(4), 0, 4)])
-    assert kernel.subtract(out, torch.ones(4), torch.zeros(4)) is None  # of so few elements
+    assert native.difference(out, torch.ones(4), torch.zeros(4)) is None  # of so few elements
     forgotten = []
     notes.forget = lambda: forgotten.append(True)  # type: ignore[method-assign]
     assert Difference(torch.ones(4), torch.zeros(4)).write(out, notes) is None

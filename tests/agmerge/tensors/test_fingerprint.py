@@ -10,7 +10,7 @@ import torch
 
 from agmerge.tensors import parameters
 from agmerge.tensors.parameters import fingerprints
-from sparsifiers import kernel_message
+from sparsifiers import native
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
 
@@ -33,7 +33,7 @@ def test_devices_compute_what_the_host_does(length: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(parameters, "CHUNK", 8)  # words: most lengths take several
     octets = torch.randint(0, 256, (length + 3,), dtype=torch.uint8)
     for part in (octets[:length], octets[3:]):
-        assert int(parameters._checksum_by_torch(part)) % 2**64 == kernel_message.checksum(part)
+        assert int(parameters._checksum_by_torch(part)) % 2**64 == native.checksum(part)
 
 
 def test_a_bit_that_differs_and_any_two_that_do_are_seen() -> None:

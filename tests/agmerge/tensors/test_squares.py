@@ -7,21 +7,21 @@ import pytest
 import torch
 
 from agmerge.step.gradient_norm import PART, squares_of, squares_of_all
-from sparsifiers import kernel
+from sparsifiers import native
 
 SIZES = [0, 1, 15, 16, 17, 255, 256, 257, 1000, PART + 300]
 
 
 def by_every_way(tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> set[float]:
-    before, found = kernel.level(), set()
+    before, found = native.level(), set()
     try:
-        for level in range(len(kernel.LEVELS)):
-            kernel.set_level(level)
+        for level in range(len(native.LEVELS)):
+            native.set_level(level)
             found.add(float(squares_of(tensor)))
     finally:
-        kernel.set_level(before)
+        native.set_level(before)
     with monkeypatch.context() as without:
-        without.setattr(kernel, "library", None)
+        without.setattr(native, "library", None)
         found.add(float(squares_of(tensor)))
     return found
 

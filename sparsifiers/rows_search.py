@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Largest of each row: the rows of tensors, k dealt to them, and the search on a device and in CPU memory."""
+"""Search for the largest of each row of the tensors in a vector, on a device and in CPU memory."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,114 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparsifiers import kernel
-from sparsifiers.device import largest_magnitudes_on_device
-from sparsifiers.exact_topk import BLOCK, bit_view, largest, largest_magnitudes, magnitude_mask
-
-# Rows of the tensors in a vector, and k dealt to them.
-#
-# A tensor of two or more dimensions [O, I, ...] is the C-order matrix [O, I * ...], and its longer axis is the one that
-# is searched: its rows are that matrix's rows, or its columns if O > I * ... (ADTopk, HPDC'24, so that the fewest rows
-# are forced to send; of the reference, `proofs/` does this and the library does not). Any other tensor is one row.
-# Dealing is ours: the reference sends max(1, int(cols * density)) of every row, which exceeds the budget wherever rows
-# are short.
-
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples fill a circle of length CIRCLE most evenly
-CIRCLE = 1 << 64
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """Place of one tensor in the vector, and its rows."""
-
-    offset: int  # of its first element in the vector
-    rows: int  # how many it has
-    length: int  # elements of a row
-    columns: bool  # row r is column r of the C-order matrix [length, rows], instead of row r of [rows, length]
-    structured: bool  # it has two or more dimensions; any other tensor is one row
-
-    @property
-    def stop(self) -> int:
-        """Return the place in the vector one past its last element."""
-        return self.offset + self.rows * self.length
-
-    def flat(self, positions: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Turn ascending positions r * length + place, int32[m], into indices of the vector, int32[m], ascending."""
-        if self.columns:
-            row, place = np.divmod(positions, self.length)
-            positions = np.sort(place * self.rows + row)
-        return positions + self.offset
-
-
-@dataclass(frozen=True)
-class Share:
-    """Number of elements that a matrix sends in one turn, and the row that is dealt the first of them."""
-
-    matrix: Matrix
-    count: int  # elements in all
-    start: int  # the row that is dealt the first
-
-    def quotas(self) -> NDArray[np.int64]:
-        """Return the elements of each row, int64[rows]: the count dealt one by one, round the rows, from `start` on."""
-        each, more = divmod(self.count, self.matrix.rows)
-        quotas = np.full(self.matrix.rows, each, dtype=np.int64)
-        quotas[(self.start + np.arange(more)) % self.matrix.rows] += 1
-        return quotas
-
-
-def matrices(shapes: Sequence[Sequence[int]]) -> list[Matrix]:
-    """Return the tensors that a vector concatenates, as matrices in order; empty ones are left out."""
-    tensors, offset = [], 0
-    for shape in shapes:
-        size = math.prod(shape)
-        if size:
-            structured = len(shape) > 1
-            outer = shape[0] if structured else 1
-            inner = size // outer
-            tensors.append(Matrix(offset, min(outer, inner), max(outer, inner), outer > inner > 1, structured))
-        offset += size
-    return tensors
-
-
-def deal(tensors: Sequence[Matrix], k: int, turn: int) -> list[Share]:
-    """Deal k elements to the tensors for one turn: to each its share of k, rounded up or down.
-
-    tensors: those of a vector, in order, at least one; k >= 1; turn: counts the calls. All of it is a pure function of
-    the arguments, in exact integers.
-
-    With C the offsets, n the vector's length and s = turn * n / golden ratio, modulo n, tensor t sends
-    floor((k C[t+1] + s) / n) - floor((k C[t] + s) / n): the differences add up to k, and none exceeds the
-    tensor's size. By the three-gap theorem an arc of length f is met in any 2 / f consecutive steps round the
-    circle by the golden ratio; so a tensor with a share f of k below one sends in any 2 / f turns.
-
-    Its rows are dealt to like players at a table: the first element goes to the row after the one that was
-    dealt the last in the turn before. Under a constant k no two rows of a tensor therefore ever differ by more
-    than one in what they have sent.
-    """
-    n = tensors[-1].stop
-    phase = turn * GOLDEN % CIRCLE
-    shares = []
-    for tensor in tensors:
-        low, high = (k * end * CIRCLE // n for end in (tensor.offset, tensor.stop))
-        count = (high + phase) // CIRCLE - (low + phase) // CIRCLE
-        start = 0
-        if count % tensor.rows:  # otherwise all rows are dealt the same
-            start = (sum_of_floors(turn, high) - sum_of_floors(turn, low)) % tensor.rows
-        shares.append(Share(tensor, count, start))
-    return shares
-
-
-def sum_of_floors(count: int, start: int) -> int:
-    """Return the sum of (GOLDEN * i + start) // CIRCLE over i < count, in O(log count) as Euclid's algorithm."""
-    total, step, circle = 0, GOLDEN, CIRCLE
-    while True:
-        total += count * (count - 1) // 2 * (step // circle) + count * (start // circle)
-        step, start = step % circle, start % circle
-        last = step * count + start
-        if last < circle:
-            return total
-        count, start, circle, step = last // circle, last % circle, step, circle
-
+from sparsifiers import native
+from sparsifiers.largest import (
+    BLOCK,
+    bit_view,
+    largest,
+    largest_magnitudes,
+    largest_magnitudes_on_device,
+    magnitude_mask,
+)
+from sparsifiers.rows import Matrix, deal, matrices, table, top
 
 # On a device, without waiting for it. Shapes and constants depend on k, the turn and the tensors' shapes alone and no
 # value is read by the host, so the calls only queue work.
@@ -155,25 +55,6 @@ def maxima_and_largest_on_device(vector: Tensor, k: int, step: int, forced: Sequ
     return torch.cat([maxima, filled]).sort().values.to(torch.int32)
 
 
-def table(values: Tensor, matrix: Matrix) -> Tensor:
-    """View one matrix's slice of a contiguous vector [n] as [rows, length]."""
-    flat = values[matrix.offset : matrix.stop]
-    return flat.view(matrix.length, matrix.rows).t() if matrix.columns else flat.view(matrix.rows, matrix.length)
-
-
-def top(keys: Tensor, quotas: Tensor, most: int) -> Tensor:
-    """Return which elements are among the quotas[r] largest of their row r, bool[rows, length]; of equals the first.
-
-    keys: integers [rows, length]; quotas: int64[rows], each in [0, most]; 1 <= most <= length.
-    """
-    best = keys.topk(most, dim=1).values
-    # A row without a quota gets its largest as the bound: nothing is above that, and no equals are wanted.
-    smallest = best.gather(1, (quotas - 1).clamp_(min=0)[:, None])
-    above, equal = keys > smallest, keys == smallest
-    vacant = quotas - above.sum(1)
-    return above | (equal & (equal.cumsum(1, dtype=torch.int32) <= vacant[:, None]))
-
-
 def places(taken: Tensor, count: int) -> Tensor:
     """Return where the true elements of bool[n], `count` of them, stand: int32[count], ascending."""
     ranks = torch.arange(1, count + 1, dtype=torch.int32, device=taken.device)
@@ -190,7 +71,7 @@ def _maxima(keys: Tensor, matrix: Matrix) -> Tensor:
 # In CPU memory, with scratch for a few rows.
 #
 # Keys of as many rows as fit the cache are copied and searched together; a row that does not fit is searched as a
-# vector of its own. Columns of a C-order matrix are copied in strips at least a cache line wide. Tables that `kernel`
+# vector of its own. Columns of a C-order matrix are copied in strips at least a cache line wide. Tables that `native`
 # can read, and has room for, are searched by compiled loops, with the same result.
 
 LINE = 16  # fp32 elements of a cache line
@@ -219,8 +100,8 @@ def largest_of(bits: Keys, mask: int, matrix: Matrix, quotas: NDArray[np.int64])
     """Return the indices in the vector `bits` of the quotas[r] largest of each row r of one matrix, ascending."""
     shape = (matrix.length, matrix.rows) if matrix.columns else (matrix.rows, matrix.length)
     table = bits[matrix.offset : matrix.stop].reshape(shape)
-    if kernel.reads(table):
-        positions = kernel.rows_top(table, mask, quotas, matrix.columns)
+    if native.reads(table):
+        positions = rows_top_compiled(table, mask, quotas, matrix.columns)
         if positions is not None:
             return positions + matrix.offset
     return matrix.flat(rows_top(table.T if matrix.columns else table, mask, quotas))
@@ -311,3 +192,68 @@ def _top(keys: Keys, wanted: NDArray[np.int64]) -> NDArray[np.intp]:
         surplus = np.count_nonzero(taken[row]) - wanted[row]
         taken[row, equal[len(equal) - surplus :]] = False
     return np.flatnonzero(taken)
+
+
+# Tables by compiled loops.
+
+ROOM = 1 << 17  # slots of scratch that `rows_top_compiled` may take at any size
+PANEL = 64  # columns that are searched together at least: four cache lines of each row
+
+
+def rows_top_compiled(
+    table: NDArray[np.int32], mask: int, quotas: NDArray[np.int64], transposed: bool = False
+) -> NDArray[np.int32] | None:
+    """Return the indices in the flattened table of the quotas[r] largest keys `table & mask` of each row r, ascending.
+
+    table: int32 [rows, length] that `native.reads` allows; if transposed [length, rows], of which column r is row r.
+    quotas: int64[rows], each in [0, length]; ValueError for others.
+
+    int32[quotas.sum()]; of equal keys in a row the first are taken. None for so few rows that one is better searched
+    as a vector, and where columns have too many candidates, because the largest of most of them stand close
+    together.
+    """
+    length, rows = table.shape if transposed else table.shape[::-1]
+    quotas = np.ascontiguousarray(quotas, dtype=np.int64)
+    if quotas.shape != (rows,) or (rows and not 0 <= quotas.min() <= quotas.max() <= length):
+        raise ValueError(f"quotas of shape {quotas.shape} must be {rows} counts in [0, {length}]")
+    room = max(ROOM, table.size // 4)
+    if transposed:
+        return _columns_top(table, mask, quotas, room)
+    if 3 * length > room:
+        return None
+    indices = np.empty(int(quotas.sum()), dtype=np.int32)
+    if len(indices):
+        scratch = np.empty(3 * length, dtype=np.int32)
+        given = native.address(quotas), native.address(scratch), native.address(indices)
+        native.ROWS(native.address(table), rows, length, mask, *given)
+    return indices
+
+
+def _columns_top(table: NDArray[np.int32], mask: int, quotas: NDArray[np.int64], room: int) -> NDArray[np.int32] | None:
+    # All columns together where there is room, otherwise in panels, with a sort of the results.
+    length, columns = table.shape
+    total, most = int(quotas.sum()), int(quotas.max(initial=0))
+    indices = np.empty(total, dtype=np.int32)
+    if total == 0:
+        return indices
+    needed = native.COLUMNS_SCRATCH.run((length, columns, columns, total, most))
+    panels = min(-(-needed // room), -(-columns // PANEL))
+    width = -(-columns // panels // 16) * 16 if panels > 1 else columns
+    held = 0
+    for first in range(0, columns, width):
+        part = quotas[first : first + width]
+        count = int(part.sum())
+        if count:
+            slots = native.COLUMNS_SCRATCH.run((length, len(part), columns, count, most))
+            scratch = np.empty(slots, dtype=np.int32)
+            status = native.COLUMNS(
+                native.address(table) + 4 * first, length, len(part), columns, mask, native.address(part), count, most,
+                native.address(scratch), native.address(indices) + 4 * held,
+            )  # fmt: skip
+            if status:
+                return None
+            indices[held : held + count] += first
+            held += count
+    if panels > 1:
+        indices.sort()
+    return indices

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Call the compiled loops of kernel_low_rank.c and kernel_orthonormal.c: products of thin factors, in one pass each.
+"""Products of thin factors and matrices, by compiled loops: one pass over a matrix, where torch needs several.
 
 A matrix is (n, m); its factors are left (r, n) and right (r, m). All are float32, contiguous and in CPU memory, and
-none shares storage with another; for others, and for factors of many rows, each function returns that it has done
+none shares storage with another. For others, and for factors of many rows, each function returns that it has done
 nothing, and torch must do it.
-`product` and `orthonormalize` give the same bits at every level, and with several of torch's threads, as agmerge's
-own loops do; the others are left to torch where several of its threads are faster.
+`product` and `orthonormalize` give the same bits at every level, and with several of torch's threads, as agmerge's own
+loops do. The others are left to torch where several of its threads are faster.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsifiers.kernel import KINDS, address, loaded, plain
+from sparsifiers import native
+from sparsifiers.native import ALONE, KINDS, address, plain
 
 MOST = 128  # rows of a factor, as in kernel_low_rank.c
 FEW = 16  # rows up to which a pass over a matrix is faster than torch's (measured)
 NEAR = 1 << 15  # elements of a right factor up to which its subtraction is faster than torch's (measured)
-ALONE = -1  # the number there of no gradient
 
 
 def product(left: Tensor, right: Tensor, scale: float, out: Tensor) -> bool:
@@ -29,11 +29,10 @@ def product(left: Tensor, right: Tensor, scale: float, out: Tensor) -> bool:
 
     False, with nothing done, if torch must do it.
     """
-    if not (_fit(out, left, right, MOST) and all(map(plain, (left, right, out)))):
+    if not _factor(out, left, right, MOST):
         return False
     (r, n), m = left.shape, right.shape[1]
-    loaded().kernel_product(left.data_ptr(), n, right.data_ptr(), m, r, scale, out.data_ptr())
-    return True
+    return native.PRODUCT(left, n, right, m, r, scale, out) is not None
 
 
 def orthonormalize(factors: Sequence[Tensor]) -> bool:
@@ -43,41 +42,38 @@ def orthonormalize(factors: Sequence[Tensor]) -> bool:
     vector with the smallest projection on these, less that projection. False, with nothing done, if torch must do it.
     """
     shapes = [tuple(factor.shape) for factor in factors]
-    if not (all(map(plain, factors)) and all(len(shape) == 2 and shape[0] <= shape[1] for shape in shapes)):
+    if not plain(*factors) or not all(len(shape) == 2 and shape[0] <= shape[1] for shape in shapes):
         return False
     if factors:
         pointers = np.array([factor.data_ptr() for factor in factors], dtype=np.uintp)
         sizes = np.array(shapes, dtype=np.int64)
         scratch = np.empty(max(map(sum, shapes)), dtype=np.float64)
-        loaded().kernel_orthonormalize(address(pointers), address(sizes), len(factors), address(scratch))
+        native.ORTHONORMALIZE(address(pointers), address(sizes), len(factors), address(scratch))
     return True
 
 
 def project_on_right(matrix: Tensor, right: Tensor, out: Tensor) -> bool:
     """Write the left factor out = right matrix^T, (r, n); False, with nothing done, if torch must do it."""
-    if not (_fit(matrix, out, right, FEW) and _alone(matrix, right, out)):
+    if not _factor_alone(matrix, out, right):
         return False
     (r, n), m = out.shape, right.shape[1]
-    loaded().kernel_project_on_right(0, matrix.data_ptr(), 0, ALONE, n, m, right.data_ptr(), r, out.data_ptr(), 0, 0)
-    return True
+    return native.PROJECT_ON_RIGHT(None, matrix, None, ALONE, n, m, right, r, out, 0, None) is not None
 
 
 def project_on_left(matrix: Tensor, left: Tensor, out: Tensor) -> bool:
     """Write the right factor out = left matrix, (r, m); False, with nothing done, if torch must do it."""
-    if not (_fit(matrix, left, out, FEW) and _alone(matrix, left, out)):
+    if not _factor_alone(matrix, left, out):
         return False
     (r, n), m = left.shape, out.shape[1]
-    loaded().kernel_project_on_left(0, matrix.data_ptr(), 0, ALONE, n, m, left.data_ptr(), r, out.data_ptr(), 0)
-    return True
+    return native.PROJECT_ON_LEFT(None, matrix, None, ALONE, n, m, left, r, out, None) is not None
 
 
 def take_off(matrix: Tensor, left: Tensor, right: Tensor) -> bool:
     """Subtract in place: matrix -= left^T right; False, with nothing done, if torch must do it."""
-    if right.numel() > NEAR or not (_fit(matrix, left, right, FEW) and _alone(matrix, left, right)):
+    if right.numel() > NEAR or not _factor_alone(matrix, left, right):
         return False
     (r, n), m = left.shape, right.shape[1]
-    loaded().kernel_take_off(matrix.data_ptr(), n, m, left.data_ptr(), right.data_ptr(), r)
-    return True
+    return native.TAKE_OFF(matrix, n, m, left, right, r) is not None
 
 
 def add_and_project_on_right(
@@ -110,42 +106,31 @@ def add_and_project_on_left(
     It has the bits of torch.add. gradient and copy: see `add_and_project_on_right`. None, with nothing done: torch must
     do it.
     """
-    if not (_adds(matrix, residual, gradient, left, out) and _copies(gradient, copy)):
+    if not _adds(matrix, residual, gradient, copy, left, out):
         return None
-    (r, n), m = left.shape, out.shape[1]
-    return not loaded().kernel_project_on_left(
-        matrix.data_ptr(), residual.data_ptr(), gradient.data_ptr(), KINDS[gradient.dtype], n, m, left.data_ptr(), r,
-        out.data_ptr(), 0 if copy is None else copy.data_ptr(),
-    )  # fmt: skip
+    sizes = KINDS[gradient.dtype], *matrix.shape
+    endless = native.PROJECT_ON_LEFT(matrix, residual, gradient, *sizes, left, len(left), out, copy)
+    return None if endless is None else not endless
 
 
 def _sum_on_right(
     matrix: Tensor, residual: Tensor, gradient: Tensor, right: Tensor, out: Tensor, copy: Tensor | None, off: bool
 ) -> bool | None:
-    if not (_adds(matrix, residual, gradient, out, right) and _copies(gradient, copy)):
+    if not _adds(matrix, residual, gradient, copy, out, right):
         return None
-    (r, n), m = out.shape, right.shape[1]
-    return not loaded().kernel_project_on_right(
-        matrix.data_ptr(), residual.data_ptr(), gradient.data_ptr(), KINDS[gradient.dtype], n, m, right.data_ptr(), r,
-        out.data_ptr(), off, 0 if copy is None else copy.data_ptr(),
-    )  # fmt: skip
+    sizes = KINDS[gradient.dtype], *matrix.shape
+    endless = native.PROJECT_ON_RIGHT(matrix, residual, gradient, *sizes, right, len(right), out, off, copy)
+    return None if endless is None else not endless
 
 
-def _copies(gradient: Tensor, copy: Tensor | None) -> bool:
-    return copy is None or (gradient.dtype == torch.float32 and copy.numel() == gradient.numel() and plain(copy))
+def _adds(matrix: Tensor, residual: Tensor, gradient: Tensor, copy: Tensor | None, left: Tensor, right: Tensor) -> bool:
+    if copy is not None and (gradient.dtype != torch.float32 or copy.numel() != gradient.numel()):
+        return False
+    alike = matrix.shape == residual.shape == gradient.shape and gradient.dtype in KINDS
+    return alike and _factor_alone(matrix, left, right)
 
 
-def _adds(matrix: Tensor, residual: Tensor, gradient: Tensor, left: Tensor, right: Tensor) -> bool:
-    return (
-        matrix.shape == residual.shape == gradient.shape
-        and gradient.dtype in KINDS
-        and _fit(matrix, left, right, FEW)
-        and _alone(matrix, residual, left, right)
-        and plain(gradient, dtype=gradient.dtype)
-    )
-
-
-def _fit(matrix: Tensor, left: Tensor, right: Tensor, most: int) -> bool:
+def _factor(matrix: Tensor, left: Tensor, right: Tensor, most: int) -> bool:
     # No check here raises an error: errors are left to torch.
     if not left.dim() == right.dim() == matrix.dim() == 2:
         return False
@@ -153,5 +138,5 @@ def _fit(matrix: Tensor, left: Tensor, right: Tensor, most: int) -> bool:
     return 0 < r == rows <= most and matrix.shape == (n, m)
 
 
-def _alone(*tensors: Tensor) -> bool:
-    return torch.get_num_threads() == 1 and plain(*tensors)
+def _factor_alone(matrix: Tensor, left: Tensor, right: Tensor) -> bool:
+    return torch.get_num_threads() == 1 and _factor(matrix, left, right, FEW)
