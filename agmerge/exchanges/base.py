@@ -232,6 +232,7 @@ class Exchange(ABC):
     prepares: ClassVar[Kind | None] = None  # tensors of this kind are handed to `prepare`; None: none are
     carries_dense: bool = True  # dense segments may share its messages
     mixes_classes: ClassVar[bool] = True  # a message may have segments of several tensor classes
+    can_poll: bool = True  # `arrived` sees the end of a whole exchange
     pipelines_parts: ClassVar[bool] = False  # several messages of one merge buffer overlap in time
     queues: ClassVar[bool] = False  # a device can wait for its messages, and write their updates, without the host
     # `finish` writes over gradients: on a device, too, only when the headers have been read.
@@ -292,11 +293,6 @@ class Exchange(ABC):
 
         ``offers``: the compressor's selection of each load; None: all of it is sent. ``control``: this rank's header.
         """
-
-    @property
-    def can_poll(self) -> bool:
-        """Return whether :meth:`arrived` sees the end of a whole exchange."""
-        return True
 
     def arrived(self, pending: InFlight) -> bool:
         """Collective. Return whether the exchange is known to have ended. Starts its second phase as soon as it can.

@@ -122,6 +122,7 @@ class DenseExchange(Exchange):
         self.cast, self.predivide = context.cast, context.predivide
         self.keeps = context.store.has_residual or context.feedback
         self.ordered = context.ordered
+        self.can_poll = not context.ordered  # in rank order, the shards are still to be gathered
 
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
@@ -168,10 +169,6 @@ class DenseExchange(Exchange):
             return payload
         sent = self.keep(("sent",), payload.numel(), load.work.dtype, load.work.device)
         return sent.copy_(payload).mul_(self.predivide)
-
-    @property
-    def can_poll(self) -> bool:
-        return not self.ordered  # in rank order, the shards are still to be gathered
 
     def arrive(self, pending: InFlight, *, on_stream: bool = False) -> None:
         """Collective. Wait for all sums; in rank order, gather the shards."""

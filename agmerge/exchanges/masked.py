@@ -66,6 +66,7 @@ class MaskedExchange(MultiRoundExchange):
     def __init__(self, context: ExchangeContext) -> None:
         super().__init__(context)
         self.drawn, self.ordered, self.coded = context.same_on_all_ranks, context.ordered, context.wire != "auto"
+        self.can_poll = self.drawn and not self.ordered  # else something is sent after the first handle
 
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
@@ -121,10 +122,6 @@ class MaskedExchange(MultiRoundExchange):
         elements = sum(_real(load, mask) for load, mask in zip(loads, state.masks, strict=True))
         size = sum(part.bytes for part in state.sums)
         return InFlight(name, loads, control, first.handle, size, elements, first.message, first.message, state)
-
-    @property
-    def can_poll(self) -> bool:
-        return self.drawn and not self.ordered  # else something is still to be sent when the first handle is done
 
     def arrived(self, pending: InFlight) -> bool:
         return self.can_poll and all(part.handle.done() for part in pending.extra.sums)

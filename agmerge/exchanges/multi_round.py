@@ -196,6 +196,7 @@ class MultiRoundExchange(Exchange):
 
     def __init__(self, context: ExchangeContext) -> None:
         super().__init__(context)
+        self.can_poll = False  # without a wait nothing goes on
         self._in_flight: dict[str, InFlight] = {}  # messages with phases left, in the order of their starts
 
     @abstractmethod
@@ -214,10 +215,6 @@ class MultiRoundExchange(Exchange):
         self._in_flight.pop(pending.name, None)  # the new one goes to the end
         self._in_flight[pending.name] = pending
         return pending
-
-    @property
-    def can_poll(self) -> bool:
-        return False  # without a wait nothing goes on
 
     def arrived(self, pending: InFlight) -> bool:
         return pending.name not in self._in_flight

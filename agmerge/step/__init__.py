@@ -2,7 +2,7 @@
 """One communication round: from gradients that are ready to updates that are equal on all ranks.
 
 * ``gradient_exchange``: the interface for users of this room, named tensors in, combined tensors out; errors, verdicts.
-* ``round``: one attempt at a step; ``two_level_round``: with a stage in each node. ``accumulation``: its gradients.
+* ``round``: one attempt at a step; ``two_level_round``: with a stage in each node.
 * ``agreed_state``: what ranks have agreed on, and what waits for the next agreement.
 * ``merge_buffers``: messages of a plan, with their exchanges and the scratch of their kernels.
 * ``flat_buffers``: where gradients, residuals and updates lie.

@@ -8,6 +8,7 @@ residuals are as they were, so a round can be discarded and repeated after a new
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -358,7 +359,8 @@ class Round:
             gradient = arena.move_to_update(slot, gradient)
             self._take(slot, gradient)
             return gradient
-        copy = None if slot.index in self.buffers.batched else arena.update_for(slot, gradient)
+        moves_along = arena.moves_along and slot.index not in self.buffers.batched
+        copy = arena.update_for(slot, gradient) if moves_along else None
         if copy is None:
             self._take(slot, gradient)
             return arena.move_to_update(slot, gradient)
@@ -402,7 +404,8 @@ class Round:
 
     def _prepare_in_place(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         """Prepare a tensor from where its gradient lies: its class has no residual."""
-        values = self.buffers.flat.in_place.hold(slot, as_tensor(gradient))
+        own = gradient.tensor() if isinstance(gradient, Difference) else gradient
+        values = self.buffers.flat.in_place.hold(slot, own)
         finite = self.buffers.prepared[slot.index].prepare(slot, values, self.step)
         self._prepared.add(slot.index)
         if values is None or finite:
@@ -444,7 +447,7 @@ class Round:
         """Start the messages of a merge buffer in turn: one is selected and encoded while the one before travels."""
         messages: list[SentMessage] = []
         if self._due is None or buffer in self._due:
-            with self.buffers.side.within():
+            with nullcontext() if self.buffers.side.is_idle else self.buffers.side.within():
                 self._complete(buffer)
                 for message in self.buffers.messages[buffer]:
                     messages.append(self._start(message))

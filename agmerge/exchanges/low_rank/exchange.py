@@ -158,6 +158,8 @@ class LowRankExchange(MultiRoundExchange):
         self.bases: Bases = context.store.bases
         self.ordered, self.keeps = context.ordered, context.store.has_residual or context.feedback
         self.wire = WIRES[context.wire]
+        # Else something is sent after the first handle.
+        self.can_poll = self.bases.compressor.alternates and not self.ordered
         self.carries_dense = self.wire is None and context.predivide == 1.0
         self._projected: dict[str, Matrix] = {}  # by name, of tensors in messages that have not started
         self._alone: dict[Slot, Segment] = {}  # the segment of one tensor
@@ -275,10 +277,6 @@ class LowRankExchange(MultiRoundExchange):
         received = self.keep(("received", name), length, dtype, message.device) if self.ordered else None
         views = torch.split(message[:used], lengths)
         return dense.start_sum(self.comm, message, received, name), views
-
-    @property
-    def can_poll(self) -> bool:
-        return self.bases.compressor.alternates and not self.ordered  # else something is sent after the first handle
 
     def arrived(self, pending: InFlight) -> bool:
         if pending.extra.phases is None:
