@@ -18,7 +18,7 @@ import torch
 from agmerge.backends import Backend, Handle
 from agmerge.backends.streams import streams_of
 
-MESSAGE = 1 << 23  # bytes, at most
+MESSAGE = 1 << 24  # bytes, at most
 UNDER_WAY = 2  # messages
 PAUSE = 1 << 28  # bytes between two pauses of a stream: at 8 Mbit/s these take less than the default time-out
 ALIGNED = 16  # bytes: the largest element is a complex number of two doubles
