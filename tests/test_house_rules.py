@@ -27,7 +27,6 @@ ALLOWED = (
     ("merging/*", "Cost", "checks what a script has given"),
     ("merging/costs.py", "Profile", "equality with any object"),
     ("sparsifiers/conformance*", "*", "the contract of a class that somebody else has written"),
-    ("agmerge/runtime/broadcast.py", "_Place", "a plain message, found anywhere in a nested object"),
     ("*", "*Error", "errors"),
     ("*", "NoAnswer", "errors"),
     ("*", "PeerLost", "errors"),

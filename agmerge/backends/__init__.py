@@ -4,7 +4,7 @@
 * ``base``: the contract of a backend and of a handle. ``registry``: the table of backends, and the choice of one.
 * ``local``: ranks are threads of a process. ``mpi``: mpi4py. ``horovod``: Horovod.
 * ``torch``: torch.distributed; ``torch_groups``, ``torch_store``, ``torch_errors``: its groups, addresses and errors.
-* ``torch_objects``, ``torch_reductions``: groups, models and sums of a script's own.
+* ``torch_objects``, ``torch_calls``: groups, models and collectives of a script's own.
 * ``streams``: devices. ``staging``: their tensors, for backends that move tensors of the CPU alone.
 * ``handshake``: facts compared between ranks. ``topology``: ranks that share a machine.
 * ``status``: what this rank does, for errors. ``timeouts``: deadlines of waits. ``limits``: too few open files.

@@ -214,12 +214,34 @@ class Backend(ABC):
 
 
 class DelegatingBackend(Backend):
-    """Communicator that passes everything on to ``inner``. Those that are made from it are those of ``inner``."""
+    """Communicator that passes everything on to ``inner``.
+
+    A subclass overrides :meth:`_pass_on` for what it does where a collective starts, and :meth:`_around` if
+    communicators that are made from it do so, too.
+    """
 
     def __init__(self, inner: Backend) -> None:
         self._inner, self.name = inner, inner.name
         self.rank, self.size = inner.rank, inner.size
         self.local_rank, self.local_size = inner.local_rank, inner.local_size
+
+    def _pass_on(
+        self, call: str, name: str, tensor: torch.Tensor | None, out: torch.Tensor | None = None, **more: Any
+    ) -> Handle:
+        """Collective. Start a collective on ``inner``.
+
+        Args:
+            call: the method of :class:`Backend`.
+            tensor: what this rank gives, and gets the result in where ``out`` is None. A barrier has none.
+            more: the other arguments of ``call``.
+        """
+        given = {key: value for key, value in (("out", out), ("tensor", tensor)) if value is not None}
+        handle: Handle = getattr(self._inner, call)(**given, **more, name=name)
+        return handle
+
+    def _around(self, made: Backend, ranks: Sequence[int]) -> Backend:
+        """Return the communicator to use in place of ``made``, which ``inner`` made over its own ``ranks``."""
+        return made
 
     @property
     def stale(self) -> bool:
@@ -244,11 +266,11 @@ class DelegatingBackend(Backend):
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
         """Collective. See :meth:`Backend.all_reduce`."""
-        return self._inner.all_reduce(tensor, name, op)
+        return self._pass_on("all_reduce", name, tensor, op=op)
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         """Collective. See :meth:`Backend.all_gather`."""
-        return self._inner.all_gather(out, tensor, name)
+        return self._pass_on("all_gather", name, tensor, out)
 
     def all_to_all(
         self,
@@ -259,27 +281,32 @@ class DelegatingBackend(Backend):
         name: str,
     ) -> Handle:
         """Collective. See :meth:`Backend.all_to_all`."""
-        return self._inner.all_to_all(out, tensor, out_splits, splits, name)
+        return self._pass_on("all_to_all", name, tensor, out, out_splits=out_splits, splits=splits)
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         """Collective. See :meth:`Backend.reduce_scatter`."""
-        return self._inner.reduce_scatter(out, tensor, name)
+        return self._pass_on("reduce_scatter", name, tensor, out)
 
     def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
         """Collective. See :meth:`Backend.broadcast`."""
-        return self._inner.broadcast(tensor, root, name)
+        return self._pass_on("broadcast", name, tensor, root=root)
 
     def barrier(self, name: str) -> Handle:
         """Collective. See :meth:`Backend.barrier`."""
-        return self._inner.barrier(name)
+        return self._pass_on("barrier", name, None)
 
     def duplicate(self, label: str, timeout: float) -> Backend:
         """Collective. See :meth:`Backend.duplicate`."""
-        return self._inner.duplicate(label, timeout)
+        return self._around(self._inner.duplicate(label, timeout), range(self.size))
 
     def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> Backend | None:
         """Collective. See :meth:`Backend.subgroup`."""
-        return self._inner.subgroup(ranks, label, timeout)
+        made = self._inner.subgroup(ranks, label, timeout)
+        return None if made is None else self._around(made, ranks)
+
+    def over(self, process_set: Any) -> Backend | None:
+        made = self._inner.over(process_set)
+        return None if made is None else self._around(made, process_set.ranks)
 
     def drop(self) -> None:
         self._inner.drop()

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ class Queued:
 class Staged(Queued):
     """Collective of tensors on a device, from the copy down, which is queued at once, to the copy up.
 
-    ``call``: starts it on the backend, given twins of (out, tensor), or of (tensor,) where ``out`` is None: in place.
+    ``call``: starts it on the backend, given the twins of ``tensor`` and ``out``. ``out`` None: it is in place.
     """
 
     def __init__(
@@ -150,10 +151,10 @@ class Staged(Queued):
         twin = copies.twin(tensor)
         self._down = copies.copy(twin, tensor, self._device, self._stream)
         self._out = tensor if out is None else out  # where the result is copied to
-        self._result = twin if out is None else copies.twin(out)  # nothing writes to it any more, once it is there
+        twin_out = None if out is None else copies.twin(out)
+        self._result = twin if twin_out is None else twin_out  # nothing writes to it any more, once it is there
         self._up: Any = None  # the event behind the result
-        given = (twin,) if out is None else (self._result, twin)
-        super().__init__(lambda: call(*given))
+        super().__init__(partial(call, twin, twin_out))
 
     def begin(self) -> Queued:
         self._copies.wait_on_host(self._device, self._down)  # later ones wait too: calls keep their order
@@ -201,7 +202,7 @@ class Line:
         self.name, self.copies = name, copies
         self._progress: Progress | None = None  # from the first tensor of a device on
 
-    def start(self, queued: Queued, device: torch.device) -> Call:
+    def start(self, queued: Queued, device: torch.device | None) -> Call:
         """Hand ``queued`` to the thread, behind all earlier ones. ``device``: for the warning, which is given once."""
         if self._progress is None:
             if not streams.gpus_are_shared():  # then rank 0 has said so
@@ -232,58 +233,21 @@ class StagedBackend(DelegatingBackend):
         moves = self._line.copies.needed(tensor)
         return self._inner.scatters_by_all_reduce(torch.empty(0, dtype=tensor.dtype) if moves else tensor)
 
-    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
-        return self._start(name, lambda tensor: self._inner.all_reduce(tensor, name, op), tensor)
+    def _around(self, made: Backend, ranks: Sequence[int]) -> Backend:
+        return StagedBackend(made, self._line, [self._ranks[rank] for rank in ranks])
 
-    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        return self._start(name, lambda out, tensor: self._inner.all_gather(out, tensor, name), tensor, out)
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        tensor: torch.Tensor,
-        out_splits: Sequence[int],
-        splits: Sequence[int],
-        name: str,
+    def _pass_on(
+        self, call: str, name: str, tensor: torch.Tensor | None, out: torch.Tensor | None = None, **more: Any
     ) -> Handle:
-        def call(out: torch.Tensor, tensor: torch.Tensor) -> Handle:
-            return self._inner.all_to_all(out, tensor, out_splits, splits, name)
-
-        return self._start(name, call, tensor, out)
-
-    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        return self._start(name, lambda out, tensor: self._inner.reduce_scatter(out, tensor, name), tensor, out)
-
-    def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
-        return self._start(name, lambda tensor: self._inner.broadcast(tensor, root, name), tensor)
-
-    def barrier(self, name: str) -> Handle:
-        return self._start(name, lambda tensor: self._inner.barrier(name), torch.empty(0))
-
-    def duplicate(self, label: str, timeout: float) -> Backend:
-        return StagedBackend(self._inner.duplicate(label, timeout), self._line, self._ranks)
-
-    def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> Backend | None:
-        made = self._inner.subgroup(ranks, label, timeout)
-        of_world = [self._ranks[rank] for rank in ranks]
-        return None if made is None else StagedBackend(made, self._line, of_world)
-
-    def over(self, process_set: Any) -> Backend | None:
-        made = self._inner.over(process_set)
-        return None if made is None else StagedBackend(made, self._line, process_set.ranks)
-
-    def _start(
-        self, name: str, call: Callable[..., Handle], tensor: torch.Tensor, out: torch.Tensor | None = None
-    ) -> Handle:
-        """Collective. Start ``call``, given (out, tensor), or (tensor,) if it is in place, behind those before it."""
-        given = (tensor,) if out is None else (out, tensor)
-        if self._line.copies.needed(tensor):
-            queued: Queued = Staged(self._line.copies, call, tensor, out)
+        """Collective. Start a collective behind those before it: at once unless one of them has to be copied."""
+        start = partial(super()._pass_on, call, name, **more)
+        if tensor is not None and self._line.copies.needed(tensor):
+            queued: Queued = Staged(self._line.copies, start, tensor, out)
         elif self._last is None or self._last.begun.is_set():
-            return call(*given)
+            return start(tensor, out)
         else:
-            queued = Queued(lambda: call(*given))
-        self._last = self._line.start(queued, tensor.device)
+            queued = Queued(partial(start, tensor, out))
+        self._last = self._line.start(queued, None if tensor is None else tensor.device)
         return StagedHandle(self._last, queued, name, self._ranks)
 
 

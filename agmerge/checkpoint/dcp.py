@@ -13,9 +13,9 @@ from agmerge.backends import Backend, torch_objects
 from agmerge.backends.handshake import LARGEST, gather_bytes
 from agmerge.checkpoint import rank_state
 from agmerge.checkpoint.rank_state import Wrapper
-from agmerge.checkpoint.tensor_stream import replaced
 from agmerge.engine.optimizer_group import load_state
 from agmerge.runtime import workers
+from agmerge.runtime.tensor_stream import replaced
 
 # One file with the state of all ranks, which a group of any size can load.
 

@@ -15,7 +15,7 @@ import torch
 
 from agmerge.backends import Backend, timeouts
 from agmerge.backends.handshake import broadcast_bytes, gather_bytes
-from agmerge.checkpoint import rank_state, tensor_stream
+from agmerge.checkpoint import rank_state
 from agmerge.checkpoint.dcp import gather_parts, packed, unpacked
 from agmerge.checkpoint.redistribute import displacements, redistribute
 from agmerge.engine.optimizer_group import load_state
@@ -23,7 +23,7 @@ from agmerge.engine.participation import RETRIED
 from agmerge.engine.reducers import AnyReducer
 from agmerge.errors import AGMergeError, NoAnswer
 from agmerge.ops import Sum
-from agmerge.runtime import workers
+from agmerge.runtime import tensor_stream, workers
 from agmerge.step.kept_results import Settled
 
 # Hand-over: what a worker that leaves an elastic job has not sent goes to the oldest worker that stays.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from agmerge.backends import torch_objects, torch_reductions
+from agmerge.backends import torch_calls, torch_objects
 from agmerge.errors import AGMergeError, and_more, warn
 from agmerge.runtime import workers
 from agmerge.step.gradient_exchange import GradientExchange
@@ -54,7 +54,7 @@ class AveragedTwice:
         """Begin to watch, once there are workers."""
         if self._end is None and self._looks:
             note = weakref.WeakMethod(self._note)
-            self._end = torch_reductions.watch(lambda ranks, tensors: _weakly(note, ranks, tensors))
+            self._end = torch_calls.watch(lambda ranks, tensors: _weakly(note, ranks, tensors), torch_calls.SUMS)
             weakref.finalize(self, self._end)
 
     def stepping(self) -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detection of a script that clips combined gradients where their norm is not the norm of a gradient.
+"""Detection of a script that changes combined gradients, as clipping does, where they are not gradients.
 
-With a memory that applies the momentum before selection ``p.grad`` is a velocity, and clipping it is an error. Where
-few elements are sent, each the sum of several steps, it is worth a warning. All ranks see the same, so that nothing is
-sent: :meth:`ClippingWatch.note` samples the updates when they are there, and :meth:`ClippingWatch.look` compares the
-sample when the optimizer is about to step.
+With a memory that applies the momentum before selection ``p.grad`` is a velocity, and changing it is an error. If few
+elements are sent, each the sum of several steps, scaling them down is worth a warning. All ranks see the same, so that
+nothing is sent. :meth:`ClippingWatch.note` samples the updates when they are there. :meth:`ClippingWatch.look` asks for
+the versions of the gradients when the optimizer is about to step, and compares the sample if they are others: versions
+alone do not tell, because ``clip_grad_norm_`` writes whether its bound binds or not, and so does a ``GradScaler``.
 """
 
 from __future__ import annotations
@@ -122,10 +123,7 @@ class Norms:
 
 
 def norms_of(parameters: Iterable[torch.Tensor]) -> Norms:
-    """Return the norms of the gradients of ``parameters``; waits for no device. Reads each of them twice.
-
-    They are computed as ``torch.nn.utils.clip_grad_norm_`` does, with the same rounding.
-    """
+    """Return the norms of the gradients of ``parameters``; waits for no device. Reads each of them twice."""
     present = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
     gradients = [gradient for gradient in present if gradient.layout == torch.strided]
     device = gradients[0].device
@@ -135,94 +133,50 @@ def norms_of(parameters: Iterable[torch.Tensor]) -> Norms:
     return Norms(torch.stack(norms), torch.stack(counts), sizes.clamp_(min=1.0))
 
 
-# Factors and bounds: by which factor a few elements were scaled, and by their norms, whether to a bound.
-#
-# Clipping leaves one norm behind, however large it was before. A division by a constant has one factor, and one by a
-# number of samples, or a warm-up, has neither.
+# What a script has made of a few elements: nothing but roundings, or all of them smaller by one factor.
 
+LOOKS = 16  # most norms to compute, each of which reads all gradients
 LEAST = 8  # elements that are not zero, below which no factor is derived
-LOOKS = 16  # most norms to compute, each of which reads all gradients once
 EXACT = 1e-12  # relative error of the factors computed here
 SMALLEST = 1e-37  # about where processors may flush products to zero
-UNLIKELY = 1e-5
-ADDED = 1e-6  # added to the norm by torch.nn.utils.clip_grad_norm_ before it divides
+
+
+def is_scaled(before: torch.Tensor, after: torch.Tensor, factor: float) -> bool:
+    """Return whether each element of ``after`` is that of ``before`` times ``factor``, up to rounding.
+
+    Both are flat, of one floating dtype and one device, for which this waits.
+    """
+    then, now, of_dtype = before.double(), after.double(), torch.finfo(before.dtype)
+    # Three roundings: of the product, and of a loss scale that was put on and taken off.
+    relative = 2 * max(of_dtype.eps, EXACT) * abs(factor)
+    allowed = then.abs().mul_(relative).add_(max(of_dtype.tiny * of_dtype.eps, SMALLEST))
+    return bool(((now - factor * then).abs() <= allowed).all())
 
 
 def common_factor(before: torch.Tensor, after: torch.Tensor) -> float | None:
     """Return the factor by which each element of ``before`` has become that of ``after``, up to rounding.
 
-    None: there is none, or too few elements are not zero to tell. Both are flat, of one floating dtype and one device,
-    for which this waits.
+    None: there is none, or too few elements are not zero to tell. Arguments are as in :func:`is_scaled`.
     """
-    if torch.equal(before, after):
-        return 1.0
-    then, now, of_dtype = before.double(), after.double(), torch.finfo(before.dtype)
-    eps = max(of_dtype.eps, EXACT)
+    then, now = before.double(), after.double()
     if int(then.count_nonzero()) < LEAST:
         return None
     factor = float(then.dot(now)) / float(then.dot(then))
-    # Three roundings: of the product, and of a loss scale that was put on and taken off.
-    allowed = then.abs().mul_(2 * eps * abs(factor)).add_(max(of_dtype.tiny * of_dtype.eps, SMALLEST))
-    return factor if bool(((now - factor * then).abs() <= allowed).all()) else None
-
-
-class NormBound:
-    """Test, scaling by scaling, of whether factors come from a bound on the norm.
-
-    Norms of other scripts may agree by chance. How likely that is follows from how closely they agree: to 1e-6 once is
-    enough; to 1e-3, the accuracy of float32 sums on a host, twice. Every norm that does not agree asks for ten times as
-    much.
-    """
-
-    def __init__(self) -> None:
-        self._factor = 1.0  # of the last scaling
-        self._constant = 1.0  # the factor that came twice in a row: the script's own
-        self._norm = 0.0  # of the last scaling, and of those before that agree; 0: there was none yet
-        self._chance = 1.0  # approximate chance that unrelated norms agree as these do
-        self._least = UNLIKELY  # below which agreement is taken for a bound
-        self._looks = 0
-
-    def asks(self, factor: float, dtype: torch.dtype) -> bool:
-        """Return whether the norm after scaling by ``factor``, of gradients of ``dtype``, adds information."""
-        least = _tolerance(dtype)  # below that factors are the same
-        if abs(factor / self._factor - 1.0) <= least:
-            self._constant = factor
-        is_new = abs(factor / self._constant - 1.0) > least
-        return self._looks < LOOKS and 0.0 < factor < 1.0 - least and is_new
-
-    def binds(self, factor: float, norm: float, dtype: torch.dtype) -> bool:
-        """Record the ``norm`` after scaling by ``factor``; return whether by now it is known to be a bound.
-
-        ``norm``: computed as ``clip_grad_norm_`` does, with the same rounding.
-        """
-        norm += ADDED * factor
-        self._looks, self._factor = self._looks + 1, factor
-        apart = abs(norm - self._norm) / norm
-        if apart <= _tolerance(dtype):
-            self._chance *= max(4.0 * apart, 1e-6)
-        else:
-            self._least *= 0.1 if self._norm else 1.0
-            self._norm, self._chance = norm, 1.0
-        return self._chance < self._least
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    """Return by how much, relatively, norms to one bound may differ: ``clip_grad_norm_`` computes them in ``dtype``."""
-    return 1e-3 if torch.finfo(dtype).eps < 1e-6 else 2e-2
+    return factor if is_scaled(before, after, factor) else None
 
 
 # The watch.
 
 WHOLE = 0.9  # a dense gradient's norm, relative to the one seen, from which on no warning is given
 VELOCITY = (
-    "AGM125: Step {step}: the script clips to a norm of {bound:.4g} after memory={memory!r} applied momentum, so it "
-    "clips a velocity, up to ten times a gradient. No parameter was stepped. Remove the clipping and pass "
-    "memory=sparsifiers.memory({memory!r}, clipping=...), or keep it and use compression='eden' or memory='residual'."
+    "AGM125: Step {step}: the script changed p.grad, by clipping for example. With memory={memory!r} it is a velocity, "
+    "up to ten times a gradient. No parameter was stepped. To clip, pass memory=sparsifiers.memory({memory!r}, "
+    "clipping=...). To scale, scale the loss. Or use compression='eden' or memory='residual'."
 )
 SELECTED = (
-    "AGM125: Step {step}: clipping to norm {bound:.4g} scaled down a gradient of norm {norm:.4g}. With "
-    "{compressor}, p.grad holds values of up to {steps} steps. An uncompressed gradient's norm is between {low:.4g} "
-    "and {norm:.4g}, so clipping is up to {times:.2g}x stronger. Raise the bound, or use compression='eden'."
+    "AGM125: Step {step}: the script scaled p.grad down from norm {norm:.4g} to {bound:.4g}. With {compressor}, it "
+    "holds values of up to {steps} steps. An uncompressed gradient's norm is between {low:.4g} and {norm:.4g}, so "
+    "clipping is up to {times:.2g}x stronger. Raise the bound, or use compression='eden'."
 )
 
 
@@ -236,9 +190,8 @@ class ClippingWatch:
         self._exchange = exchange
         self._config: Config | None = None  # for which `_matters` holds
         self._matters = False  # clipping would be an error, or is worth a warning
-        self._bound = NormBound()
         self._refusal = ""  # the error text of every step from now on
-        self._warned = False
+        self._looks = LOOKS  # norms still to be computed for the warning; 0: also if it was given
         self._buffers: MergeBuffers | None = None  # for which `_places` hold
         self._places: list[Place] = []
         self._sample: Sample | None = None  # of the step under way
@@ -264,9 +217,9 @@ class ClippingWatch:
 
     @torch.no_grad()
     def look(self) -> None:
-        """Compare, once a step, the optimizer's gradients with the sample; raise or warn where they were clipped.
+        """Compare, once a step, the optimizer's gradients with the sample; raise or warn if they were changed.
 
-        Raises ``ValueError``, on every rank, where they are velocities. On a device that is a step late: nothing waits.
+        Raises ``ValueError``, on every rank, if they are velocities. On a device that is a step late: nothing waits.
         """
         sample, self._sample = self._sample, None
         if sample is not None and sample.changed():
@@ -308,44 +261,43 @@ class ClippingWatch:
         compressor, memory = config.compression.compressor, config.compression.memory
         before = None if self._config is None else self._config.compression
         if before is None or compressor is not before.compressor or memory is not before.memory:
-            self._bound, self._refusal, self._seen = NormBound(), "", None
+            self._refusal, self._seen = "", None
         selects = compressor.selects and memory.has_residual
-        warns = selects and not self._warned and comm is not None and comm.rank == 0
+        warns = selects and self._looks > 0 and comm is not None and comm.rank == 0
         self._config, self._matters = config, memory.has_momentum or warns
 
     def _judge(self, before: torch.Tensor, after: torch.Tensor, norms: Norms | None) -> None:
         """Evaluate one step. ``norms``: on a device those computed in that step; None: not computed."""
         self._seen = None
+        if is_scaled(before, after, 1.0):
+            return
+        memory = self._exchange.agreed.config.compression.memory
+        if memory.has_momentum:
+            self._refusal = VELOCITY.format(step=self._step, memory=memory.name)
+            return
         factor = common_factor(before, after)
-        if factor is None or not self._bound.asks(factor, before.dtype):
+        if factor is None or not 0.0 < factor < 1.0:
             return
         if norms is None and before.device.type != "cpu":
             self._is_scaled = True
-            return
-        norms = self._norms() if norms is None else norms
-        norm = float(norms.norms.norm())
-        if self._bound.binds(factor, norm, before.dtype):
-            self._tell(factor, norm, norms)
+        else:
+            self._warn(factor, self._norms() if norms is None else norms)
 
     def _norms(self) -> Norms:
         assert self._buffers is not None
         return norms_of(self._buffers.flat.parameters)
 
-    def _tell(self, factor: float, bound: float, seen: Norms) -> None:
-        """Refuse or warn: gradients have been clipped to ``bound`` by ``factor``."""
-        config, step = self._exchange.agreed.config, self._step
-        if config.compression.memory.has_momentum:
-            self._refusal = VELOCITY.format(step=step, bound=bound, memory=config.compression.memory.name)
-            return
-        # The energy of k of n elements is that of the gradient where steps have nothing in common, since nothing is
-        # lost and variances add up; where they agree it is n / k times that, of k sums of n / k steps each.
-        norm, squares = bound / factor, seen.norms.square()
+    def _warn(self, factor: float, seen: Norms) -> None:
+        """Warn that gradients were scaled by ``factor``, to the norms ``seen``."""
+        # The energy of k of n elements is that of the gradient if steps have nothing in common, since nothing is lost
+        # and variances add up. If they agree it is n / k times that, of k sums of n / k steps each.
+        bound, squares = float(seen.norms.norm()), seen.norms.square()
+        norm = bound / factor
         low = math.sqrt(float((squares * seen.counts / seen.sizes).sum())) / factor
+        self._looks = 0 if low < WHOLE * norm else self._looks - 1
+        self._matters = self._looks > 0
         if low < WHOLE * norm:
-            self._warned, self._matters = True, False
             share = float(seen.counts.sum() / seen.sizes.sum())
-            figures = {"bound": bound, "norm": norm, "low": low, "times": norm / low}
-            text = SELECTED.format(
-                compressor=config.compression.compressor.name, step=step, steps=math.ceil(1 / share), **figures
-            )
-            warn(text, 0)  # where there can only be a warning, rank 0 alone looks
+            figures = {"bound": bound, "norm": norm, "low": low, "times": norm / low, "steps": math.ceil(1 / share)}
+            compressor = self._exchange.agreed.config.compression.compressor.name
+            warn(SELECTED.format(step=self._step, compressor=compressor, **figures), 0)  # rank 0 alone looks

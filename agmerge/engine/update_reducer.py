@@ -53,7 +53,7 @@ class UpdateReducer:
         self._announced: tuple[str, ...] = ()  # parameters with bad gradients, as said in the messages under way
         self._receive_at: int | None = None  # the step after which messages under way are applied
         self._due: Due | None = None  # which merge buffers these are of
-        self._sharded = ShardedSteps(members)
+        self._sharded = ShardedSteps(members, self.exchange)
         self._averaged_twice = AveragedTwice(members, self.exchange)
 
     def _with_planner(self, config: Config) -> Config:
@@ -74,8 +74,7 @@ class UpdateReducer:
             check_not_averaged(self.members)
             self._connect_rescaled()
             self._averaged_twice.begin()
-        # Who comes to an elastic job later is at other steps than those that it looks at: the first ones of all.
-        if not self.exchange.group.alone and not (workers.can_regroup() and self.exchange.agreed.steps):
+        if not self.exchange.group.alone:
             assert self.exchange.group.comm is not None
             self._sharded.begin(together=self.exchange.group.comm.size == workers.size())
 
@@ -96,10 +95,6 @@ class UpdateReducer:
         """Forget the group of workers, and messages under way: they count as not sent."""
         self.participation.leave()
         self._receive_at = None
-        if workers.can_regroup():
-            self._sharded.stop()  # the survivors of a lost worker may be at different places of their first steps
-        else:
-            self._sharded.forget()
         self.replica.shared.forget_sent()
 
     def reconfigure(self, config: Config, what: str, advice: str) -> None:
@@ -121,13 +116,13 @@ class UpdateReducer:
         self.before_step()
         self._averaged_twice.stepping()
         own = own_step(self.members, wrapper, self._sharded.noting(closure))
-        self._averaged_twice.judge()
         self.after_step(own)
+        self._averaged_twice.judge()
         return own.result
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Collective. Connect, if need be, and sample parameters before the optimizer moves them."""
+        """Collective. Connect, if need be: the optimizer is about to move the parameters."""
         self.replica.check_not_shown("a step")
         self.replica.end_between()
         self.participation.connected(self.connect)
@@ -163,10 +158,8 @@ class UpdateReducer:
             self.replica.shared.follow_own()
             return
         self.replica.strayed.stepped(says=workers.rank() == 0 and workers.bound() is None)
-        if self._receive_at is None:  # else parameters are about to move by others' updates
-            assert self.exchange.group.comm is not None
-            with self.exchange.fault.surviving():
-                self._sharded.compare(self.exchange.group.comm, self.exchange.agreed.config.guards.timeout)
+        with self.exchange.fault.recording():
+            self._sharded.judge()
         if self._receive_at is not None and steps.count >= self._receive_at:
             self._receive()
         fragment = self.updates.fragment_at(steps.count)

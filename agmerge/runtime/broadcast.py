@@ -8,22 +8,20 @@ parameters of the ranks that had no state.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from agmerge.backends import Backend, timeouts
 from agmerge.backends.handshake import Fact
-from agmerge.backends.streams import streams_of
-from agmerge.runtime import process_sets
+from agmerge.runtime import process_sets, tensor_stream
 from agmerge.runtime.collectives import broadcast_object, root_of
 from agmerge.runtime.collectives.operation import expanded
 from agmerge.runtime.process_sets import agree
+from agmerge.runtime.tensor_stream import replaced
 from agmerge.tensors.parameters import is_dtensor, like, local_of, shard_of
 
-CHUNK = 32 * 2**20  # bytes of one message, and all the memory that a broadcast needs beside the tensors
-ALIGNED = 16  # bytes: the largest element is a complex number of two doubles
 Parameters = Mapping[str, Any] | Iterable[Any]
 
 
@@ -115,7 +113,7 @@ def plain_state(optimizer: torch.optim.Optimizer) -> tuple[Any, list[torch.Tenso
     """
     tensors: list[torch.Tensor] = []
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = [_take_out(optimizer.state.get(p, {}), tensors) for p in parameters]
+    state = [_take_out(dict(optimizer.state.get(p, {})), tensors) for p in parameters]
     return (state, [_take_out(_options(group), tensors) for group in optimizer.param_groups]), tensors
 
 
@@ -170,56 +168,9 @@ def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
 
 
 def _broadcast_tensors(comm: Backend, tensors: list[torch.Tensor], root: int, name: str) -> None:
-    """Collective. Send the bytes of ``tensors`` through one buffer of bounded size: any dtype, strides and device."""
-    pieces = [piece for tensor in tensors for piece in _pieces(tensor.detach())]
-    size = min(CHUNK, sum(map(_room, pieces)))
-    streams = next((found for tensor in tensors if (found := streams_of(tensor.device))), None)
-    # Pinned where there are devices: else each of their copies would go through pinned memory of the driver.
-    buffer = torch.empty(size, dtype=torch.uint8) if streams is None else streams.pinned(size, torch.uint8)
-    start = 0
-    while start < len(pieces):
-        stop, size = start, 0
-        while stop < len(pieces) and size + _room(pieces[stop]) <= len(buffer):
-            size += _room(pieces[stop])
-            stop += 1
-        _broadcast_chunk(comm, pieces[start:stop], buffer[:size], root, f"{name}/{start}")
-        start = stop
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield views that each fit into a message and together are all of ``tensor``: the same ones for any strides."""
-    if not tensor.numel():
-        return
-    if _room(tensor) <= CHUNK:
-        yield tensor
-        return
-    rows = CHUNK // ALIGNED * ALIGNED // (tensor[0].numel() * tensor.element_size())
-    if rows:
-        yield from torch.split(tensor, rows)
-    else:
-        for part in tensor:
-            yield from _pieces(part)
-
-
-def _broadcast_chunk(comm: Backend, pieces: list[torch.Tensor], buffer: torch.Tensor, root: int, name: str) -> None:
-    """Collective. Send ``pieces`` in one message. ``buffer``: bytes for all of them."""
-    places, start = [], 0
-    for piece in pieces:
-        size = piece.numel() * piece.element_size()
-        places.append(buffer[start : start + size].view(piece.dtype).view(piece.shape))
-        start += _room(piece)
-    if comm.rank == root:
-        for piece, place in zip(pieces, places, strict=True):
-            place.copy_(piece)
-    comm.broadcast(buffer, root, name).wait(timeouts.default())
-    if comm.rank != root:
-        for piece, place in zip(pieces, places, strict=True):
-            piece.copy_(place)
-
-
-def _room(tensor: torch.Tensor) -> int:
-    """Return the bytes of ``tensor`` in a message: where it begins any dtype may."""
-    return -(tensor.numel() * tensor.element_size() // -ALIGNED) * ALIGNED
+    """Collective. Overwrite ``tensors`` with the root's."""
+    for _ in tensor_stream.broadcast_tensors(comm, tensors, root, name, timeouts.default()):
+        pass  # nothing else is to be done meanwhile
 
 
 class _Place:
@@ -234,25 +185,21 @@ class _Place:
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return ``value`` with a placeholder for every tensor, which is put at the end of ``tensors``."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(local_of(value))
-        return _Place(len(tensors) - 1, sharded=is_dtensor(value))
-    if isinstance(value, Mapping):
-        return {key: _take_out(item, tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_take_out(item, tensors) for item in value)
-    return value
+
+    def place(tensor: torch.Tensor) -> _Place:
+        tensors.append(local_of(tensor))
+        return _Place(len(tensors) - 1, sharded=is_dtensor(tensor))
+
+    return replaced(value, place)
 
 
 def _put_back(value: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
     """Return ``value`` with its tensors, the opposite of :func:`_take_out`. ``parameter``: to which they belong."""
-    if isinstance(value, _Place):
-        return like(parameter, tensors[value.index]) if value.sharded else tensors[value.index]
-    if isinstance(value, Mapping):
-        return {key: _put_back(item, tensors, parameter) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_put_back(item, tensors, parameter) for item in value)
-    return value
+
+    def tensor(place: _Place) -> Any:
+        return like(parameter, tensors[place.index]) if place.sharded else tensors[place.index]
+
+    return replaced(value, tensor, _Place)
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -80,57 +81,34 @@ class LinkedBackend(DelegatingBackend):
         super().__init__(inner)
         self._port = port
 
-    def _held(self, name: str, inner: Handle, size: int) -> Handle:
-        return LinkedHandle(name, inner, self._port, self._port.send(size))
-
-    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
-        """Collective. See :meth:`Backend.all_reduce`."""
-        size = totals.all_reduce_bytes(self._inner.summed_bytes(tensor), self.size)
-        return self._held(name, self._inner.all_reduce(tensor, name, op), size)
-
-    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        """Collective. See :meth:`Backend.all_gather`."""
-        return self._held(
-            name, self._inner.all_gather(out, tensor, name), totals.all_gather_bytes(tensor.nbytes, self.size)
-        )
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        tensor: torch.Tensor,
-        out_splits: Sequence[int],
-        splits: Sequence[int],
-        name: str,
-    ) -> Handle:
-        """Collective. See :meth:`Backend.all_to_all`."""
-        width = tensor.element_size()
-        sent = totals.all_to_all_bytes([width * length for length in splits], self.rank)
-        received = totals.all_to_all_bytes([width * length for length in out_splits], self.rank)
-        return self._held(name, self._inner.all_to_all(out, tensor, out_splits, splits, name), max(sent, received))
-
-    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
-        """Collective. See :meth:`Backend.reduce_scatter`."""
-        whole = self._inner.scatters_by_all_reduce(tensor)
-        moved = totals.all_reduce_bytes if whole else totals.reduce_scatter_bytes
-        size = moved(self._inner.summed_bytes(tensor), self.size)
-        return self._held(name, self._inner.reduce_scatter(out, tensor, name), size)
-
-    def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
-        """Collective. See :meth:`Backend.broadcast`."""
-        size = tensor.nbytes if self.size > 1 else 0
-        return self._held(name, self._inner.broadcast(tensor, root, name), size)
-
     def renewed(self) -> Backend:
         return LinkedBackend(self._inner.renewed(), self._port)
 
-    def duplicate(self, label: str, timeout: float) -> Backend:
-        """Collective. See :meth:`Backend.duplicate`."""
-        return LinkedBackend(self._inner.duplicate(label, timeout), self._port)
+    def _around(self, made: Backend, ranks: Sequence[int]) -> Backend:
+        return LinkedBackend(made, self._port)
 
-    def subgroup(self, ranks: Sequence[int], label: str, timeout: float) -> Backend | None:
-        """Collective. See :meth:`Backend.subgroup`."""
-        made = self._inner.subgroup(ranks, label, timeout)
-        return None if made is None else LinkedBackend(made, self._port)
+    def _pass_on(
+        self, call: str, name: str, tensor: torch.Tensor | None, out: torch.Tensor | None = None, **more: Any
+    ) -> Handle:
+        """Collective. Start a collective whose handle ends when the link would have carried it."""
+        handle = super()._pass_on(call, name, tensor, out, **more)
+        if tensor is None:
+            return handle
+        return LinkedHandle(name, handle, self._port, self._port.send(self._bytes(call, tensor, more)))
+
+    def _bytes(self, call: str, tensor: torch.Tensor, more: Mapping[str, Any]) -> int:
+        """Return the bytes that leave this rank in a collective; those that arrive, if these are more."""
+        if call == "all_to_all":
+            width = tensor.element_size()
+            splits = more["splits"], more["out_splits"]
+            return max(totals.all_to_all_bytes([width * length for length in each], self.rank) for each in splits)
+        if call == "broadcast":
+            return tensor.nbytes if self.size > 1 else 0
+        if call == "all_gather":
+            return totals.all_gather_bytes(tensor.nbytes, self.size)
+        scatters = call == "reduce_scatter" and not self._inner.scatters_by_all_reduce(tensor)
+        moved = totals.reduce_scatter_bytes if scatters else totals.all_reduce_bytes
+        return moved(self._inner.summed_bytes(tensor), self.size)
 
 
 def linked(backend: Backend, rate: str) -> Backend:

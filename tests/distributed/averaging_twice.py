@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts and optimizers that average gradients themselves, or sum something else: what each is warned of.
+"""Scripts and optimizers that average gradients themselves, or sum something else: what each is told.
 
-``averaging_twice.py FOLDER``, on two ranks. Rank 0 writes ``warned.json``: by scenario, the texts of its warnings.
+``averaging_twice.py FOLDER``, on two ranks. Rank 0 writes ``warned.json``: by scenario, its errors and warnings.
 """
 
 from __future__ import annotations
@@ -85,7 +85,11 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "optimizer": lambda: train(averaging(in_place)),
     "optimizer, scattered": lambda: train(averaging(scattered)),
     "optimizer, flattened": lambda: train(averaging(flattened), compression="none"),
-    "optimizer, updates": lambda: train(averaging(flattened), sync="updates"),
+    "updates, in place": lambda: train(averaging(in_place), sync="updates"),
+    "updates, flattened": lambda: train(averaging(flattened), sync="updates"),
+    "updates, handed round": lambda: train(averaging(handed_round), sync="updates"),
+    "updates, figures": lambda: train(averaging(figures), figures, sync="updates"),
+    "updates, alone": lambda: train(averaging(alone), alone, sync="updates"),
     "script": lambda: train(torch.optim.AdamW, flattened),
     "nothing": lambda: train(torch.optim.AdamW),
     "figures": lambda: train(averaging(figures), figures),
@@ -101,8 +105,12 @@ if __name__ == "__main__":
     for name, scenario in SCENARIOS.items():
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            scenario()
-        found[name] = [str(one.message) for one in said]
+            try:
+                scenario()
+                refused = []
+            except ValueError as error:
+                refused = [str(error)]
+        found[name] = [*refused, *(str(one.message) for one in said)]
     if dist.get_rank() == 0:
         (Path(sys.argv[1]) / "warned.json").write_text(json.dumps(found), encoding="utf-8")
     agmerge.shutdown()

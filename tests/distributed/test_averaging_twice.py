@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from launching import HERE, torchrun
 
-TWICE = ("optimizer", "optimizer, scattered", "optimizer, flattened", "optimizer, updates", "script")
-FINE = ("nothing", "figures", "handed round", "alone")
+TWICE = ("optimizer", "optimizer, scattered", "optimizer, flattened", "script")
+REFUSED = ("updates, in place", "updates, flattened", "updates, handed round")
+FINE = ("nothing", "figures", "handed round", "alone", "updates, figures", "updates, alone")
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def warned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     ended = torchrun(2, HERE / "averaging_twice.py", str(folder), timeout=120)
     assert ended.code == 0, ended.output[-6000:]
     found: dict[str, list[str]] = json.loads((folder / "warned.json").read_text(encoding="utf-8"))
-    assert set(found) == {*TWICE, *FINE}
+    assert set(found) == {*TWICE, *REFUSED, *FINE}
     return found
 
 
@@ -35,4 +36,10 @@ def test_gradients_that_are_averaged_twice_are_one_warning_that_says_what_to_del
 
 @pytest.mark.parametrize("name", FINE)
 def test_other_sums_of_a_script_are_none_of_ours(warned: dict[str, list[str]], name: str) -> None:
+    assert not [text for text in warned[name] if "AGM136" in text or "exchanges" in text]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_with_updates_an_optimizer_that_exchanges_by_itself_is_refused(warned: dict[str, list[str]], name: str) -> None:
+    assert warned[name][0].startswith("Averaging exchanges parameters or gradients in its own step (8320 elements)")
     assert not [text for text in warned[name] if "AGM136" in text]

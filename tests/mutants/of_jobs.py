@@ -15,7 +15,7 @@ HOSTILE = "tests/agmerge/backends/test_membership_hostile.py"
 TWO_LEVEL = "tests/agmerge/step/test_two_level.py"
 CHECKPOINT = "tests/agmerge/checkpoint/test_optimizer_checkpoint.py"
 REDISTRIBUTE = "tests/agmerge/checkpoint/test_redistribute.py"
-STREAM = "tests/agmerge/checkpoint/test_tensor_stream.py"
+STREAM = "tests/agmerge/runtime/test_tensor_stream.py"
 TIMELINE = "tests/merging/test_merging_timeline.py"
 PARTS = "tests/merging/test_merging_parts.py"
 CURVE = "tests/merging/test_merging_curve.py"
@@ -227,35 +227,42 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "two strides over one memory are one tensor",
-        "agmerge/checkpoint/tensor_stream.py",
+        "agmerge/runtime/tensor_stream.py",
         "tensor.shape, tensor.stride()",
         "tensor.shape",
         (f"{STREAM}::test_a_matrix_and_its_transpose_are_two_tensors",),
     ),
     Mutant(
         "a tensor in several places is made several times",
-        "agmerge/checkpoint/tensor_stream.py",
+        "agmerge/runtime/tensor_stream.py",
         "        if number not in made:\n",
         "        if True:\n",
         (f"{STREAM}::test_a_tensor_in_several_places_travels_once_and_is_one_again",),
     ),
     Mutant(
         "messages of a stream have no bound",
-        "agmerge/checkpoint/tensor_stream.py",
-        "room - count * flat.element_size()",
-        "room",
+        "agmerge/runtime/tensor_stream.py",
+        "room -= _room(piece)",
+        "pass",
         (f"{STREAM}::test_messages_and_pauses_are_as_told",),
     ),
     Mutant(
+        "two messages under way share a buffer",
+        "agmerge/runtime/tensor_stream.py",
+        "buffers[number % UNDER_WAY]",
+        "buffers[0]",
+        (f"{STREAM}::test_all_ranks_have_the_roots_state",),
+    ),
+    Mutant(
         "a stream pauses after each message",
-        "agmerge/checkpoint/tensor_stream.py",
-        "if sent // PAUSE > (sent - len(message)) // PAUSE:",
+        "agmerge/runtime/tensor_stream.py",
+        "if sent // PAUSE > before // PAUSE:",
         "if sent:",
         (f"{STREAM}::test_messages_and_pauses_are_as_told",),
     ),
     Mutant(
         "a conjugate is sent as its memory",
-        "agmerge/checkpoint/tensor_stream.py",
+        "agmerge/runtime/tensor_stream.py",
         "not tensor.is_conj() and not tensor.is_neg()",
         "not tensor.is_neg()",
         (f"{STREAM}::test_all_ranks_have_the_roots_state",),

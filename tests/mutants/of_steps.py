@@ -241,10 +241,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (SCALED_DOWN,),
     ),
     Mutant(
-        "unrelated norms ask for no more",
+        "roundings of a loss scale are a change",
         "agmerge/engine/clipping_watch.py",
-        "self._least *= 0.1 if self._norm else 1.0",
-        "self._least *= 1.0",
+        "relative = 2 * max(of_dtype.eps, EXACT) * abs(factor)",
+        "relative = 0.0",
         (SCALED_DOWN,),
     ),
 )

@@ -2,7 +2,7 @@
 """Collectives of the module's own, for losses, metrics and set-up.
 
 * ``operation``: one call, from arguments to result and gradient.
-* ``reduce``, ``scatter``, ``gather``, ``alltoalls``, ``broadcasts``: one kind each. ``sparse``: sparse layout.
+* ``reduce``: all-reduce. ``rows``: all-gather, reduce-scatter, all-to-all, sparse layout. ``broadcasts``: broadcast.
 * ``objects``: Python objects, ``barrier`` and ``join``.
 
 They use another communicator than the optimizers. Each first agrees on its arguments, so that a mistake is an error on
@@ -12,9 +12,7 @@ for the hot path.
 
 from __future__ import annotations
 
-from agmerge.runtime.collectives.alltoalls import alltoall, alltoall_async
 from agmerge.runtime.collectives.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_, root_of
-from agmerge.runtime.collectives.gather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from agmerge.runtime.collectives.objects import allgather_object, barrier, broadcast_object, join
 from agmerge.runtime.collectives.operation import as_bytes, poll, synchronize
 from agmerge.runtime.collectives.reduce import (
@@ -27,13 +25,19 @@ from agmerge.runtime.collectives.reduce import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from agmerge.runtime.collectives.scatter import (
+from agmerge.runtime.collectives.rows import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    grouped_allgather,
+    grouped_allgather_async,
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
+    sparse_allreduce_async,
 )
-from agmerge.runtime.collectives.sparse import sparse_allreduce_async
 
 __all__ = [
     "allgather",

@@ -17,9 +17,9 @@ from agmerge.errors import AGMergeError
 from agmerge.runtime import workers
 from agmerge.runtime.collectives import operation
 from agmerge.runtime.collectives.broadcasts import root_of
-from agmerge.runtime.collectives.gather import Allgather
 from agmerge.runtime.collectives.operation import count, run
 from agmerge.runtime.collectives.reduce import TRAVELS, flat
+from agmerge.runtime.collectives.rows import Allgather
 from agmerge.runtime.process_sets import JOINED, agree, exchange_digests, exchange_texts, group, joinable, share_numbers
 
 # ``join()``: a rank that makes no more calls of its own answers those of the others, until all have joined.

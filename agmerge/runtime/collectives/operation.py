@@ -8,7 +8,7 @@ Everything else is here: the checks of arguments, the agreement, the handle, the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -324,10 +324,22 @@ def start(operation: Operation, *, waits: bool = False) -> Pending:
     agree(operation.comm, operation.label, facts)
     count(operation.comm)
     inputs = operation.tensors
+    for note in list(_notes):
+        note(list(operation.group.ranks), inputs)
     pending = Pending(operation, operation.begin(message), inputs)
     if not waits:
         line.pending[message] = pending
     return pending
+
+
+Note = Callable[[list[int], list[torch.Tensor]], None]  # of a call: ranks of the world that take part, and tensors
+_notes: list[Note] = []  # of those that watch
+
+
+def watch(note: Note) -> Callable[[], None]:
+    """Call ``note`` for every call that starts; return a function that ends it."""
+    _notes.append(note)
+    return lambda: _notes.remove(note) if note in _notes else None
 
 
 def count(comm: Backend) -> None:

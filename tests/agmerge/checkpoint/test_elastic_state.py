@@ -14,8 +14,7 @@ import torch
 import agmerge
 from agmerge.backends import generations
 from agmerge.backends.local import Call
-from agmerge.checkpoint import tensor_stream
-from agmerge.runtime import workers
+from agmerge.runtime import tensor_stream, workers
 from tests.support import elastic
 
 

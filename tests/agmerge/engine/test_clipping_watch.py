@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipping where it does not clip a gradient: a velocity is an error on every rank, a selection one warning."""
+"""Clipping what is no gradient: a changed velocity is an error on every rank, a scaled selection one warning."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def steps(
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, OWN, {"exchange": "two-level"}, {"compression": "topk", "memory": "dgc"}])
-def test_a_clipped_velocity_is_the_same_error_on_all_ranks_in_the_second_step(
+def test_a_clipped_velocity_is_the_same_error_on_all_ranks_in_the_first_step(
     options: dict[str, Any], size: int
 ) -> None:
     def body(rank: int, model: nn.Module) -> str:
@@ -60,7 +60,7 @@ def test_a_clipped_velocity_is_the_same_error_on_all_ranks_in_the_second_step(
         return steps(rank, model, wrap(model, inner, **{"compression": "dgc", **options}))
 
     said = agreed(on_ranks(size, MODEL, body))
-    assert said.startswith("1: AGM125: Step 1: ") and "a norm of 0.05" in said
+    assert said.startswith("0: AGM125: Step 0: ") and "a velocity" in said
     for way_out in ("sparsifiers.memory('dgc', clipping=", "compression='eden'", "memory='residual'"):
         assert way_out in said
 
@@ -77,7 +77,7 @@ def test_it_stays_an_error_until_the_memory_is_another_one() -> None:
         return [*found, steps(rank, model, optimizer, numbers=range(14, 20))]
 
     first, second, third, fourth = agreed(on_ranks(2, MODEL, body))
-    assert first.startswith("1:") and second.startswith("6:") and not third and fourth.startswith("15:")
+    assert first.startswith("0:") and second.startswith("6:") and not third and fourth.startswith("14:")
 
 
 def test_the_memorys_own_clipping_is_no_error() -> None:
@@ -128,22 +128,17 @@ def test_after_a_division_by_a_constant_and_in_a_hook_of_the_step() -> None:
     assert all("velocity" in said for said in agreed(on_ranks(2, MODEL, body)))
 
 
-def test_a_bound_that_binds_now_and_then_is_found_when_it_has() -> None:
-    """In between, the factor is that of the division beside it, and the norm another one each time."""
+def test_a_bound_is_an_error_when_it_binds() -> None:
+    """Before that ``clip_grad_norm_`` writes to the gradients, and leaves them as they were."""
 
     def body(rank: int, model: nn.Module) -> str:
-        def sometimes(model: nn.Module) -> None:
-            for parameter in model.parameters():
-                parameter.grad.div_(3.0)
-            clip(model, 0.2)
-
         memory = sparsifiers.memory("dgc", momentum=0.0)  # so that norms go up and down with the gradient's
         optimizer = wrap(model, sgd(model, momentum=0.0), compression="dgc", memory=memory)
         for step in range(10):
             optimizer.zero_grad()
-            (loss_of(model, rank, step) * (2.0 if step in (3, 4, 8) else 0.1)).backward()
+            (loss_of(model, rank, step) * (1e3 if step == 4 else 1e-3)).backward()
             optimizer.synchronize()
-            sometimes(model)
+            clip(model, 0.2)
             try:
                 with optimizer.skip_synchronize():
                     optimizer.step()
@@ -152,7 +147,7 @@ def test_a_bound_that_binds_now_and_then_is_found_when_it_has() -> None:
         return ""
 
     said = agreed(on_ranks(2, MODEL, body))
-    assert said[:2] in ("4:", "8:") and "velocity" in said
+    assert said.startswith("4: ") and "velocity" in said
 
 
 # -- under somebody else's hook -----------------------------------------------------------------------------------
@@ -194,7 +189,7 @@ def test_in_buckets_it_is_seen_too_also_in_a_closure(in_closure: bool) -> None:
         return [*found, bucketed(rank, other, in_closure, clips=False, compression="dgc")]
 
     said, nothing = agreed(on_ranks(2, MODEL, body))
-    assert said.startswith("1: AGM125: Step 1: ") and "velocity" in said and not nothing
+    assert said.startswith("0: AGM125: Step 0: ") and "velocity" in said and not nothing
 
 
 # -- a selection --------------------------------------------------------------------------------------------------
@@ -252,7 +247,7 @@ def test_a_dense_gradients_norm_lies_between_what_is_said(agree: bool, density: 
 
 def figures(said: str) -> tuple[str, str, str]:
     """The norm that was seen, and the two between which a dense gradient's lies."""
-    norm = re.search(r"gradient of norm ([\d.e+]+)\. ", said)
+    norm = re.search(r"from norm ([\d.e+]+) to", said)
     low = re.search(r"between ([\d.e+]+) and", said)
     high = re.search(r"between [\d.e+]+ and ([\d.e+]+), so", said)
     assert norm and low and high
@@ -267,7 +262,7 @@ def test_rank_0_alone_warns_and_once() -> None:
         warnings.simplefilter("always")
         assert agreed(on_ranks(3, MODEL, body)) == ""
     said = [str(one.message) for one in caught if "AGM125" in str(one.message)]
-    assert len(said) == 1 and re.search("Step [1-3]: ", said[0]) and "topk" in said[0]
+    assert len(said) == 1 and re.search("Step [0-3]: ", said[0]) and "topk" in said[0]
 
 
 @pytest.mark.parametrize(

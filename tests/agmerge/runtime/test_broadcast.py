@@ -96,7 +96,7 @@ def test_a_module_with_buffers_and_tied_weights() -> None:
 
 
 def test_a_large_model_goes_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agmerge.runtime.broadcast.CHUNK", 100)
+    monkeypatch.setattr("agmerge.runtime.tensor_stream.MESSAGE", 100)
 
     def body(rank: int) -> tuple[list[list[float]], list[int]]:
         sizes = [5, 20, 0, 26, 1, 60, 0, 2]  # float32: 20, 80, 0, 104, 4, 240, 0, 8 bytes
@@ -114,7 +114,7 @@ def test_a_large_model_goes_in_several_messages(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("chunk", [16, 40, 64, 1000])
 def test_pieces_of_any_size_are_the_roots_to_the_bit(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strides may differ between ranks, and no message is larger than a chunk, however large a tensor is."""
-    monkeypatch.setattr("agmerge.runtime.broadcast.CHUNK", chunk)
+    monkeypatch.setattr("agmerge.runtime.tensor_stream.MESSAGE", chunk)
 
     def body(rank: int) -> tuple[dict[str, torch.Tensor], int]:
         tensors = awkward(rank)

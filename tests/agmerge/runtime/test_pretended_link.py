@@ -13,7 +13,7 @@ from agmerge import testing
 from agmerge.backends import Backend, Handle
 from agmerge.backends.local import alone
 from agmerge.runtime import workers
-from agmerge.runtime.pretended_link import LinkedBackend, Port, bytes_a_second, linked
+from agmerge.runtime.pretended_link import LinkedBackend, LinkedHandle, Port, bytes_a_second, linked
 
 
 class Clock:
@@ -74,7 +74,8 @@ def test_copies_share_the_port_of_their_rank() -> None:
 
 def test_it_is_not_done_before_its_time() -> None:
     clock = Clock()
-    handle = LinkedBackend(alone(), Port(100.0, clock, clock.sleep))._held("a", alone().barrier("a"), 100)
+    port = Port(100.0, clock, clock.sleep)
+    handle = LinkedHandle("a", alone().barrier("a"), port, port.send(100))
     assert not handle.done()
     clock.seconds = 1.0
     assert handle.done()

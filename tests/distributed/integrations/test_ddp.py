@@ -127,7 +127,7 @@ def test_local_steps_give_the_bits_of_the_wrapper_around_the_plain_model(found: 
 
 def test_a_clipped_velocity_is_an_error_and_a_clipped_selection_a_warning(found: Found) -> None:
     first, second = found["harms"]
-    assert first["velocity"] == second["velocity"] and re.match("[12]: .*a velocity", first["velocity"][0])
+    assert first["velocity"] == second["velocity"] and re.match("0: .*a velocity", first["velocity"][0])
     assert first["selection"][0] == second["selection"][0] and len(first["selection"]) == 2 > len(second["selection"])
 
 
@@ -140,7 +140,7 @@ def test_steps_of_shards_are_refused_with_updates_and_work_with_gradients(found:
         for how in ("wrapper", "hooks"):
             assert said[how].startswith("ZeroRedundancyOptimizer steps a shard") and "sync='gradients'" in said[how]
         for how in ("seen", "seen by hooks"):
-            assert said[how] == first["seen"] and "'0.weight' moved to the same values on ranks 0" in said[how]
+            assert said[how] == first["seen"] and "exchanges parameters or gradients in its own step" in said[how]
 
 
 def test_local_steps_are_refused_where_others_would_wait(found: Found) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch a script's own sums of tensors among workers by torch.distributed: it may average gradients by itself."""
+"""Watch a script's own calls of torch.distributed: it may average gradients, or hand parameters round, by itself."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from agmerge.backends.torch import initialised
 
 # Methods of torch's ProcessGroup, through which all functions of torch.distributed go, however they were imported. The
 # names of its versions differ.
-METHODS = (
+SUMS = (
     "allreduce",
     "allreduce_coalesced",
     "reduce",
@@ -25,23 +25,36 @@ METHODS = (
     "reduce_scatter_tensor_coalesced",
     "_reduce_scatter_base",
 )
-Note = Callable[[list[int], list[torch.Tensor]], None]  # of a sum: ranks of the world that take part, and tensors
+ALL = (
+    *SUMS,
+    "broadcast",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single",
+    "_allgather_base",
+    "alltoall",
+    "alltoall_base",
+    "gather",
+    "scatter",
+)
+Note = Callable[[list[int], list[torch.Tensor]], None]  # of a call: ranks of the world that take part, and tensors
 
 _lock = threading.Lock()
-_notes: dict[int, Note] = {}  # of those that watch, by a number; written under the lock
+_notes: dict[int, tuple[Note, Collection[str]]] = {}  # of those that watch, by a number; written under the lock
 _watched: dict[str, Any] = {}  # methods of ProcessGroup while they are watched, as they were
 
 
-def watch(note: Note) -> Callable[[], None]:
-    """Call ``note`` for every sum by a group that the script has made; return a function that ends it.
+def watch(note: Note, methods: Collection[str]) -> Callable[[], None]:
+    """Call ``note`` for every call by a group that the script has made; return a function that ends it.
 
-    Where torch.distributed is not in use nothing happens.
+    ``methods``: which calls, of ``ALL``. If torch.distributed is not in use nothing happens.
     """
     if not initialised():
         return lambda: None
     with _lock:
         number = max(_notes, default=0) + 1
-        _notes[number] = note
+        _notes[number] = note, methods
         if not _watched:
             _install()
     return functools.partial(_end, number)
@@ -61,21 +74,22 @@ def _end(number: int) -> None:
 def _install() -> None:
     from torch.distributed import ProcessGroup
 
-    for name in METHODS:
+    for name in ALL:
         if name in vars(ProcessGroup):
             _watched[name] = vars(ProcessGroup)[name]  # as it is there: read from the class it would lose its binding
-            setattr(ProcessGroup, name, _noted(getattr(ProcessGroup, name)))
+            setattr(ProcessGroup, name, _noted(name, getattr(ProcessGroup, name)))
 
 
-def _noted(method: Any) -> Any:
+def _noted(name: str, method: Any) -> Any:
     @functools.wraps(method)
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         if group not in torch_groups.own:
             import torch.distributed as dist
 
             tensors = list(_tensors_in(args))
-            for note in list(_notes.values()):
-                note(list(dist.get_process_group_ranks(group)), tensors)
+            for note, methods in list(_notes.values()):
+                if name in methods:
+                    note(list(dist.get_process_group_ranks(group)), tensors)
         return method(group, *args, **kwargs)
 
     return call

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a nested state as a stream of messages, so that the sender needs no memory for a copy of all of them.
+"""Tensors of a nested state as a stream of messages, so that no rank needs memory for a copy of all of them.
 
-It fills one message while another one travels; receivers write each into tensors of their own.
+The sender fills one message while another one travels. Receivers write each into tensors of their own, of any strides
+and on any device. Models and optimizer states are broadcast so, and states of elastic jobs to new workers.
 """
 
 from __future__ import annotations
@@ -15,23 +16,27 @@ from typing import Any
 import torch
 
 from agmerge.backends import Backend, Handle
+from agmerge.backends.streams import streams_of
 
-MESSAGE = 1 << 23  # bytes, at most
+MESSAGE = 1 << 24  # bytes, at most
 UNDER_WAY = 2  # messages
 PAUSE = 1 << 28  # bytes between two pauses of a stream: at 8 Mbit/s these take less than the default time-out
-Pieces = list[torch.Tensor]  # flat parts of tensors, which one message holds
+ALIGNED = 16  # bytes: the largest element is a complex number of two doubles
+Pieces = list[torch.Tensor]  # views of tensors, which one message holds
+
+# Nested states, without the contents of their tensors.
 
 
-def replaced(state: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """Return a nested state of dictionaries, lists and tuples with ``function(tensor)`` in place of each tensor."""
-    if isinstance(state, torch.Tensor):
+def replaced(state: Any, function: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
+    """Return a nested state of dictionaries, lists and tuples with ``function(leaf)`` in place of each ``kind``."""
+    if isinstance(state, kind):
         return function(state)
     if isinstance(state, dict):
         changed = copy.copy(state)  # that of a module has more than its items
-        changed.update({key: replaced(value, function) for key, value in state.items()})
+        changed.update({key: replaced(value, function, kind) for key, value in state.items()})
         return changed
     if type(state) in (list, tuple):
-        return type(state)(replaced(value, function) for value in state)
+        return type(state)(replaced(value, function, kind) for value in state)
     return state
 
 
@@ -85,6 +90,9 @@ def unfilled(outline: bytes) -> tuple[Any, list[torch.Tensor]]:
     return state, [made[number] for number in range(len(shapes))]
 
 
+# The stream.
+
+
 def size_of(tensors: Sequence[torch.Tensor]) -> int:
     """Return how many bytes ``tensors`` have together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -96,32 +104,38 @@ def broadcast_tensors(
     """Collective. Overwrite ``tensors`` with those of rank ``root``, which have the same shapes and dtypes, in order.
 
     An iterator: it pauses after each ``PAUSE`` bytes, so ``size_of(tensors) // PAUSE`` times, and its messages may be
-    under way meanwhile. ``timeout``: seconds, for each message. Elsewhere than on ``root`` tensors are contiguous.
+    under way meanwhile. ``timeout``: seconds, for each message. Strides and devices may differ between ranks.
     """
-    space = min(MESSAGE, size_of(tensors))
-    buffers = [torch.empty(space, dtype=torch.uint8) for _ in range(UNDER_WAY)]
-    under_way: deque[tuple[Handle, torch.Tensor, Pieces]] = deque()
+    tensors = [tensor.detach() for tensor in tensors]
+    space = min(MESSAGE, sum(map(_room, tensors)))
+    streams = next((known for tensor in tensors if (known := streams_of(tensor.device))), None)
+    # Pinned if there are devices: else each of their copies would go through pinned memory of the driver.
+    buffers = [
+        torch.empty(space, dtype=torch.uint8) if streams is None else streams.pinned(space, torch.uint8)
+        for _ in range(UNDER_WAY)
+    ]
+    under_way: deque[tuple[Handle, Pieces, Pieces]] = deque()
     sent = 0
 
     def finish() -> None:
         """Wait for the oldest message, and write its contents where they belong."""
-        handle, message, pieces = under_way.popleft()
+        handle, places, pieces = under_way.popleft()
         handle.wait(timeout)
         if comm.rank != root:
-            for piece, part in zip(pieces, torch.split(message, [one.nbytes for one in pieces]), strict=True):
-                piece.view(torch.uint8).copy_(part)
+            for piece, place in zip(pieces, places, strict=True):
+                piece.copy_(place)
 
     for number, pieces in enumerate(_messages(tensors)):
         if len(under_way) == UNDER_WAY:
             finish()
-        sizes = [piece.numel() * piece.element_size() for piece in pieces]
-        message = buffers[number % UNDER_WAY][: sum(sizes)]
+        message = buffers[number % UNDER_WAY][: sum(map(_room, pieces))]
+        places = _places(message, pieces)
         if comm.rank == root:
-            for piece, part in zip(pieces, torch.split(message, sizes), strict=True):
-                part.copy_(piece.cpu().view(torch.uint8))
-        under_way.append((comm.broadcast(message, root, name), message, pieces))
-        sent += len(message)
-        if sent // PAUSE > (sent - len(message)) // PAUSE:
+            for piece, place in zip(pieces, places, strict=True):
+                place.copy_(piece)
+        under_way.append((comm.broadcast(message, root, f"{name}/{number}"), places, pieces))
+        before, sent = sent, sent + size_of(pieces)
+        if sent // PAUSE > before // PAUSE:
             yield
     while under_way:
         finish()
@@ -138,14 +152,41 @@ def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[Pieces]:
     pieces: Pieces = []
     room = MESSAGE
     for tensor in tensors:
-        flat, start = tensor.reshape(-1), 0
-        while start < len(flat):
-            count = min(len(flat) - start, room // flat.element_size())
-            if not count:
+        for piece in _pieces(tensor):
+            if _room(piece) > room:
                 yield pieces
                 pieces, room = [], MESSAGE
-                continue
-            pieces.append(flat[start : start + count])
-            start, room = start + count, room - count * flat.element_size()
+            pieces.append(piece)
+            room -= _room(piece)
     if pieces:
         yield pieces
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield views that each fit into a message and together are all of ``tensor``: the same ones for any strides."""
+    if not tensor.numel():
+        return
+    if _room(tensor) <= MESSAGE:
+        yield tensor
+        return
+    rows = MESSAGE // ALIGNED * ALIGNED // (tensor[0].numel() * tensor.element_size())
+    if rows:
+        yield from torch.split(tensor, rows)
+    else:
+        for part in tensor:
+            yield from _pieces(part)
+
+
+def _places(message: torch.Tensor, pieces: Pieces) -> Pieces:
+    """Return where ``pieces`` lie in a message, contiguous views of its bytes."""
+    places, start = [], 0
+    for piece in pieces:
+        size = piece.numel() * piece.element_size()
+        places.append(message[start : start + size].view(piece.dtype).view(piece.shape))
+        start += _room(piece)
+    return places
+
+
+def _room(tensor: torch.Tensor) -> int:
+    """Return the bytes of ``tensor`` in a message: where it begins any dtype may."""
+    return -(tensor.numel() * tensor.element_size() // -ALIGNED) * ALIGNED

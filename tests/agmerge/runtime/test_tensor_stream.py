@@ -11,8 +11,7 @@ import torch
 
 from agmerge import testing
 from agmerge.backends.local import Call
-from agmerge.checkpoint import tensor_stream
-from agmerge.runtime import workers
+from agmerge.runtime import tensor_stream, workers
 
 WAIT = 20.0
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
@@ -21,12 +20,13 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8
 def state() -> dict[str, Any]:
     """Return a state with tensors of many kinds, and other values, the same at each call."""
     source = torch.Generator().manual_seed(0)
-    tied, odd, kinds, free, conj = (torch.randn(size, generator=source) for size in ((7, 5), (6, 4), 11, 3, (3, 2)))
+    tied, odd, kinds, free, pairs = (torch.randn(size, generator=source) for size in ((7, 5), (6, 4), 11, 3, (3, 2)))
     return {
         "tied": [tied, tied.detach(), tied.view(-1)],
         "odd": (odd.t(), odd[:, 1:3], torch.tensor(3.0), torch.empty(0, 3), torch.empty(0)),
         "kinds": collections.OrderedDict((str(kind), (10 * kinds).to(kind)) for kind in DTYPES),
-        "stays": [free.requires_grad_(), torch.eye(3).to_sparse(), torch.view_as_complex(conj).conj()],
+        "conjugate": [torch.view_as_complex(pairs), torch.view_as_complex(pairs).conj()],
+        "stays": [free.requires_grad_(), torch.eye(3).to_sparse()],
         "else": [1, 2.5, "text", None, True, {3: (4,)}],
     }
 
@@ -90,7 +90,8 @@ def test_messages_and_pauses_are_as_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
     for _, pauses in testing.run(2, sent, inject=note):
         assert pauses == total // 300 > 1
-    assert max(calls) <= 100 and sum(calls) == total and len(calls) < total / 100 + 20
+    # Each tensor, and each part of a larger one, begins at a multiple of 16 bytes.
+    assert max(calls) <= 100 and total <= sum(calls) < 1.5 * total and len(calls) < total / 100 + 20
 
 
 def test_only_a_few_messages_are_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
