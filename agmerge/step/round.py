@@ -404,8 +404,7 @@ class Round:
 
     def _prepare_in_place(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         """Prepare a tensor from where its gradient lies: its class has no residual."""
-        own = gradient.tensor() if isinstance(gradient, Difference) else gradient
-        values = self.buffers.flat.in_place.hold(slot, own)
+        values = self.buffers.flat.in_place.hold(slot, as_tensor(gradient))
         finite = self.buffers.prepared[slot.index].prepare(slot, values, self.step)
         self._prepared.add(slot.index)
         if values is None or finite:
