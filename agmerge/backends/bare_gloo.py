@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from agmerge.backends import left_behind, timeouts
+from agmerge.backends import timeouts
 from agmerge.backends.base import Backend, Handle
 from agmerge.backends.torch import AT_ONCE, LEAST_BY_NEIGHBOURS
-from agmerge.backends.torch_errors import translated
+from agmerge.backends.torch_groups import translated
 from agmerge.errors import CollectiveTimeout, NoAnswer, PeerLost
 
 SLICE = 0.1  # seconds between two looks whether others have given the group up
@@ -197,7 +199,7 @@ class BareGloo(Backend):
     def drop(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            left_behind.leave(group, self._under_way)
+            leave_behind(group, self._under_way)
 
     def __del__(self) -> None:
         self.drop()  # to forget a group is to wait in its destructor
@@ -222,3 +224,38 @@ def unless(why: Callable[[], str], call: Callable[[], BareGloo], timeout: float)
     raise NoAnswer(
         f"AGM211: init(): the workers of the new group could not connect ({errors[0] if errors else 'timeout'})"
     )
+
+
+# Groups that are used no more, with collectives under way: destroyed when these have ended.
+#
+# Gloo's destructor waits for them, perhaps for a worker that is lost, up to its time-out. Not to destroy a group at all
+# costs five open files and three threads, and an elastic job leaves several of them behind at each change.
+
+# (group, works under way when it was left). Each is referred to once more than Python knows of: at the end of the
+# process it is not destroyed. Without a lock: a destructor may leave a group at any moment, on any thread.
+_left: deque[tuple[Any, list[Any]]] = deque()
+
+
+def leave_behind(group: Any, works: Iterable[Any]) -> None:
+    """Drop a process group of torch's, now or when its ``works`` have ended. The caller keeps no reference to it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _left.append((group, list(works)))
+    release_left()
+
+
+def release_left() -> None:
+    """Destroy those groups of which all works have ended; how long that takes does not depend on other workers."""
+    for _ in range(len(_left)):
+        try:
+            entry = _left.popleft()
+        except IndexError:  # another thread has it
+            return
+        if all(work.is_completed() for work in entry[1]):
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(entry[0]))
+        else:
+            _left.append(entry)
+
+
+def count_left() -> int:
+    """Return how many groups are left behind now."""
+    return len(_left)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from agmerge.backends import addresses, forked, left_behind, lighthouse, staging, status, torch_store
-from agmerge.backends.bare_gloo import BareGloo, Broken, unless
+from agmerge.backends import addresses, lighthouse, open_files, staging, status, torch_store
+from agmerge.backends.bare_gloo import BareGloo, Broken, release_left, unless
 from agmerge.backends.base import Backend
 from agmerge.backends.job_store import Worker
 from agmerge.backends.lighthouse import ATTEMPT, BEAT, READY, SETTLES, BoundedStore, Lighthouse
@@ -96,7 +96,7 @@ class Generations:
         torch_store.check_interface()
         # Serves the group of each generation in which this worker is the oldest.
         self._server = self._dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        forked.close_in_children(self._server.port, self)
+        open_files.close_in_children(self._server.port, self)
         self._address = own
         self._membership = self._asking()
         self._line = staging.Line(BareGloo.name, staging.Copies())  # one thread for all generations
@@ -266,7 +266,7 @@ class Generations:
         away, attempt = False, ATTEMPT  # away: the lighthouse is gone; training goes on, and no generation is formed
         while not self._closing:
             self._wake.wait(BEAT)
-            left_behind.release()
+            release_left()
             try:
                 if away:
                     self._membership.reconnect(self._lighthouse.connected(attempt), self._group.generation)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from agmerge.backends import addresses, forked
+from agmerge.backends import addresses, open_files
 from agmerge.errors import AGMergeError, shortened
 
 BEAT = 0.2  # seconds between two signs of life, and between two looks for a lighthouse
@@ -150,7 +150,7 @@ def serve(dist: Any, port: int) -> Any:
     Newcomers come in after ``SETTLES`` seconds: first come the workers of a job whose lighthouse was started again.
     """
     store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-    forked.close_in_children(store.port)
+    open_files.close_in_children(store.port)
 
     def let_in() -> None:
         time.sleep(SETTLES)

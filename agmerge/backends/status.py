@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from agmerge.backends import limits
+from agmerge.backends import open_files
 from agmerge.errors import AGMergeError, NoAnswer
 
 # The doctor's table, ``python -m agmerge doctor``: a backend hands over a program to be tried in a process of its own
@@ -237,5 +237,5 @@ def annotate(error: NoAnswer, call: str, ranks: Sequence[int]) -> None:
         if _peer_query is not None:
             answers, missing = _peer_query(call, ranks)
         else:
-            answers = limits.advice(max(2, len(ranks)))
+            answers = open_files.advice(max(2, len(ranks)))
     error.locate(call, status.step, waited, answers, missing)

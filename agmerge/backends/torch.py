@@ -16,7 +16,7 @@ import torch
 from agmerge.backends import mpi, slurm, status, streams, timeouts, torch_groups, torch_store
 from agmerge.backends.base import Backend, Handle, Listen
 from agmerge.backends.status import ProbeResult, Row, built_in
-from agmerge.backends.torch_errors import translated
+from agmerge.backends.torch_groups import translated
 from agmerge.errors import AGMergeError, NoAnswer
 
 # Warm-up: ranks are connected before the first message, where a library would do so during that.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make groups of torch.distributed, and release them.
+"""Make groups of torch.distributed, release them, and turn their errors into ours.
 
 Gloo's are released by each rank alone, at any moment. To destroy one in which NCCL has moved something takes all of its
 ranks on a machine, and waits for what is under way: a rank that did so by itself would wait for others, which wait for
@@ -14,14 +14,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from agmerge.backends import streams
-from agmerge.backends.torch_errors import translated
+from agmerge.errors import CollectiveTimeout, PeerLost
 
 DEFAULTS = (0.0, 600.0, 1800.0)  # seconds: time-outs of groups for which the script has named none: NCCL's, and Gloo's
 ABORTED_WITHIN = 5.0  # seconds: an abort waits for kernels that it ends, and they may wait for another abort
@@ -94,3 +95,28 @@ def abort(group: Any) -> None:
     thread = threading.Thread(target=call, name="agmerge aborts", daemon=True)
     thread.start()
     thread.join(ABORTED_WITHIN)
+
+
+# Errors: those that tell of other ranks become ours, and those of this rank alone stay.
+
+# Errors of this rank's device, and of its calls; torch before 2.8 has no class for what a kernel did wrong.
+OF_THIS_RANK = tuple(getattr(torch, name) for name in ("OutOfMemoryError", "AcceleratorError") if hasattr(torch, name))
+OF_THIS_RANK_WORDS = ("invalid usage", "ncclinvalidargument", "cuda error", "cuda failure", "cuda driver error")
+
+
+@contextmanager
+def translated(name: str, within: str = "") -> Iterator[None]:
+    """Turn the errors of torch.distributed into ours, also those of the calls that only hand a tensor in.
+
+    ``name``: of the collective. ``within``: how long was waited, in words. Gloo's errors have no class of their own,
+    so each ``RuntimeError`` is one of a connection but for those that are known to be of this rank.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if isinstance(error, OF_THIS_RANK) or any(words in text.lower() for words in OF_THIS_RANK_WORDS):
+            raise  # no other rank has left
+        if "imed out" in text or "imeout" in text:
+            raise CollectiveTimeout(f"AGM201: {name}: no answer from all ranks{within}", text) from error
+        raise PeerLost(f"AGM206: {name}: the connection to another rank broke", text) from error

@@ -15,7 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from agmerge.backends import addresses, forked, limits, status, timeouts
+from agmerge.backends import addresses, open_files, status, timeouts
 from agmerge.errors import AGMergeError, CollectiveTimeout, PeerLost, printable
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -76,11 +76,11 @@ class Meeting:
                 multi_tenant=not shared,
             )
             if serves:
-                forked.close_in_children(store.port)
+                open_files.close_in_children(store.port)
             return store
         except RuntimeError as error:
             if serves and "server socket" in str(error):
-                advice = limits.advice(self.size) or "Set MASTER_PORT to a port that is free on this host."
+                advice = open_files.advice(self.size) or "Set MASTER_PORT to a port that is free on this host."
                 raise AGMergeError(
                     f"AGM202: init(): rank 0, on host {socket.gethostname()}, cannot serve at {self._where}. {advice} "
                     f"({error})"
@@ -113,7 +113,7 @@ class Meeting:
         if self.rank == 0 and others:
             shown = ", ".join(f"{address} ({name})" for name, address in others.items())
             why += f". MASTER_ADDR must be an address of this host, on which rank 0 runs: it has {shown}"
-        why = limits.advice(self.size).rstrip(".") or why
+        why = open_files.advice(self.size).rstrip(".") or why
         return CollectiveTimeout(
             f"AGM202: init(): rank {self.rank}, on host {socket.gethostname()}, cannot reach "
             f"{'rank 0' if self.rank else 'itself'} at {self._where} within {self._timeout:g} s: {why}. "

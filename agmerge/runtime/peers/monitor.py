@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from agmerge.backends import Backend, addresses, limits, status
+from agmerge.backends import Backend, addresses, open_files, status
 from agmerge.backends.base import Gather
 from agmerge.backends.handshake import gather_texts
 from agmerge.backends.status import RankStatus
@@ -251,7 +251,7 @@ class PeerMonitor:
     def _own_answer(self) -> Answer:
         """Return this rank's activity, as others get it."""
         own = self._status
-        call, trouble = printable(own.call, LONGEST_CALL), self._pause() or limits.shortage(self._size)
+        call, trouble = printable(own.call, LONGEST_CALL), self._pause() or open_files.shortage(self._size)
         gave_up = own.given_up or (self._over and self._gave_up)
         return Answer(own.describe(), own.since, call, own.step, gave_up, self._ended, self._over, trouble)
 
@@ -325,7 +325,7 @@ class PeerMonitor:
         """
         self._gave_up = True
         own = replace(self._own_answer(), call=printable(call, LONGEST_CALL))
-        pause, limit = self._pause(), limits.advice(self._size)
+        pause, limit = self._pause(), open_files.advice(self._size)
         trouble = [f"This process {pause}. The others may have given up meanwhile."] if pause else []
         trouble += [limit] if limit else []
         words = replace(self._status, phase=f"has given up waiting for {call}").describe()

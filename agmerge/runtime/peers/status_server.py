@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from agmerge.backends.limits import TOO_MANY
+from agmerge.backends.open_files import TOO_MANY
 from agmerge.runtime.peers.answers import json_object
 
 # Pauses, in which this process did not run: a thread that wakes up twice a second has not woken up for longer.

@@ -12,8 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from agmerge.backends import left_behind
-from agmerge.backends.bare_gloo import BareGloo, Broken
+from agmerge.backends.bare_gloo import BareGloo, Broken, count_left, release_left
 from agmerge.errors import PeerLost
 
 
@@ -44,7 +43,7 @@ def until(what: Callable[[], bool], seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end
-        left_behind.release()
+        release_left()
         time.sleep(0.01)
 
 
@@ -70,16 +69,16 @@ def test_a_group_that_was_given_up_is_forgotten_at_once() -> None:
     gc.collect()  # of the tests before, which takes its time
     begun = time.monotonic()
     del groups[0], barrier
-    assert left_behind.count() == 1 and time.monotonic() - begun < 5.0
+    assert count_left() == 1 and time.monotonic() - begun < 5.0
     groups.clear()  # ends what is under way in the other one
-    until(lambda: left_behind.count() == 0)
+    until(lambda: count_left() == 0)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are counted in /proc")
 def test_a_job_with_many_changes_runs_out_of_nothing() -> None:
     """Each change leaves groups behind, with what was under way; their files and threads are given back."""
-    left_behind.release()
+    release_left()
     before: list[tuple[int, int]] = []
     for _ in range(4):
         groups, broken = pair(10.0)
@@ -91,9 +90,9 @@ def test_a_job_with_many_changes_runs_out_of_nothing() -> None:
                 handle.wait(5.0)
         del handles, handle
         groups[0].drop()
-        assert left_behind.count() == 1  # it waits for rank 1
+        assert count_left() == 1  # it waits for rank 1
         while groups:  # first one of rank 1, in which nothing is under way
             groups.pop().drop()
-        until(lambda: left_behind.count() == 0)
+        until(lambda: count_left() == 0)
         before.append(open_files_and_threads())
     assert before[1:] == before[:1] * 3

@@ -9,7 +9,7 @@ import resource
 
 import pytest
 
-from agmerge.backends import limits
+from agmerge.backends import open_files
 
 
 def invented(monkeypatch: pytest.MonkeyPatch, count: int, soft: int) -> None:
@@ -19,24 +19,24 @@ def invented(monkeypatch: pytest.MonkeyPatch, count: int, soft: int) -> None:
 
 
 def test_files_of_this_process_are_counted() -> None:
-    before = limits.open_files()
+    before = open_files.counted()
     with open(os.devnull):
-        after = limits.open_files()
+        after = open_files.counted()
     assert before is not None and after == (before[0] + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
-@pytest.mark.parametrize(("left", "short"), [(limits.SPARE + 2, False), (limits.SPARE + 1, True), (0, True)])
+@pytest.mark.parametrize(("left", "short"), [(open_files.SPARE + 2, False), (open_files.SPARE + 1, True), (0, True)])
 def test_what_a_group_takes_has_to_be_left(left: int, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     invented(monkeypatch, 100 - left, 100)
-    assert bool(limits.shortage(2)) is bool(limits.advice(2)) is short
+    assert bool(open_files.shortage(2)) is bool(open_files.advice(2)) is short
     if short:
-        assert limits.shortage(2) == f"has {100 - left} open files, and the limit is 100 (ulimit -n)"
-        assert limits.advice(2).startswith("This process has ") and "ulimit -n 65536" in limits.advice(2)
+        assert open_files.shortage(2) == f"has {100 - left} open files, and the limit is 100 (ulimit -n)"
+        assert open_files.advice(2).startswith("This process has ") and "ulimit -n 65536" in open_files.advice(2)
 
 
 def test_where_there_is_no_limit_there_is_no_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
     invented(monkeypatch, 10**6, resource.RLIM_INFINITY)
-    assert limits.open_files() is None and limits.advice(1000) == ""
+    assert open_files.counted() is None and open_files.advice(1000) == ""
 
 
 @pytest.mark.parametrize(("code", "known"), [(errno.EMFILE, (24, 24)), (errno.ENFILE, (24, 24)), (errno.ENOENT, None)])
@@ -48,4 +48,4 @@ def test_who_cannot_count_for_want_of_a_file_has_none_left(
 
     monkeypatch.setattr(resource, "getrlimit", lambda which: (24, 24))
     monkeypatch.setattr(os, "listdir", full)
-    assert limits.open_files() == known
+    assert open_files.counted() == known

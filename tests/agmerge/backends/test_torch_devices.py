@@ -15,7 +15,7 @@ from torch.distributed import DistBackendError, DistNetworkError
 
 from agmerge import CollectiveTimeout, PeerLost
 from agmerge.backends import torch as backend
-from agmerge.backends import torch_errors, torch_groups
+from agmerge.backends import torch_groups
 
 
 class Work:
@@ -65,7 +65,7 @@ NCCL = "NCCL error in: NCCLUtils.cpp:94, {}, NCCL version 2.29.2\nLast error:\n{
     ids=["memory", "usage", "kernel", "kernel before", "cuda in nccl", "nccl", "network", "time-out", "connection"],
 )
 def test_only_what_others_have_done_is_told_of_them(error: RuntimeError, becomes: type[Exception]) -> None:
-    with pytest.raises(RuntimeError) as caught, torch_errors.translated("buffer 0"):
+    with pytest.raises(RuntimeError) as caught, torch_groups.translated("buffer 0"):
         raise error
     assert type(caught.value) is becomes
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from agmerge.backends import limits, torch_store
+from agmerge.backends import open_files, torch_store
 from agmerge.backends.status import RankStatus
 from agmerge.backends.torch_store import Meeting
 from agmerge.errors import AGMergeError
@@ -100,7 +100,7 @@ def test_a_store_that_cannot_be_served_for_want_of_files_says_so(store: Any, mon
         ((20, 24), "limit is 24 .ulimit -n., which is not enough to connect 2 ranks"),
         (None, "Set MASTER_PORT"),
     ):
-        monkeypatch.setattr(limits, "open_files", lambda known=known: known)
+        monkeypatch.setattr(open_files, "counted", lambda known=known: known)
         with pytest.raises(AGMergeError, match=said) as caught:
             meetings(store, 2, monkeypatch)
         assert ("MASTER_PORT to a port" in str(caught.value)) is (known is None)

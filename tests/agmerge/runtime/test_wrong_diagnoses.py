@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agmerge import testing
-from agmerge.backends import limits, status
+from agmerge.backends import open_files, status
 from agmerge.backends.status import RankStatus
 from agmerge.errors import CollectiveTimeout, printable
 from agmerge.runtime import workers
@@ -232,14 +232,14 @@ LIMIT = (
 
 
 def test_too_few_open_files_are_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "open_files", lambda: (20, 24))
+    monkeypatch.setattr(open_files, "counted", lambda: (20, 24))
     text, missing = called(lambda calls: None)
     assert missing == () and LIMIT in text and NOBODY not in text
     assert "; it has 20 open files, and the limit is 24 (ulimit -n)" in text  # the other is in this process
 
 
 def test_too_few_open_files_are_said_before_ranks_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "open_files", lambda: (20, 24))
+    monkeypatch.setattr(open_files, "counted", lambda: (20, 24))
     monkeypatch.setattr(status, "_peer_query", None)
     error = CollectiveTimeout("init(): no answer")
     try:
