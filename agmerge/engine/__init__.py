@@ -2,16 +2,16 @@
 """Engine, which says when something is exchanged: hooks, accumulation, loss scales, guards, local steps, reports.
 
 * ``reducer``: gradients of backward passes, and ``join()``. ``reducers``: choice of the reducer.
-* ``bucket_reducer``: buckets of DistributedDataParallel; ``last_pass``, ``averaged_steps``: till an optimizer steps.
-* ``update_reducer``: deltas of parameters, ``sync="updates"``; ``local_replica``, ``shared_parameters``,
-  ``outer``: a worker that steps by itself, the shared parameters, and their optimizer.
+* ``bucket_reducer``: buckets of DistributedDataParallel; ``averaged_steps``: are gradients averaged, and once?
+* ``update_reducer``: deltas of parameters, ``sync="updates"``; ``local_replica``, ``shared_parameters``: a
+  worker that steps by itself, and the shared parameters with their outer optimizer.
 * ``dear``: ``merging="dear"``, updates in the next forward; ``dear_modules``: modules that read parameters.
 * ``participation``: connects, compares replicas, plans anew, leaves.
 * ``grad_hooks``: gradients on their way from backward. ``grad_scaler``: AMP, and sparse gradients.
 * ``optimizer_wrapper``: attributes of the inner optimizer. ``optimizer_group``: several that step as one.
-* ``step_hooks``: the work around steps that others call; ``seen_steps``, ``followed_optimizer``: these steps.
+* ``step_hooks``: the work around steps that others call; ``seen_steps``: these steps.
 * ``reporting``: figures, tables and traces, and five lines for people.
-* ``clipping_watch``, ``averaged_steps``, ``sharded_steps``, ``strayed``, ``script_access``:
+* ``clipping_watch``, ``averaged_steps``, ``sharded_steps``, ``script_access``:
   warnings of what a script does to gradients and parameters.
 
 May import planning/, options/ and below.

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from agmerge.engine import strayed
 from agmerge.engine.participation import check_not_averaged
-from agmerge.engine.script_access import ScriptAccess
+from agmerge.engine.script_access import ScriptAccess, watch_straying
 from agmerge.engine.shared_parameters import SharedParameters, UnsentInParameters, UnsentInResidual, wide
 from agmerge.errors import AGMergeError, NonFiniteError, and_more
 from agmerge.step.config import APPLY, HOLD, Config, Updates
@@ -210,7 +209,7 @@ class LocalReplica:
         self._members, self._table, self._exchange, self._options = members, table, exchange, options
         self.own_steps = OwnSteps()  # exchanged or not
         self._snapshot: object = None  # of the table, as of the last check
-        self.strayed = strayed.watch(self)
+        self.strayed = watch_straying(self)
         self._access = ScriptAccess(self)  # the script's, to the parameters, between steps
         self.shared = self._fitting()
 

@@ -25,9 +25,8 @@ from agmerge.checkpoint import rank_state, torch_helpers
 from agmerge.engine import participation
 from agmerge.engine.averaged_steps import AveragedModel
 from agmerge.engine.bucket_reducer import BucketReducer
-from agmerge.engine.followed_optimizer import followed
 from agmerge.engine.grad_scaler import LossScale, check_dtypes, refuse_unknown
-from agmerge.engine.optimizer_group import OneOrSeveral, inner_of, load_state
+from agmerge.engine.optimizer_group import OneOrSeveral, followed, inner_of, load_state
 from agmerge.engine.optimizer_wrapper import OptimizerHolder, SharingMixin, SwappingMixin
 from agmerge.engine.reporting import ReportingMixin
 from agmerge.engine.step_hooks import follow, withhold

@@ -15,8 +15,8 @@ import torch
 from agmerge.checkpoint import rank_state
 from agmerge.engine.optimizer_group import OneOrSeveral, as_state, check_state, inner_of, load_state
 from agmerge.engine.optimizer_wrapper import OptimizerHolder, SharingMixin
-from agmerge.engine.outer import ScriptsOuter
 from agmerge.engine.reporting import ReportingMixin
+from agmerge.engine.shared_parameters import ScriptsOuter
 from agmerge.engine.step_hooks import follow
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import and_more

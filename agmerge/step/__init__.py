@@ -7,7 +7,7 @@
 * ``merge_buffers``: messages of a plan, with their exchanges and the scratch of their kernels.
 * ``flat_buffers``: where gradients, residuals and updates lie.
 * ``group``: communicators, clocks and side streams. ``kept_results``: what survivors of a lost worker settle by.
-* ``gradient_norm``: of the combined gradient. ``plan_status``, ``announcer``: planning for reports, and its one line.
+* ``gradient_norm``: of the combined gradient. ``plan_status``: planning for reports, and its one line.
 * ``config``: the options of a step; ``treatments``: of each parameter, ``density_policy``: how much is sent of it,
   ``momentum``: which a memory applies.
 

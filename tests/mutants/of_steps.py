@@ -214,7 +214,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a script's parameters keep the shared values",
-        "agmerge/engine/outer.py",
+        "agmerge/engine/shared_parameters.py",
         "                parameter.data, parameter.grad = data, gradient",
         "                parameter.grad = gradient",
         (f"{SCRIPTS_OUTER}::test_parameters_and_gradients_are_the_scripts_again_behind_it",),

@@ -15,10 +15,9 @@ from test_bucket_reducer import connected, kept, passed
 from torch import nn
 
 import agmerge
-from agmerge.engine import last_pass
 from agmerge.engine.averaged_steps import AveragedModel
-from agmerge.engine.bucket_reducer import BucketReducer
-from agmerge.engine.followed_optimizer import followed
+from agmerge.engine.bucket_reducer import PATIENCE, BucketReducer
+from agmerge.engine.optimizer_group import followed
 from agmerge.engine.step_hooks import withhold
 
 MODEL = seeded(mlp)
@@ -222,7 +221,7 @@ def test_writes_to_parameters_count_as_steps_where_nothing_else_is_known() -> No
     def body(rank: int, model: nn.Module) -> list[str]:
         reducer = connected(model, **TOPK)
         for hidden in (False, True):
-            for step in range(last_pass.PATIENCE + 2):
+            for step in range(PATIENCE + 2):
                 model.zero_grad()
                 run(reducer, model, rank, step)
                 for parameter in model.parameters():
