@@ -240,7 +240,11 @@ class StagedBackend(DelegatingBackend):
         self, call: str, name: str, tensor: torch.Tensor | None, out: torch.Tensor | None = None, **more: Any
     ) -> Handle:
         """Collective. Start a collective behind those before it: at once unless one of them has to be copied."""
-        start = partial(super()._pass_on, call, name, **more)
+        pass_on = super()._pass_on
+
+        def start(tensor: torch.Tensor | None, out: torch.Tensor | None) -> Handle:
+            return pass_on(call, name, tensor, out, **more)
+
         if tensor is not None and self._line.copies.needed(tensor):
             queued: Queued = Staged(self._line.copies, start, tensor, out)
         elif self._last is None or self._last.begun.is_set():

@@ -279,7 +279,7 @@ IN_TRAINING: tuple[Row, ...] = (
     (
         "AGM125",
         "clipping is stronger than it seems",
-        "The script clips values that a sparsifier selected, or that contain momentum, instead of a gradient.",
+        "The script clips or scales selected values, or values that contain momentum, instead of a gradient.",
         "Clip as the text says, raise the bound, or remove `compression=`.",
         "compressors.md",
     ),
