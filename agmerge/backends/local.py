@@ -27,6 +27,7 @@ from agmerge.version import __version__
 SIZES: tuple[str, ...] = ()
 READS_SLURM = False
 PROBE = ""
+HOST = ("cpu",)  # types of devices without streams; for tests
 CHECKS_MARKS = False  # whether groups check the docstrings of functions that start a collective; for our own tests
 
 
@@ -55,7 +56,7 @@ class Part:
 
     def queued(self) -> Part:
         """Return it with the event behind all that this thread has queued so far."""
-        if self.tensor.device.type == "cpu":
+        if self.tensor.device.type in HOST:
             return self
         streams = streams_of(self.tensor.device)
         return self if streams is None else replace(self, ready=streams.record(streams.current(self.tensor.device)))

@@ -36,6 +36,7 @@ class Noted(HostStreams):
 def test_readers_wait_for_writers_of_other_threads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     noted, size = Noted(), 3
     monkeypatch.setattr(local, "streams_of", lambda device: noted)
+    monkeypatch.setattr(local, "HOST", ())
 
     def body(rank: int) -> tuple[int, int]:
         world, tensor = workers.world(), torch.full((size,), float(rank))
