@@ -146,7 +146,7 @@ def test_addresses_are_sent_again_where_they_have_changed() -> None:
 @pytest.mark.parametrize(
     "wrong, text",
     [
-        ([None] * 4, "5 tensors, but 4"),
+        ([None] * 4, "5 tensors, got 4 gradients"),
         ([torch.zeros(4095), None, None, None, None], "gradient 0"),
         ([torch.zeros(8192)[::2], None, None, None, None], "contiguous"),
         ([torch.zeros(4096), torch.zeros(1).half(), None, None, None], "one dtype"),
