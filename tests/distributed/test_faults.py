@@ -224,7 +224,6 @@ def test_the_short_cells_cover_every_pair() -> None:
     assert set(SHORT) <= {*ALL, *HANDSHAKES} and len(set(ALL)) == len(ALL) == 120
 
 
-@pytest.mark.thin(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("launcher", ["mpirun", HOROVODRUN])
 @pytest.mark.parametrize("busy", ["starting", "stuck"])
