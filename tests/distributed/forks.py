@@ -28,9 +28,7 @@ LONGEST = 1 << 20  # bytes of what is asked for
 class Forked:
     """Rank under way, with the methods of `subprocess.Popen` that tests call. What it prints is added to ``log``."""
 
-    def __init__(
-        self, script: Path, arguments: Sequence[str], env: Mapping[str, str], cwd: Path, log: IO[str]
-    ) -> None:
+    def __init__(self, script: Path, arguments: Sequence[str], env: Mapping[str, str], cwd: Path, log: IO[str]) -> None:
         said, says = os.pipe()
         request = {"argv": [str(script), *arguments], "env": dict(env), "cwd": str(cwd)}
         socket.send_fds(_parent(env.get("PYTHONPATH", "")), [json.dumps(request).encode()], [log.fileno(), says])

@@ -131,6 +131,7 @@ def torchrun(workers: int, script: Path, *arguments: str, timeout: float) -> End
 def forked(workers: int, script: Path, *arguments: str, timeout: float, **more: str) -> Ended:
     """Workers that are told of each other as torchrun tells them: once one of them has failed, all are ended."""
     common = {"WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": reserved_port(), **more}
+    common |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "forked", "TORCHELASTIC_RESTART_COUNT": "0"}
     places = [{"RANK": str(r), "LOCAL_RANK": str(r), "LOCAL_WORLD_SIZE": str(workers)} for r in range(workers)]
     with tempfile.TemporaryFile("a+", encoding="utf-8") as log:
         ranks = [Forked(script, arguments, environment(**common, **place), ROOT, log) for place in places]

@@ -37,7 +37,7 @@ def test_it_is_the_process_of_a_script(argument: str, tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     env = environment(GIVEN="1")
     with log.open("a+") as file:
-        code = Forked(script, [argument], env, ROOT, file).wait(60)
+        code = Forked(script, [argument], env, ROOT, file).wait(200)
     first, *rest = log.read_text().splitlines()
     expected_code, expected = as_python(script, argument, env)
     assert first == "imported before" and code == expected_code

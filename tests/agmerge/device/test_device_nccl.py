@@ -39,7 +39,7 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "oktopk": {"compression": "topk", "exchange": "oktopk", "merging": EACH},
     "dense": {"compression": "none", "merging": EACH},
 }
-SEVERAL = {name: EXCHANGES[name] for name in ("two phases", "two-level", "sparse")}
+SEVERAL = {name: EXCHANGES[name] for name in ("sparse", "two phases", "two-level")}
 Trained = tuple[list[Tensor], list[Call]]
 
 

@@ -84,6 +84,7 @@ def test_all_ranks_hear_whose_gradient_is_not_finite(options: dict[str, Any], si
     assert_alike(*both(size, options, each=step_of))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [3, 5])
 def test_the_clipping_watch_knows_the_noise_of_what_devices_have_read(size: int) -> None:
     def norms(place: str) -> list[float]:
