@@ -5,9 +5,9 @@
 Tests outside of ``distributed`` are marked ``training`` where they make an optimizer of workers, and ``unit`` where
 they neither do nor start a process (see support/kind_of_test.py): ``make unit`` runs these alone, within a minute.
 
-``make test`` leaves out what is marked ``long``. Of a test that is marked ``training`` it runs the first case; of any
-other test, and of one that is marked ``values``, as few cases as hold each value of each parameter
-(support/grid_cover.py); of one that is marked ``whole`` all cases. ``--once`` runs the first case of every test that
+``make test`` leaves out what is marked ``long``. Of a test that is marked ``training``, and of one of the examples, it
+runs the first case; of any other test, and of one that is marked ``values``, as few cases as hold each value of each
+parameter (support/grid_cover.py); of one that is marked ``whole`` all cases. ``--once`` runs the first case of every test that
 starts no processes. Drawn examples are the same in every run; ``--hypothesis-profile=long`` draws more, and others
 each time.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from run_tests import ONE_CORE
-from support.grid_cover import cover
+from support.grid_cover import RUN, cover
 from support.kind_of_test import TESTS, kind_of
 
 settings.register_profile("short", deadline=None, derandomize=True, max_examples=25)
@@ -98,7 +98,8 @@ def enough(grid: list[pytest.Item]) -> list[pytest.Item]:
     """Return the cases of a test that ``make test`` runs."""
     if len(grid) < 2 or grid[0].get_closest_marker("whole"):
         return grid
-    if grid[0].get_closest_marker("training") and not grid[0].get_closest_marker("values"):
+    dear = grid[0].get_closest_marker("training") or grid[0].path.name.startswith("test_example")
+    if dear and not grid[0].get_closest_marker("values"):
         return grid[:1]
     return [grid[place] for place in cover([item.callspec._idlist for item in grid])]  # type: ignore[attr-defined]
 
@@ -118,6 +119,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in grid:
             if id(item) not in kept:
                 item.add_marker(pytest.mark.long)
+    config.stash[RUN] = {item.nodeid: item.get_closest_marker("long") is None for item in items}
     # Files with few tests that take long, of which none should be left alone at the end (run_tests.py).
     items.sort(key=lambda item: item.path.parent != TESTS)
     if config.getoption("--once"):

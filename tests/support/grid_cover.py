@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
+import pytest
+
+RUN: pytest.StashKey[dict[str, bool]] = pytest.StashKey()  # whether `make test` runs each test that was collected
 Case = Sequence[Hashable]  # a value for each axis
 
 

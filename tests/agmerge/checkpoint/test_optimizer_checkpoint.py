@@ -223,6 +223,7 @@ def test_a_plain_optimizer_loads_ours() -> None:
         assert same_bits(plain.state[p]["momentum_buffer"], buffer)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("size", [2, 3])
 def test_another_ranks_section_is_dropped_with_one_warning(size: int) -> None:
     def save(rank: int, model: nn.Module) -> Any:
