@@ -5,10 +5,11 @@
 Tests outside of ``distributed`` are marked ``training`` where they make an optimizer of workers, and ``unit`` where
 they neither do nor start a process (see support/kind_of_test.py): ``make unit`` runs these alone, within a minute.
 
-``make test`` leaves out what is marked ``long``, and of each grid of parameters all but a cover of pairs of values, of
-one that is marked ``thin(1)`` of values (see support/grid_cover.py); a grid marked ``whole`` is run whole. ``--once``
-runs the first case of every test that starts no processes. Drawn examples are the same in every run;
-``--hypothesis-profile=long`` draws more, and others each time.
+``make test`` leaves out what is marked ``long``. Of a test that is marked ``training``, and of one of the examples, it
+runs the first case; of any other test, and of one that is marked ``values``, as few cases as hold each value of each
+parameter (support/grid_cover.py); of one that is marked ``whole`` all cases. ``--once`` runs the first case of every test that
+starts no processes. Drawn examples are the same in every run; ``--hypothesis-profile=long`` draws more, and others
+each time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from run_tests import ONE_CORE
-from support.grid_cover import cover
+from support.grid_cover import RUN, cover
 from support.kind_of_test import TESTS, kind_of
 
 settings.register_profile("short", deadline=None, derandomize=True, max_examples=25)
@@ -93,6 +94,16 @@ def _names_device(path: Path) -> bool:
     return path.parent.name == "device" or "pretend" in path.read_text(encoding="utf-8")
 
 
+def enough(grid: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of a test that ``make test`` runs."""
+    if len(grid) < 2 or grid[0].get_closest_marker("whole"):
+        return grid
+    dear = grid[0].get_closest_marker("training") or grid[0].path.name.startswith("test_example")
+    if dear and not grid[0].get_closest_marker("values"):
+        return grid[:1]
+    return [grid[place] for place in cover([item.callspec._idlist for item in grid])]  # type: ignore[attr-defined]
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks that are set here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what trains, and what a cover of a grid leaves out; with ``--once``, keep one case of each test."""
@@ -103,12 +114,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(kind)
         grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for grid in grids.values():
-        thin = grid[0].get_closest_marker("thin")
-        if hasattr(grid[0], "callspec") and grid[0].get_closest_marker("whole") is None:
-            names = [item.callspec._idlist for item in grid]  # type: ignore[attr-defined]  # one name an axis
-            enough = cover(names, *(thin.args if thin else ()))
-            for place in set(range(len(grid))) - set(enough):
-                grid[place].add_marker(pytest.mark.long)
+        short = [item for item in grid if item.get_closest_marker("long") is None]
+        kept = {id(item) for item in enough(short)}
+        for item in grid:
+            if id(item) not in kept:
+                item.add_marker(pytest.mark.long)
+    config.stash[RUN] = {item.nodeid: item.get_closest_marker("long") is None for item in items}
     # Files with few tests that take long, of which none should be left alone at the end (run_tests.py).
     items.sort(key=lambda item: item.path.parent != TESTS)
     if config.getoption("--once"):

@@ -3,8 +3,8 @@
 
     python tests/run_tests.py [--all] [pytest's arguments]
 
-Without ``--all``: the unit tests, some of them once more as on a plain processor, and real workers, all but the tests
-that take minutes. With it: everything, and the unit tests once more for each level of arithmetic that is here.
+Without ``--all``: the unit tests and real workers, all but what is marked ``long`` (conftest.py says what is). With it:
+everything, and the unit tests once more for each level of arithmetic that is here.
 Paths among the arguments choose the part that they lie in. The status is 0 if every part passed or had nothing to run.
 At its end it prints the slowest files. ``build/test-times/`` keeps every test's seconds, in JUnit's format.
 """
@@ -45,14 +45,6 @@ AVX2 = {
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     "AGMERGE_KERNEL": "avx2",
 }
-BITS = (  # the files whose outcome would be the first to depend on how a processor rounds
-    "tests/agmerge/optimizer/test_guarantees_bits.py",
-    "tests/agmerge/optimizer/test_guarantees.py",
-    "tests/agmerge/checkpoint/test_redistribute.py",
-    "tests/agmerge/optimizer/test_hybrid.py",
-    "tests/agmerge/engine/test_join.py",
-    "tests/sparsifiers/test_kernel.py",
-)
 
 
 @dataclass(frozen=True)
@@ -90,8 +82,7 @@ def parts(everything: bool) -> list[Part]:
     starts = {WHOLE: "1"} if everything else {}
     workers = Part("real workers", options, (WORKERS,), {"AGMERGE_TEST_ALL_LAUNCHERS": "1", **starts})
     if not everything:
-        units = Part("unit tests", (*SHORT, *UNITS), environment={ONE_CORE: "1"})
-        return [units, Part("plain processor", (*SHORT, *UNITS), BITS, PLAIN), workers]
+        return [Part("unit tests", (*SHORT, *UNITS), environment={ONE_CORE: "1"}), workers]
     levels = {"plain processor": PLAIN, "without loops in C": {"AGMERGE_KERNEL": "off"}}
     if capability() == "AVX512":
         levels["AVX2"] = AVX2
@@ -111,8 +102,6 @@ def choice(part: Part, arguments: Sequence[str]) -> list[str] | None:
     if not named:
         return [*arguments, *part.chosen]
     mine = [one for one in named if one.startswith(WORKERS) == (WORKERS in part.chosen)]
-    if WORKERS not in part.chosen and part.chosen:
-        mine = [one for one in mine if one.partition("::")[0] in part.chosen]
     return [one for one in arguments if one not in named or one in mine] if mine else None
 
 

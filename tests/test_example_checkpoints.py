@@ -63,6 +63,7 @@ def test_a_worker_that_cannot_write_or_read_ends_all_of_them_alike(tmp_path: Pat
     assert first == second and first.startswith(f"ValueError: worker 1 cannot read a checkpoint in {tmp_path}: ")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("before, after", [(2, 1), (2, 3), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_other_numbers_of_workers_go_on_from_a_portable_checkpoint(before: int, after: int, tmp_path: Path) -> None:

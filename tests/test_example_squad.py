@@ -324,6 +324,7 @@ def test_every_parameter_of_a_tiny_network_has_a_gradient(small: Path) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in task.model.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_tiny_network_learns_to_find_terms(small: Path) -> None:
     task = made(small)

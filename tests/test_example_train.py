@@ -53,6 +53,7 @@ def test_a_language_model_learns_whatever_is_exchanged(line: str, tmp_path: Path
     assert "of a unigram model" in show.table(found[0])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_digits_learn_in_bfloat16(tmp_path: Path) -> None:
     found = results("digits --amp bf16 --compression topk --density 0.05 --max-steps 150", tmp_path)

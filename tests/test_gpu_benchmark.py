@@ -182,7 +182,9 @@ def test_what_could_not_be_found_out_is_no_number_in_json() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", sorted(gpu.CHECKS))
+@pytest.mark.parametrize(
+    "number", [pytest.param(one, marks=[pytest.mark.long] * (one in (5, 6, 11))) for one in sorted(gpu.CHECKS)]
+)
 def test_every_check_runs_on_the_cpu_and_finds_nothing_wrong(number: int) -> None:
     bench = Bench(torch.device("cpu"), sizes=(10_000,), runs=1, warm=0, tiny=True)
     (figures,) = testing.run(1, lambda rank: list(gpu.CHECKS[number](bench)))

@@ -179,7 +179,7 @@ def test_the_sanitizer_is_believed(
     assert given["env"]["TORCH_CUDA_SANITIZER"] == "1" and not set(place(0, 1, 4711)) & set(given["env"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_child_makes_a_world_of_its_own_beside_a_served_one(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     served = torch.distributed.TCPStore("127.0.0.1", port, 1, is_master=True, wait_for_workers=False)

@@ -144,6 +144,7 @@ def test_a_script_above_an_editable_clone_imports_the_package_and_not_its_folder
     assert told.stdout.strip() == str(clone / "agmerge" / "__init__.py")
 
 
+@pytest.mark.long
 def test_one_wheel_holds_every_module_and_the_compiled_loops_for_every_python(fast: Path) -> None:
     assert "-cp310-abi3-" in fast.name
     (name,) = compiled(fast)
@@ -200,6 +201,7 @@ def works(wheel: Path, python: list[str], place: Path, before: str = "") -> None
     assert int(changed) == 41  # 1 % of 64 x 64
 
 
+@pytest.mark.long
 def test_the_wheel_works_where_all_that_it_does_not_need_cannot_be_imported(wheel: Path, tmp_path: Path) -> None:
     """And its command, ``agmerge``, is there."""
     call([*PIP, "install", "--no-deps", "--target", str(tmp_path), str(wheel)], tmp_path)

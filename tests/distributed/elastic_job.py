@@ -78,7 +78,7 @@ class Job:
         """Return the ends of what all workers have printed."""
         return "\n".join(path.read_text()[-1500:] for path in sorted(self.folder.glob("*.log")))
 
-    def wait_for(self, what: Callable[[], bool], seconds: float = 40.0) -> None:
+    def wait_for(self, what: Callable[[], bool], seconds: float = 150.0) -> None:
         """Wait until ``what()`` is true, or fail with what workers have printed."""
         end = time.monotonic() + seconds
         while not what():

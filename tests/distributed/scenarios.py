@@ -44,7 +44,8 @@ from support import (  # noqa: E402
 from updates_scenarios import updates  # noqa: E402
 
 Scenario = Callable[[], Any]
-AWKWARD = 30  # steps
+AWKWARD = 12  # steps
+PLANNED = 18  # steps of a planner; the first ten are timed
 SCENARIOS: dict[str, Scenario] = {}
 # Those that run only where they are named: see test_quantised_workers.py.
 NAMED: dict[str, Scenario] = {fn.__name__: fn for fn in (quantised, order, damaged, chosen)}
@@ -169,7 +170,7 @@ def planners() -> dict[str, dict[str, Any]]:
         inner = sgd(model, lr=0.02)
         optimizer = agmerge.DistributedOptimizer(inner, model.named_parameters(), merging=name, **options)
         digests, losses = [], []
-        for step in range(20):
+        for step in range(PLANNED):
             start = 16 * (agmerge.size() * step + agmerge.rank())
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x[start : start + 16]), y[start : start + 16])

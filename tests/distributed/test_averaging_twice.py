@@ -18,7 +18,7 @@ FINE = ("nothing", "figures", "handed round", "alone", "updates, figures", "upda
 def warned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Return the warnings of rank 0, by scenario, from one launch."""
     folder: Path = tmp_path_factory.mktemp("twice")
-    ended = torchrun(2, HERE / "averaging_twice.py", str(folder), timeout=120)
+    ended = torchrun(2, HERE / "averaging_twice.py", str(folder), timeout=300)
     assert ended.code == 0, ended.output[-6000:]
     found: dict[str, list[str]] = json.loads((folder / "warned.json").read_text(encoding="utf-8"))
     assert set(found) == {*TWICE, *REFUSED, *FINE}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from launching import HERE, launch, missing, results
 
-pytestmark = pytest.mark.timeout(250)  # two files run at a time, on cores that may be slow
+pytestmark = pytest.mark.timeout(400)
 
 LAUNCHER = "horovodrun, Gloo"
 FINDINGS = (
@@ -44,7 +44,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     if why and os.environ.get("AGMERGE_TEST_ALL_LAUNCHERS") != "1":
         pytest.skip(why)
     folder: Path = tmp_path_factory.mktemp("beside")
-    ended = launch(LAUNCHER, 2, HERE / "beside_horovod.py", str(folder), timeout=200)
+    ended = launch(LAUNCHER, 2, HERE / "beside_horovod.py", str(folder), timeout=300)
     assert ended.code == 0, ended.output[-6000:]
     return results(folder, 2)
 

@@ -12,7 +12,7 @@ from launching import ROOT, environment
 
 
 @pytest.mark.long
-@pytest.mark.timeout(330)
+@pytest.mark.timeout(400)
 def test_the_example_shows_what_its_page_says() -> None:
     command = [sys.executable, str(ROOT / "examples" / "elastic_digits.py"), "--show", "--epochs", "40", "--every", "4"]
     shown = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=300).stdout

@@ -24,7 +24,7 @@ from faulty import FAILS, TIMEOUT
 from launching import HERE, Ended, launch, missing, start_by_hand
 
 SCRIPT = HERE / "faulty.py"
-SLACK = 10.0  # seconds from the deadline to the end of the job
+SLACK = 30.0  # seconds, on a busy machine, from the deadline to the end of the job
 PATIENCE = 150.0  # seconds: for a launch in all
 AT_ONCE = 4  # launches
 FAULTS, WHEN, STEPS = ("kill", "exit", "raise", "sleep"), ("before", "inside", "after"), (0, 2)
@@ -47,13 +47,13 @@ class Cell:
 
 
 ALL = [Cell(*values) for values in itertools.product((*LAUNCHERS, TORCHRUN), FAULTS, WHEN, STEPS)]
-COVER = [  # every fault under every launcher; any two values of a cell occur together
-    Cell(launcher, fault, WHEN[(i + j) % 3], STEPS[(i // 2 + j // 2) % 2])
-    for i, launcher in enumerate(LAUNCHERS)
-    for j, fault in enumerate(FAULTS)
-]
 HANDSHAKES = [Cell(launcher, "sleep", "handshake", 0) for launcher in LAUNCHERS]
-SHORT = [*COVER, Cell(TORCHRUN, "sleep", "after", 0), HANDSHAKES[0]]
+SHORT = [  # each launcher and each fault
+    Cell(HAND, "kill", "inside", 2),
+    Cell("mpirun", "exit", "after", 2),
+    Cell(HOROVODRUN, "raise", "before", 2),
+    Cell("mpirun, mpi4py", "sleep", "inside", 2),
+]
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,7 @@ def test_the_job_ends_and_names_the_rank_that_is_missing(cell: Cell, outcomes: O
     assert outcome.left == [], output
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_every_survivor_names_the_same_rank() -> None:
     workers = start_by_hand(3, SCRIPT, "kill", "before", "2")
@@ -216,23 +217,15 @@ def test_every_survivor_names_the_same_rank() -> None:
         assert said[1].startswith(f"rank {2 - rank} ")
 
 
-def test_the_short_cells_cover_every_pair() -> None:
-    values = (LAUNCHERS, FAULTS, WHEN, STEPS)
-    cells = [(cell.launcher, cell.fault, cell.when, cell.step) for cell in COVER]
-    for a, b in itertools.combinations(range(4), 2):
-        assert {(cell[a], cell[b]) for cell in cells} == set(itertools.product(values[a], values[b]))
-    assert set(SHORT) <= {*ALL, *HANDSHAKES} and len(set(ALL)) == len(ALL) == 120
-
-
-@pytest.mark.thin(1)
-@pytest.mark.timeout(120)
+@pytest.mark.long
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("launcher", ["mpirun", HOROVODRUN])
 @pytest.mark.parametrize("busy", ["starting", "stuck"])
 def test_who_ends_does_not_wait_for_who_is_busy(launcher: str, busy: str) -> None:
     """Horovod's threads need Python's lock to free tensors, and hold locks of its own then."""
     if missing(launcher):
         pytest.skip(missing(launcher))
-    ended = launch(launcher, 2, HERE / "ending.py", busy, timeout=60)
+    ended = launch(launcher, 2, HERE / "ending.py", busy, timeout=300)
     assert ended.code not in (0, None), ended.output[-3000:]
     said = "PeerLost" if busy == "starting" else "of its own"
     assert said in ended.output, ended.output[-3000:]

@@ -22,7 +22,7 @@ def files(worker: subprocess.Popen[str]) -> int:
     return len(os.listdir(f"/proc/{worker.pid}/fd"))
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "setting",
     [
@@ -46,8 +46,8 @@ def test_the_others_go_on_and_who_comes_is_a_peer(tmp_path: Path, setting: dict[
         here.wait_for(lambda: here.size(third) == 2)
         second.send_signal(signal.SIGCONT)
         for worker in (third, fourth):
-            assert worker.wait(60) == 0, here.logs()
-        assert second.wait(60) != 0 and "AGM210" in here.logs()
+            assert worker.wait(200) == 0, here.logs()
+        assert second.wait(200) != 0 and "AGM210" in here.logs()
 
         assert here.differing() == {}
         steps = [line[0] for line in here.lines(third)]
@@ -59,6 +59,7 @@ def test_the_others_go_on_and_who_comes_is_a_peer(tmp_path: Path, setting: dict[
         assert max(generations) - min(generations) <= 4  # that of a change, and of one who is let in, and no more
 
 
+@pytest.mark.long
 @pytest.mark.timeout(500)  # the pretended device quantizes by torch's operations: a step may take seconds
 @pytest.mark.parametrize(
     "setting",
@@ -81,24 +82,25 @@ def test_tensors_of_devices_go_through_the_host(tmp_path: Path, setting: dict[st
         assert {size for _, size, *_ in here.lines(third)} == {2, 3}
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 def test_one_that_is_told_to_end_leaves_after_a_whole_step(tmp_path: Path) -> None:
     """Nothing is repeated, and nothing is lost (F12)."""
     with job(tmp_path, {"compression": "dgc", "density": 0.1}) as here:
         first, second = here.start(), here.start()
         here.wait_for(lambda: all(len(here.lines(one)) >= 5 and here.size(one) == 2 for one in (first, second)))
         first.send_signal(signal.SIGTERM)
-        assert first.wait(60) == 0 and second.wait(60) == 0, here.logs()
+        assert first.wait(200) == 0 and second.wait(200) == 0, here.logs()
         assert here.differing() == {}
         assert [line[0] for line in here.lines(second)] == list(range(here.lines(second)[0][0], STEPS + 1))
         assert here.size(second) == 1 and "A worker left; training continues with 1 workers" in here.logs()
         assert "A worker failed" not in here.logs()
         assert "This worker left its elastic job" in here.log(first)
         late = here.start()
-        assert late.wait(60) != 0 and "AGM217" in here.logs()
+        assert late.wait(200) != 0 and "AGM217" in here.logs()
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.long
+@pytest.mark.timeout(400)
 def test_one_that_is_left_alone_lets_others_in(tmp_path: Path) -> None:
     """With updates it exchanges nothing: no message of its own tells it of a newcomer."""
     with job(tmp_path, {"sync": "updates"}) as here:
@@ -120,7 +122,7 @@ def test_one_that_is_left_alone_lets_others_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 def test_a_job_whose_workers_are_all_killed_begins_anew_at_its_lighthouse(tmp_path: Path) -> None:
     with job(tmp_path, {}) as here:
         dead = [here.start() for _ in range(2)]
@@ -129,12 +131,12 @@ def test_a_job_whose_workers_are_all_killed_begins_anew_at_its_lighthouse(tmp_pa
             one.kill()
         new = [here.start() for _ in range(2)]
         for one in new:
-            assert one.wait(100) == 0, here.logs()
+            assert one.wait(200) == 0, here.logs()
         assert here.lines(new[0])[-1][0] == STEPS and here.lines(new[0])[0][0] <= 2
 
 
 @pytest.mark.long
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 def test_a_lighthouse_may_end_and_be_started_again(tmp_path: Path) -> None:
     """Training goes on without it; then a worker dies, another comes, and both are seen as ever (F8)."""
     with job(tmp_path, {}) as here:
@@ -153,7 +155,7 @@ def test_a_lighthouse_may_end_and_be_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 def test_too_few_workers_wait_in_memory_and_one_of_other_options_is_sent_away(tmp_path: Path) -> None:
     """With one of at least two nothing trains; a newcomer with another compressor raises, alone (F9, F14)."""
     with job(tmp_path, {"elastic": {"min_workers": 2}}) as here:
@@ -166,7 +168,7 @@ def test_too_few_workers_wait_in_memory_and_one_of_other_options_is_sent_away(tm
             first
         )
         stranger = here.start(steps=WITHOUT_END, compression="eden-8")
-        assert stranger.wait(60) != 0 and "compression" in here.log(stranger), here.logs()
+        assert stranger.wait(200) != 0 and "compression" in here.log(stranger), here.logs()
         steps = here.lines(first)[-1][0]
         third = here.start(steps=WITHOUT_END)
         here.wait_for_steps(10, third)
@@ -175,7 +177,7 @@ def test_too_few_workers_wait_in_memory_and_one_of_other_options_is_sent_away(tm
 
 
 @pytest.mark.long
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 def test_one_that_is_cut_off_ends_and_the_others_go_on(tmp_path: Path) -> None:
     """Its packets are dropped, not refused; without the lighthouse it trains no more (F6, F7)."""
     if why := network.usable():

@@ -45,7 +45,7 @@ class Runs:
 
     @staticmethod
     def _launch(launcher: str, scenarios: str, into: Path) -> tuple[str, dict[str, Ranks]]:
-        ended = launch(launcher, 2, SCRIPT, str(into), *scenarios.split(), timeout=70)
+        ended = launch(launcher, 2, SCRIPT, str(into), *scenarios.split(), timeout=300)
         return ended.output, results(into, 2)
 
     def output(self, run: str) -> str:

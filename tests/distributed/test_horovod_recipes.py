@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from launching import HERE, ROOT, launch, missing, results
 
-pytestmark = pytest.mark.timeout(250)  # two files run at a time, on cores that may be slow
+pytestmark = pytest.mark.timeout(400)
 
 Found = dict[str, list[dict[str, Any]]]
 
-LAUNCHERS = ("horovodrun, Gloo", pytest.param("mpirun", marks=pytest.mark.long))
+LAUNCHERS = [pytest.param(one, marks=pytest.mark.long) for one in ("horovodrun, Gloo", "mpirun")]
 WORKERS = 2
 STACKS = {"mixed none", "mixed topk", "agmerge none", "agmerge topk"}
 STEPS = {  # and which stacks besides ours
@@ -45,7 +45,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """What both ranks saw, per recipe."""
     need(request.param)
     folder: Path = tmp_path_factory.mktemp("recipes")
-    ended = launch(request.param, WORKERS, HERE / "horovod_recipes.py", str(folder), timeout=200)
+    ended = launch(request.param, WORKERS, HERE / "horovod_recipes.py", str(folder), timeout=300)
     assert ended.code == 0, ended.output[-6000:]
     return results(folder, WORKERS)
 
@@ -131,7 +131,7 @@ def test_the_synthetic_benchmark_prints_horovods_lines_and_writes_all_figures(tm
     options = "--model cnn --image-size 16 --batch-size 4 --num-warmup-batches 2 --num-batches-per-iter 3 --num-iters 2"
     ours = ["--compression", "topk", "--density", "0.02", "--no-cuda", "--json", str(out)]
     script = ROOT / "examples" / "synthetic_benchmark.py"
-    ended = launch("torchrun", WORKERS, script, *options.split(), *ours, timeout=200)
+    ended = launch("torchrun", WORKERS, script, *options.split(), *ours, timeout=300)
     assert ended.code == 0, ended.output[-3000:]
     number = r"\d+\.\d"
     in_order(
@@ -171,7 +171,7 @@ def test_the_mnist_example_learns_and_prints_horovods_lines(more: str) -> None:
     launcher = "horovodrun, Gloo"
     need(launcher)
     options = f"--epochs 2 --lr 0.1 --log-interval 50 --no-cuda --compression topk {more}"
-    ended = launch(launcher, WORKERS, ROOT / "examples" / "mnist.py", *options.split(), timeout=200)
+    ended = launch(launcher, WORKERS, ROOT / "examples" / "mnist.py", *options.split(), timeout=300)
     assert ended.code == 0, ended.output[-3000:]
     output = ended.output.replace("[0]<stdout>:", "")  # horovodrun says which worker wrote a line
     test = r"Test set: Average loss: \d+\.\d{4}, Accuracy: (\d+\.\d\d)%"

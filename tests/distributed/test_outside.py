@@ -82,19 +82,19 @@ def outcome() -> Iterator[dict[str, Any]]:
             stranger.close()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_a_stranger_reads_no_token_in_the_store(outcome: dict[str, Any]) -> None:
     assert len(set(outcome["tokens"])) == 2
     assert not any(token in outcome["read"] for token in outcome["tokens"]), outcome["read"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_a_rank_that_is_stopped_is_told_from_others_that_do_not_answer(outcome: dict[str, Any]) -> None:
     error = outcome["errors"][0]
     assert "Missing: rank 1 " in error and "its process does not answer: it is stopped" in error
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_a_rank_that_was_stopped_itself_says_so(outcome: dict[str, Any]) -> None:
     """And strangers, who were there all the time, have not kept it from asking the other."""
     error = outcome["errors"][1]
@@ -104,7 +104,7 @@ def test_a_rank_that_was_stopped_itself_says_so(outcome: dict[str, Any]) -> None
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_too_few_open_files_are_said_to_be_the_reason() -> None:
     port = reserved_port()
     command = ["sh", "-c", f"ulimit -n 20; exec '{sys.executable}' '{HERE / 'starting.py'}'"]

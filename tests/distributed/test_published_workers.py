@@ -9,7 +9,7 @@ import pytest
 from data import small_pictures
 from launching import ROOT, torchrun
 
-pytestmark = pytest.mark.timeout(250)
+pytestmark = pytest.mark.timeout(400)
 
 LINE = (
     "--dnn resnet20 --dataset cifar10 --max-epochs 141 --batch-size 32 --nworkers {} --data-dir {} --lr 0.1 "
@@ -29,7 +29,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("workers", "a_node", "error"),
     [
-        (2, 4, ""),
+        pytest.param(2, 4, "", marks=pytest.mark.long),
         (4, 4, "--nworkers 4, and the launcher has started 2"),
         pytest.param(2, 1, "--nwpernode 1, and the launcher has started 2 of 2", marks=pytest.mark.long),
     ],
@@ -38,7 +38,7 @@ def test_a_published_line_says_whether_the_workers_are_there(
     workers: int, a_node: int, error: str, data: Path, tmp_path: Path
 ) -> None:
     line = LINE.format(workers, data, a_node, tmp_path / "log").split()
-    ended = torchrun(2, ROOT / "examples" / "train.py", *line, timeout=200)
+    ended = torchrun(2, ROOT / "examples" / "train.py", *line, timeout=300)
     assert (ended.code == 0) is not bool(error), ended.output[-4000:]
     assert (error or "bitwise equal") in ended.output
     assert (tmp_path / "log").exists() is not bool(error)

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import HERE, LAUNCHERS, launch, results
 from quantised_scenarios import LEVELS, PLANS, ROADS, WAYS, in_memory
 from quantised_workers import LAYERS
 from scenarios import NAMED
-from test_workers import need
+from test_workers import Launches, cases, need
 
 import merging
 import sparsifiers
@@ -19,23 +17,27 @@ from agmerge.exchanges.routing import send_mode
 
 Results = dict[str, list[Any]]
 
-SHORT = [(name, 3) for name in ("torchrun", "horovodrun, Gloo", "mpirun, mpi4py")]  # one of each backend
-LONG = [(name, size) for size in (2, 3, 4) for name in LAUNCHERS if (name, size) not in SHORT]
-CASES = [pytest.param(one, id=f"{one[0]}, {one[1]} workers") for one in SHORT]
-CASES += [pytest.param(one, id=f"{one[0]}, {one[1]} workers", marks=pytest.mark.long) for one in LONG]
-
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.fixture(scope="module", params=CASES)
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Return what every rank wrote in every scenario, from one launch."""
-    launcher, workers = request.param
-    need(launcher)
-    folder: Path = tmp_path_factory.mktemp("quantised")
-    ended = launch(launcher, workers, HERE / "scenarios.py", str(folder), *NAMED, timeout=250)
-    assert ended.code == 0, ended.output[-6000:]
-    return results(folder, workers)
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    """All launches of this file."""
+    return Launches(tmp_path_factory.mktemp("quantised"))
+
+
+@pytest.fixture(scope="module", params=cases([("torchrun", 3), ("horovodrun, Gloo", 3)], 2, 3, 4))
+def found(request: pytest.FixtureRequest, launches: Launches) -> Results:
+    """Return what every rank wrote in `quantised`, from one launch."""
+    need(request.param[0])
+    return launches.of(*request.param, "quantised")
+
+
+@pytest.fixture(scope="module", params=cases([("torchrun", 3)], 2, 3, 4))
+def phases(request: pytest.FixtureRequest, launches: Launches) -> Results:
+    """Return what every rank wrote in the other scenarios."""
+    need(request.param[0])
+    return launches.of(*request.param, *(name for name in NAMED if name != "quantised"))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -83,23 +85,23 @@ def test_replicas_are_equal_with_two_levels(found: Results, name: str) -> None:
     assert len(ranks) == (0 if name.endswith("two nodes") and len(found["quantised"]) % 2 else len(found["quantised"]))
 
 
-def test_no_hook_waits_for_another_rank(found: Results) -> None:
+def test_no_hook_waits_for_another_rank(phases: Results) -> None:
     """The last rank hands its first gradient over when the others have handed over all of theirs."""
-    size = len(found["order"])
-    for rank in found["order"]:
+    size = len(phases["order"])
+    for rank in phases["order"]:
         before = rank["late"][: rank["late"].index("handed")]
         assert before.count("first") == (LAYERS if size > 2 else 0)
         assert rank["late"].count("second") == (LAYERS if size > 2 else 0)
-    for rank in found["order"][:-1]:  # without the last rank's gradients no first phase can end
+    for rank in phases["order"][:-1]:  # without the last rank's gradients no first phase can end
         assert "second" not in rank["late"][: rank["late"].index("handed")]
-    assert len({rank["after"] for rank in found["order"]}) == 1
+    assert len({rank["after"] for rank in phases["order"]}) == 1
 
 
-def test_second_phases_begin_during_backward_as_soon_as_the_first_one_has_ended(found: Results) -> None:
-    if len(found["order"]) == 2:
-        assert all(set(rank["overlapped"]) == {"hook", "handed"} for rank in found["order"])  # one phase, of gathers
+def test_second_phases_begin_during_backward_as_soon_as_the_first_one_has_ended(phases: Results) -> None:
+    if len(phases["order"]) == 2:
+        assert all(set(rank["overlapped"]) == {"hook", "handed"} for rank in phases["order"])  # one phase, of gathers
         return
-    for rank in found["order"]:
+    for rank in phases["order"]:
         calls = rank["overlapped"]
         ends = [place for place, call in enumerate(calls) if call in ("hook", "handed")][1:]
         begun = [(calls[:end].count("first"), calls[:end].count("second")) for end in ends]
@@ -108,14 +110,14 @@ def test_second_phases_begin_during_backward_as_soon_as_the_first_one_has_ended(
         assert calls.count("second") == LAYERS
 
 
-def test_a_flipped_bit_is_the_same_error_on_all_ranks(found: Results) -> None:
-    told = found["damaged"]
+def test_a_flipped_bit_is_the_same_error_on_all_ranks(phases: Results) -> None:
+    told = phases["damaged"]
     assert all(one == told[0] for one in told) and len(told[0]) == (1 if len(told) == 2 else 2)
     assert all("the messages of ranks [1] were damaged" in text for text in told[0].values())
 
 
-def test_what_the_default_settles_on_is_the_same_for_all_and_stays_in_a_checkpoint(found: Results) -> None:
-    ranks = found["chosen"]
+def test_what_the_default_settles_on_is_the_same_for_all_and_stays_in_a_checkpoint(phases: Results) -> None:
+    ranks = phases["chosen"]
     assert all(seen == ranks[0] for seen in ranks) and len(set(ranks[0]["seen"])) == len(ranks[0]["seen"])
     plan = merging.Plan.loads(ranks[0]["plan"])
     mode = send_mode(plan)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from launching import HERE, results, torchrun
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 
 def launched(folder: Path, what: str, workers: int, saved_by: int) -> list[dict[str, Any]]:
     """What every rank saw, by cell."""
-    ended = torchrun(workers, HERE / "saving.py", what, str(folder), str(saved_by), timeout=140)
+    ended = torchrun(workers, HERE / "saving.py", what, str(folder), str(saved_by), timeout=300)
     assert ended.code == 0, ended.output[-4000:]
     return results(folder, max(workers, saved_by))[f"{what}{workers}"][:workers]
 

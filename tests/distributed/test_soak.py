@@ -55,10 +55,10 @@ def survives(folder: Path, steps: int, timeout: float) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @SILENT
 def test_a_thousand_steps_of_everything(tmp_path: Path) -> None:
-    survives(tmp_path, 1000, timeout=240)
+    survives(tmp_path, 1000, timeout=300)
 
 
 @pytest.mark.long

@@ -67,6 +67,7 @@ def brute(model: Profile, costs: Costs, mode: str) -> tuple[float, int]:
     return best
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("message", [False, True], ids=["", "message"])
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "choice"])
 @pytest.mark.parametrize("mode", MODES)

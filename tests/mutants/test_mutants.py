@@ -9,6 +9,7 @@ import pytest
 from mutants import run
 from mutants.mutant import Mutant
 from mutants.table import MUTANTS
+from support.grid_cover import RUN
 
 ROW = Mutant("a row", "agmerge/version.py", "__version__ = ", "version = ", ("tests/test_package.py",))
 
@@ -16,6 +17,15 @@ ROW = Mutant("a row", "agmerge/version.py", "__version__ = ", "version = ", ("te
 def test_every_row_fits_the_code() -> None:
     """Code that has moved on takes its mutant with it: see CONTRIBUTING.md."""
     assert run.check(MUTANTS) == []
+
+
+def test_make_test_runs_what_every_row_names(request: pytest.FixtureRequest) -> None:
+    """Of the files that were collected: in `make test` these are all."""
+    run = request.config.stash[RUN]
+    for row in MUTANTS:
+        for test in row.tests:
+            named = [runs for name, runs in run.items() if name == test or name.startswith((f"{test}::", f"{test}["))]
+            assert not named or any(named), f"{row.name}: mark {test} so that `make test` runs it"
 
 
 @pytest.mark.parametrize(

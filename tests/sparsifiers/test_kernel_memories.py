@@ -25,6 +25,7 @@ def hard(n: int, seed: int) -> Tensor:
     return torch.randn(n, generator=source).where(torch.rand(n, generator=source) < 0.5, special)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["decaying", "dgc", "dgc, Nesterov"])
 @pytest.mark.usefixtures("any_size")

@@ -28,6 +28,7 @@ def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return same and torch.equal(a.isnan(), b.isnan())
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("n", [1, 48, 49, 50, 1000])
 @pytest.mark.parametrize("has_momentum", [False, True])
 def test_take_gathers_commits_and_masks(level: int, n: int, has_momentum: bool) -> None:

@@ -97,6 +97,7 @@ def test_a_gradient_moves_in_the_pass_that_adds_it_up(level: int) -> None:
     assert native.add(torch.zeros(4), torch.zeros(4), torch.zeros(4), copy=torch.zeros(4).double()) is None
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("first", [0, 5, 4096])
 @pytest.mark.parametrize("ranks", [0, 1, 3])
 def test_take_in_is_what_torch_makes_of_it_in_several_passes(level: int, first: int, ranks: int) -> None:

@@ -125,6 +125,7 @@ def test_bytes_and_what_is_read_are_torchs(level: int, name: str, size: int) -> 
             check(made, values.to(other), size)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", COMPILED)
@@ -144,6 +145,7 @@ def test_large_vectors_are_written_past_the_caches(level: int) -> None:
         check(made, source[1:-3], 64)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("workers", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("name", COMPILED)
 def test_sums_are_added_in_the_order_of_senders(level: int, name: str, workers: int) -> None:
@@ -176,6 +178,7 @@ def test_what_is_read_is_the_same_where_subnormals_are_zeros(level: int, name: s
             assert alike(again, expected) and alike(narrow, halves)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("second", COMPILED)
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_sum_is_written_again(level: int, name: str, second: str) -> None:

@@ -49,7 +49,6 @@ def test_the_sum_the_histogram_and_the_largest_key(kind: str, dtype: torch.dtype
     assert bits(magnitude) == bits(parts.abs().max())
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("window", [0, 1, 300, 800, 1100, 2047])  # the first digit of the last selection's edge
 @pytest.mark.parametrize("kind, scale", [("laplace", 1e-30), ("cauchy", 1e-7), ("few", 1.0), ("normal", 1e20)])
 def test_digits_are_counted_wherever_the_usual_window_lies(kind: str, scale: float, window: int) -> None:

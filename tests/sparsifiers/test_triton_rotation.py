@@ -41,7 +41,6 @@ def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, name, lambda *_: False)
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("n, size", [(1, 64), (3000, 64), (257, 128), (5000, 256)])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)

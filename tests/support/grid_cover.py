@@ -3,34 +3,31 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
+import pytest
+
+RUN: pytest.StashKey[dict[str, bool]] = pytest.StashKey()  # whether `make test` runs each test that was collected
 Case = Sequence[Hashable]  # a value for each axis
 
 
-def cover(cases: Sequence[Case], most: int = 2) -> list[int]:
-    """The places of those ``cases`` that hold every pair of values of two axes that any of them holds.
+def cover(cases: Sequence[Case]) -> list[int]:
+    """Return the places of ``cases`` that together hold each value of each axis.
 
-    Where there are only two axes that would be all of them: then each value of an axis is held once at least, and with
-    ``most=1`` in any case.
-    Deterministic: the case with most that is new, and of several the first, is taken until nothing is new.
+    Deterministic: the case with most values that are new, and of several the first, is taken until nothing is new.
     """
-    axes = range(len(cases[0])) if cases else range(0)
-    together = min(most, 2 if len(axes) > 2 else 1)
-    held = [{(at, tuple(case[i] for i in at)) for at in itertools.combinations(axes, together)} for case in cases]
+    held = [set(enumerate(case)) for case in cases]
     missing = set().union(*held)
     chosen: list[int] = []
     used: Counter[tuple[int, Hashable]] = Counter()  # how often each value of an axis has been taken
     while missing:
         # Where two cases have as much that is new, values of other axes take turns.
         scores = [
-            (len(one & missing), -sum(used[value] for value in enumerate(case)), -place)
-            for place, (one, case) in enumerate(zip(held, cases, strict=True))
+            (len(values & missing), -sum(used[value] for value in values), -place) for place, values in enumerate(held)
         ]
         best = -max(scores)[-1]
         chosen.append(best)
-        used.update(enumerate(cases[best]))
+        used.update(held[best])
         missing -= held[best]
     return sorted(chosen)

@@ -54,9 +54,10 @@ def _reachable(path: Path, start: str) -> set[str]:
 def _names_of(path: Path) -> Names:
     names = Names()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ImportFrom) and node.module in _helpers():
+        module = node.module.removeprefix("tests.") if isinstance(node, ast.ImportFrom) and node.module else ""
+        if isinstance(node, ast.ImportFrom) and module in _helpers():
             for alias in node.names:
-                names.imported[alias.asname or alias.name] = (_helpers()[node.module], alias.name)
+                names.imported[alias.asname or alias.name] = (_helpers()[module], alias.name)
         for target in _targets(node):
             names.defined.setdefault(target, set()).update(_mentioned(node))
     return names

@@ -32,8 +32,6 @@ from torch import nn
 import agmerge
 from agmerge.ops import Average, Sum
 
-pytestmark = pytest.mark.thin  # `make test-all` runs all of each grid
-
 MODEL = seeded(mlp)
 COMPRESSORS: dict[str, Any] = {**{name: name for name in LOW_RANK}, "hybrid": {"0.*": "topk", ".*": "acpsgd"}}
 

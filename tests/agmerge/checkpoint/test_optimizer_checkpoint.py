@@ -57,7 +57,6 @@ def test_residuals_come_back_to_the_bit_on_every_rank(compression: str) -> None:
     assert len(set(found)) == (1 if compression in ("none", "eden") else 3)  # some keep nothing
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -224,6 +223,7 @@ def test_a_plain_optimizer_loads_ours() -> None:
         assert same_bits(plain.state[p]["momentum_buffer"], buffer)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("size", [2, 3])
 def test_another_ranks_section_is_dropped_with_one_warning(size: int) -> None:
     def save(rank: int, model: nn.Module) -> Any:

@@ -79,6 +79,7 @@ def loaded(whole: Any, size: int, **options: Any) -> list[dict[str, Any]]:
     return sections
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("op", [Average, Sum])
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (3, 2), (2, 3), (1, 3), (3, 1)])
 def test_what_is_still_to_come_stays_the_same(sizes: tuple[int, int], op: Any) -> None:
@@ -257,6 +258,7 @@ def test_only_rank_0_consolidates() -> None:
 # -- the group changes while the optimizer lives ------------------------------------------------------------------
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("compression", ["topk", "eden", "powersgd", "acpsgd"])
 @pytest.mark.parametrize("told", [False, True], ids=["noticed", "told"])
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 3), (3, 3)])

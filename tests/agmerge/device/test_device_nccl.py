@@ -39,7 +39,7 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "oktopk": {"compression": "topk", "exchange": "oktopk", "merging": EACH},
     "dense": {"compression": "none", "merging": EACH},
 }
-SEVERAL = {name: EXCHANGES[name] for name in ("two phases", "two-level", "sparse")}
+SEVERAL = {name: EXCHANGES[name] for name in ("sparse", "two phases", "two-level")}
 Trained = tuple[list[Tensor], list[Call]]
 
 
@@ -82,7 +82,6 @@ def check(found: list[Trained]) -> None:
     assert len(steps) > STEPS * (len(SHAPES) + 2) and not {MADE, NEW, DESTROYED} & {call.what for call in steps}
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("options", EXCHANGES.values(), ids=EXCHANGES)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_all_ranks_make_all_calls_in_one_order(seed: int, options: dict[str, Any]) -> None:
@@ -111,7 +110,6 @@ def test_probes_and_plans_in_turns_keep_that_order() -> None:
     check(on_process_groups(RANKS, body, local_size=LOCAL))
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_two_optimizers_of_one_model_take_turns_alike(seed: int, options: dict[str, Any]) -> None:
@@ -147,7 +145,6 @@ def test_two_optimizers_of_one_model_take_turns_alike(seed: int, options: dict[s
     check(on_process_groups(RANKS, body, local_size=LOCAL, seed=seed))
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL)
 @pytest.mark.parametrize("how", ["dropped", "closed"])
 def test_each_rank_leaves_an_optimizer_when_it_likes(how: str, options: dict[str, Any]) -> None:
@@ -169,7 +166,6 @@ def test_each_rank_leaves_an_optimizer_when_it_likes(how: str, options: dict[str
     check(on_process_groups(RANKS, body, local_size=LOCAL))
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_a_rank_that_is_lost_leaves_nothing_on_the_devices_of_the_others(seed: int, options: dict[str, Any]) -> None:

@@ -42,7 +42,6 @@ def assert_alike(ours: list[Trained], theirs: list[Trained]) -> None:
     assert any(p.any() for p in ours[0].parameters)
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_devices_have_the_bits_of_the_host_and_wait_once(options: dict[str, Any], size: int) -> None:
@@ -53,7 +52,6 @@ def test_devices_have_the_bits_of_the_host_and_wait_once(options: dict[str, Any]
         assert len(books.waits_in(SYNCHRONIZE)) == 1
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_round_that_is_repeated_finds_the_gradients_as_they_were(options: dict[str, Any], size: int) -> None:
@@ -67,7 +65,6 @@ def test_a_round_that_is_repeated_finds_the_gradients_as_they_were(options: dict
     assert_alike(*both(size, options, each=step_of))
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_all_ranks_hear_whose_gradient_is_not_finite(options: dict[str, Any], size: int) -> None:
@@ -87,6 +84,7 @@ def test_all_ranks_hear_whose_gradient_is_not_finite(options: dict[str, Any], si
     assert_alike(*both(size, options, each=step_of))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [3, 5])
 def test_the_clipping_watch_knows_the_noise_of_what_devices_have_read(size: int) -> None:
     def norms(place: str) -> list[float]:

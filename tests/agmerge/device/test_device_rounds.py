@@ -33,7 +33,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["None", "views of the last updates"])
 @pytest.mark.parametrize("loads", [0, 1])
@@ -56,7 +55,6 @@ def test_a_round_that_is_repeated_finds_the_gradients_as_they_were(
         assert [race for books in one.books for race in books.races] == []
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("set_to_none", [True, False])

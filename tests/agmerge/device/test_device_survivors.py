@@ -143,17 +143,17 @@ def test_parts_of_a_round_count_where_parameters_are_in_both_memories(
     assert outcomes == ({"all", "part", "nothing"} if on_host == "first" else {"all", "nothing"})
 
 
-def test_an_undisturbed_training_has_the_bits_of_the_host() -> None:
-    for options in SETTINGS.values():
-        place = OnDevices(options, 3, 0, None)
-        host = Training(options, 3, 0, None)
-        host.model = place.model
-        for ours, theirs in zip(place.run(), host.run(), strict=True):
-            for (_, own), (_, other) in zip(ours, theirs, strict=True):
-                assert torch.equal(own, other)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_an_undisturbed_training_has_the_bits_of_the_host(setting: str) -> None:
+    place, host = OnDevices(SETTINGS[setting], 3, 0, None), Training(SETTINGS[setting], 3, 0, None)
+    host.model = place.model
+    for ours, theirs in zip(place.run(), host.run(), strict=True):
+        for (_, own), (_, other) in zip(ours, theirs, strict=True):
+            assert torch.equal(own, other)
 
 
-def test_results_are_kept_from_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_results_are_kept_from_the_memory_of_the_host(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have come through it: none is copied down from a device once more."""
     kept: list[str] = []
     keep = KeptResults.keep
@@ -163,6 +163,5 @@ def test_results_are_kept_from_the_memory_of_the_host(monkeypatch: pytest.Monkey
         keep(self, name, out)
 
     monkeypatch.setattr(KeptResults, "keep", noted)
-    for options in SETTINGS.values():
-        OnDevices(options, 3, 0, None).run()
+    OnDevices(SETTINGS[setting], 3, 0, None).run()
     assert set(kept) == {"cpu"}

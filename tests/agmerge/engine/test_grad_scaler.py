@@ -87,7 +87,6 @@ def state(model: nn.Module, optimizer: agmerge.DistributedOptimizer) -> list[Any
     return [digest(model), digest(residuals(optimizer).values()), digest(momenta), optimizer.stats()["steps"]]
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
 @pytest.mark.parametrize("recipe", RECIPES)

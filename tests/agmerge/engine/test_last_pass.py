@@ -215,8 +215,9 @@ def test_an_object_without_a_step_that_can_be_followed_is_refused_by_name() -> N
             followed(given)
 
 
-def test_writes_to_parameters_count_as_steps_where_nothing_else_is_known() -> None:
+def test_writes_to_parameters_count_as_steps_where_nothing_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop by hand; and where nothing shows a step, it is said once that passes are dropped."""
+    monkeypatch.setattr(last_pass, "PATIENCE", 5)
 
     def body(rank: int, model: nn.Module) -> list[str]:
         reducer = connected(model, **TOPK)

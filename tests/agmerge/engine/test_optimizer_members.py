@@ -38,6 +38,7 @@ COMPRESSIONS = [*WHOLE, "powersgd", "acpsgd", "eden"]
 PARTS = seeded(Parts)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_freezing_keeps_a_residual_for_the_time_after(size: int, compression: str) -> None:

@@ -78,7 +78,6 @@ def parameters(model: nn.Module) -> list[torch.Tensor]:
     return [exact(parameter) for parameter in model.parameters()]
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("momentum, decay", [(0.0, 0.0), (0.9, 0.01)], ids=["plain", "momentum and decay"])
 @pytest.mark.parametrize("options", LOSSLESS, ids=described)
 @pytest.mark.parametrize("carry", CARRIES)

@@ -54,6 +54,7 @@ def message(codec: Scaled, vector: Tensor, count: int | None) -> list[Tensor]:
             sent.nan_to_num(nan=1.5)]  # fmt: skip
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("codec", SCALED, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_messages_are_those_of_torch(level: str, codec: Scaled, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,6 @@ from support.low_rank_steps import (
 )
 from torch import Tensor
 
-pytestmark = pytest.mark.thin  # `make test-all` runs all of each grid
-
 both = pytest.mark.parametrize("name", NAMES)
 WIRES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 STEPS = 6

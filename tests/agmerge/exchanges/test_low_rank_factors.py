@@ -13,8 +13,6 @@ from agmerge.exchanges.low_rank import bases
 from sparsifiers import native
 from tests.support import same_bits
 
-pytestmark = pytest.mark.thin  # `make test-all` runs all of each grid
-
 SHAPES = [
     (1, 1),
     (1, 1000),

@@ -28,8 +28,6 @@ import agmerge
 import sparsifiers
 from agmerge import testing
 
-pytestmark = pytest.mark.thin  # `make test-all` runs all of each grid
-
 both = pytest.mark.parametrize("name", NAMES)
 MODEL = seeded(mlp)  # 0.weight (48, 32), 2.weight (32, 48), 4.weight (10, 32), and biases
 DENSITY = 0.05

@@ -31,8 +31,6 @@ from torch import Tensor
 import agmerge
 from sparsifiers import low_rank
 
-pytestmark = pytest.mark.thin  # `make test-all` runs all of each grid
-
 both = pytest.mark.parametrize("name", NAMES)
 
 

@@ -28,8 +28,6 @@ from torch import Tensor
 import merging
 from agmerge import testing
 
-pytestmark = pytest.mark.thin  # `make test-all` runs all of each grid
-
 both = pytest.mark.parametrize("name", NAMES)
 PLANS = ("layerwise", "single", "threshold", merging.Plan((2, 3)), merging.Plan((1, 1, 3)), random_plan(1, len(SHAPES)))
 Call = tuple[str, str, int]

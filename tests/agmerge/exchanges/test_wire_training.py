@@ -32,7 +32,6 @@ def assert_kept(
         assert not gone[whole == 0].any(), f"step {step}, {name}: sent where nothing was"
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("sparsify", ["ahead", "behind"])
 @pytest.mark.parametrize("compression", sparsifiers.names())
 @pytest.mark.parametrize("wire", FEW)
@@ -88,7 +87,6 @@ def check_that_the_rest_is_kept(
     return codecs
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("exchange", ["sparse", "two-level", "auto"])
 @pytest.mark.parametrize("compression", sparsifiers.names())
 @pytest.mark.parametrize("wire", FEW)

@@ -22,8 +22,6 @@ import agmerge
 import merging
 import sparsifiers
 
-pytestmark = pytest.mark.thin  # `make test-all` runs all of each grid
-
 MODEL = seeded(mlp)
 HYBRID = {"0.*": "topk", ".*": "acpsgd"}
 CHAINS: list[list[Any]] = [

@@ -32,8 +32,6 @@ from torch.nn import functional as F
 import agmerge
 import merging
 
-pytestmark = pytest.mark.thin  # `make test-all` runs all of each grid
-
 MODEL, PARTS, AWKWARD = seeded(mlp), seeded(Parts), seeded(AwkwardModel, 7)
 HYBRIDS: dict[str, Any] = {"hybrid": {"0.*": "topk", ".*": "acpsgd"}, "some whole": {"0.*": "none", ".*": "powersgd"}}
 WAYS: dict[str, dict[str, Any]] = {

@@ -60,7 +60,6 @@ def trained(size: int, **options: Any) -> list[Any]:
     return [seen for seen, *_ in found]
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("how", HOW, ids=described)
 @pytest.mark.parametrize("when", WHEN, ids=described)
 @pytest.mark.parametrize("compression", COMPRESSORS)

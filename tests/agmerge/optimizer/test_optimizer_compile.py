@@ -48,7 +48,6 @@ def run(model: Blocks, rank: int, backend: str | None, part: str, wrap_first: bo
     return seen
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("compression", ["none", "topk", "eden"])
 @pytest.mark.parametrize("part", ["model", "blocks"])
 @pytest.mark.parametrize("wrap_first", [True, False], ids=["wrapped first", "compiled first"])

@@ -43,7 +43,6 @@ def replace(model: nn.Module) -> None:
     model[0].weight.grad = model[0].weight.grad * 2
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("late", [0, 1, 3])
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("change", [clip, mask, forget, drop, replace])

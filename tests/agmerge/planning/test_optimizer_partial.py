@@ -36,7 +36,6 @@ from merging import dense_cutoff
 # -- the budget ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("sparsify", ["ahead", "behind"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("build", BUILDERS)

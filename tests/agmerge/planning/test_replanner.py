@@ -276,6 +276,7 @@ def test_the_slowest_rank_says_when_tensors_are_ready(slow: int, monkeypatch: py
     assert world.plans == [FIRST]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("late", [0, 1])
 def test_the_rank_that_waited_least_says_what_an_exchange_takes(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for the slowest rank, and that is no change of the exchange."""
@@ -320,6 +321,7 @@ def test_the_plan_in_use_is_tried_beside_a_new_one(
     assert found == [1] * (FIRST - 1) + turns * plan_trial.ROUNDS + [buffers] * 2
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "seconds, buffers",
     [(([1.0, 2.0], [3.0, 2.5]), 1), (([2.0, 1.0], [2.5, 3.0]), MANY)],

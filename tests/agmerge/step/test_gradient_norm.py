@@ -117,6 +117,7 @@ def test_a_sum_of_quantised_gradients_has_the_norm_of_the_sum() -> None:
     assert norm == pytest.approx(3 * norm_of(mean_of(given)), rel=NEAR)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("workers", [2, 4, 6])
 def test_nodes_have_the_norm_of_all_shards(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(topology.VARIABLE, "2")

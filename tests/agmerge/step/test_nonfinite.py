@@ -316,6 +316,7 @@ def test_ranks_with_other_policies_hear_of_it() -> None:
     on_ranks(2, MODEL, body)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", ["residuals", "momenta"])
 def test_a_checkpoint_that_is_broken_is_an_error(kind: str) -> None:
     def body(rank: int, model: nn.Module) -> None:

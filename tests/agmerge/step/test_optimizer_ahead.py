@@ -61,7 +61,6 @@ def runs(size: int, model: nn.Module, plan: Any, steps: int = 4, **options: Any)
     return trained(size, model, steps, inner, merging=plan, **options)
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("compression", COMPRESSORS)
 @pytest.mark.parametrize("size", [2, 3])

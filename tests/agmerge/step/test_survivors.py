@@ -35,7 +35,6 @@ def test_survivors_go_on_equal_to_the_bit(setting: str, size: int) -> None:
         check(results, victim, size)
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 @pytest.mark.parametrize("sick", [0, 2])
 @pytest.mark.parametrize("setting", ["dense", "sparse", "quantised", "auto", "updates"])

@@ -53,6 +53,7 @@ def takes(road: str, name: str) -> bool:
     return not (frameworks and (name in ENDS or ACTS[name].skips is not Act.skips)) and (road, name) not in NO_GROUPS
 
 
+SHORT = ("wrapper", "ddp")  # roads of `make test`
 CELLS = [(road, name, way) for road in WAYS for name in ACTS for way in WAYS[road][1:] if takes(road, name)]
 
 
@@ -71,7 +72,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {road: tmp_path_factory.mktemp(road) for road in WAYS}
 
 
-@pytest.mark.parametrize(("road", "name", "way"), CELLS)
+@pytest.mark.parametrize(
+    ("road", "name", "way"), [pytest.param(*cell, marks=[pytest.mark.long] * (cell[0] not in SHORT)) for cell in CELLS]
+)
 def test_a_script_may(folders: dict[str, Path], road: str, name: str, way: str) -> None:
     for module in NEEDS.get(road, ()):
         pytest.importorskip(module)

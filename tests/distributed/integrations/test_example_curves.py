@@ -9,11 +9,12 @@ import pytest
 from launching import ROOT, torchrun
 from support.tensorboard_curves import scalars
 
-pytestmark = pytest.mark.timeout(250)
+pytestmark = pytest.mark.timeout(400)
 
 LONG = pytest.mark.long
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "flags", "tags"),
     [
@@ -27,7 +28,7 @@ def test_the_first_worker_alone_draws(script: str, flags: str, tags: tuple[str, 
     if script.startswith("transformers"):
         pytest.importorskip("transformers")
     line = f"{flags.format(tmp_path)} --log-dir {tmp_path / 'log'}".split()
-    ended = torchrun(2, ROOT / "examples" / script, *line, timeout=200)
+    ended = torchrun(2, ROOT / "examples" / script, *line, timeout=300)
     assert ended.code == 0, ended.output[-3000:]
     assert "step/s" not in ended.output and "it/s" not in ended.output
     found = scalars(tmp_path / "log")

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(400)
 
 def launched(folder: Path, *scenarios: str, workers: int = WORKERS) -> Results:
     """What every rank wrote, from one launch."""
-    ended = torchrun(workers, SCRIPT, str(folder), *scenarios, timeout=240)
+    ended = torchrun(workers, SCRIPT, str(folder), *scenarios, timeout=300)
     assert ended.code == 0, ended.output[-6000:]
     found = results(folder, workers)
     for path in folder.glob("*.json"):  # another launch goes on with the checkpoints in this folder
@@ -156,7 +156,7 @@ def test_another_number_of_replicas_goes_on_with_all_that_was_not_sent(tmp_path:
 @pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--local-steps", "4")])
 def test_the_example_learns(options: tuple[str, ...]) -> None:
-    ended = torchrun(WORKERS, ROOT / "examples" / "fsdp2_digits.py", "--epochs", "2", *options, timeout=170)
+    ended = torchrun(WORKERS, ROOT / "examples" / "fsdp2_digits.py", "--epochs", "2", *options, timeout=300)
     assert ended.code == 0, ended.output[-3000:]
     found = re.search(r"accuracy (\S+), (\d+) bytes sent, (\d+) without", ended.output)
     assert found is not None, ended.output

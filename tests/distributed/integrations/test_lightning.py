@@ -12,7 +12,7 @@ from own_networks import check_few_bytes_left, check_logged, check_refused, chec
 pytest.importorskip("lightning")
 SCRIPT = Path(__file__).parent / "lightning_scenarios.py"
 Found = dict[str, Any]
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")

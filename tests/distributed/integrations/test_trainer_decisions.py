@@ -25,7 +25,7 @@ def said(here: Job, worker: subprocess.Popen[str], what: str) -> list[Any]:
 def ends(here: Job, *workers: subprocess.Popen[str]) -> list[Any]:
     """Wait for workers, which end with the same model, and have decided alike; return how."""
     for worker in workers:
-        assert worker.wait(60) == 0, here.logs()
+        assert worker.wait(200) == 0, here.logs()
     (first,), *others = (said(here, one, "ended") for one in workers)
     assert others == [[first]] * len(others), here.logs()
     evaluated: dict[int, Any] = {}
@@ -37,7 +37,8 @@ def ends(here: Job, *workers: subprocess.Popen[str]) -> list[Any]:
     return list(first[:3])
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.long
+@pytest.mark.timeout(400)
 def test_all_stop_early_at_one_step_with_the_best_model_of_the_oldest(tmp_path: Path) -> None:
     with job(tmp_path, {}, script=SCRIPT) as here:
         workers = [here.start(steps=40) for _ in range(2)]
@@ -45,7 +46,7 @@ def test_all_stop_early_at_one_step_with_the_best_model_of_the_oldest(tmp_path: 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("setting", [{}, {"sync": "updates", "density": 0.1}], ids=["default", "updates"])
 @pytest.mark.parametrize("halts", ["evaluating", "saving"])
 def test_the_next_oldest_decides_where_the_oldest_dies(tmp_path: Path, halts: str, setting: dict[str, Any]) -> None:
@@ -69,7 +70,7 @@ def test_the_next_oldest_decides_where_the_oldest_dies(tmp_path: Path, halts: st
 
 
 @pytest.mark.long
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 def test_epochs_end_at_the_same_step_on_all_workers(tmp_path: Path) -> None:
     """Trainers count epochs by how many workers there were as they began; those of the data count."""
     given = {"training": {"eval_strategy": "epoch", "save_strategy": "epoch"}, "best_at": 24}

@@ -32,13 +32,14 @@ def end(here: Job, worker: subprocess.Popen[str]) -> int:
     return int(last)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.long
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "setting",
     [
         {},
-        pytest.param({"sync": "updates", "density": 0.1}, marks=pytest.mark.long),
-        pytest.param({"compression": "topk", "density": 0.1, "exchange": "sparse"}, marks=pytest.mark.long),
+        {"sync": "updates", "density": 0.1},
+        {"compression": "topk", "density": 0.1, "exchange": "sparse"},
     ],
     ids=["default", "updates", "topk"],
 )  # fmt: skip
@@ -53,13 +54,13 @@ def test_trainers_go_on_where_one_dies_one_comes_and_one_leaves(tmp_path: Path, 
         fourth = here.start(steps=WITHOUT_END)
         here.wait_for(lambda: len(here.lines(fourth)) >= 4, 60)
         second.send_signal(signal.SIGTERM)
-        assert second.wait(60) == 0, here.logs()
+        assert second.wait(200) == 0, here.logs()
         left = here.lines(second)[-1][0] + 1
         assert f"agmerge: this worker leaves its job after step {left}, as told: the others go on" in here.log(second)
         assert f"\nleft {left} " in here.log(second) and "\nended" not in here.log(second)
         last = end(here, third)
         for worker in (third, fourth):
-            assert worker.wait(60) == 0, here.logs()
+            assert worker.wait(200) == 0, here.logs()
 
         assert here.differing() == {}
         assert here.lines(third)[-1][0] == here.lines(fourth)[-1][0] == last - 1
@@ -76,7 +77,7 @@ def test_trainers_go_on_where_one_dies_one_comes_and_one_leaves(tmp_path: Path, 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_job_goes_on_from_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
     """All are killed; the new ones load what rank 0 has written, and its place in the data."""
     with job(tmp_path, {"elastic": {"min_workers": 2}}, script=SCRIPT) as here:
@@ -91,13 +92,13 @@ def test_a_job_goes_on_from_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
         here.wait_for(lambda: all(here.lines(one) for one in new), 100)
         last = end(here, new[0])
         for one in new:
-            assert one.wait(60) == 0, here.logs()
+            assert one.wait(200) == 0, here.logs()
         assert here.lines(new[0])[0][0] % 40 == 0 and here.lines(new[0])[-1][0] == last - 1
         assert len({here.lines(one)[-1][2] for one in new}) == 1
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("setting", [{}, {"sync": "updates", "density": 0.1}], ids=["default", "updates"])
 def test_accelerators_go_on_where_one_dies_and_one_comes(tmp_path: Path, setting: dict[str, Any]) -> None:
     with job(tmp_path, setting, script=SCRIPT.with_name("accelerate_going_on.py")) as here:
@@ -110,16 +111,17 @@ def test_accelerators_go_on_where_one_dies_and_one_comes(tmp_path: Path, setting
         here.wait_for(lambda: len(here.lines(third)) >= 4, 60)
         last = end(here, second)
         for worker in (second, third):
-            assert worker.wait(60) == 0, here.logs()
+            assert worker.wait(200) == 0, here.logs()
         assert here.differing() == {}
         assert here.lines(second)[-1][0] == here.lines(third)[-1][0] == last
         if not setting:
             assert 0.0 < max(line[4] for line in here.lines(third)) <= 0.0101, "clipped after all is combined"
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.long
+@pytest.mark.timeout(400)
 def test_what_cannot_be_elastic_is_refused_by_name(tmp_path: Path) -> None:
     """Trainers that count on a fixed number of workers, and data that cannot be dealt out."""
     with job(tmp_path, {}, script=SCRIPT.with_name("trainer_refused.py")) as here:
         worker = here.start()
-        assert worker.wait(90) == 0, here.logs()
+        assert worker.wait(200) == 0, here.logs()

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 SCRIPT = Path(__file__).parent / "trainer_scenarios.py"
 Found = dict[str, Any]
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
