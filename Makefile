@@ -36,7 +36,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --no-input
 # A set-up is known by what it was made from: the files' content, the Python, and the place (the package is
 # installed editable). Its stamp is written last, so what was interrupted has none and is made again.
 ABOUT := import sys; print(sys.version, sys.base_prefix)
-KERNEL := $(wildcard sparsifiers/native/*.[ch])
+KERNEL := $(wildcard sparsifiers/csrc/*.[ch])
 stamp = $(VENV)/.$(1)-$(shell { $(PYTHON) -c "$(ABOUT)"; pwd -P; cat $(2); } 2>&1 | cksum | cut -d ' ' -f 1)
 BASE := $(call stamp,base,requirements.txt setup.py $(KERNEL))
 EXAMPLES := $(call stamp,examples,requirements.txt setup.py $(KERNEL) requirements-examples.txt)

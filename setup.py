@@ -99,8 +99,8 @@ STRIP = {"linux": ["-Wl,-s"], "darwin": ["-Wl,-x"]}
 ANY_PYTHON = not sysconfig.get_config_var("Py_GIL_DISABLED")
 KERNEL = Extension(
     "sparsifiers._kernel",
-    [f"sparsifiers/native/{path.name}" for path in sorted((ROOT / "sparsifiers" / "native").glob("*.c"))],
-    depends=[f"sparsifiers/native/{path.name}" for path in sorted((ROOT / "sparsifiers" / "native").glob("*.h"))],
+    [f"sparsifiers/csrc/{path.name}" for path in sorted((ROOT / "sparsifiers" / "csrc").glob("*.c"))],
+    depends=[f"sparsifiers/csrc/{path.name}" for path in sorted((ROOT / "sparsifiers" / "csrc").glob("*.h"))],
     extra_compile_args=[] if sys.platform == "win32" else FLAGS.split(),
     extra_link_args=STRIP.get(sys.platform, []),
     define_macros=[("Py_LIMITED_API", "0x030A0000")] if ANY_PYTHON else [],

@@ -22,7 +22,7 @@ needs only torch, NumPy and the standard library. It imports neither `agmerge` n
 # * largest: topk, on the host and, by torch or gpu/, on devices. rows, rows_search: the largest of each row.
 # * randomk, dgc, estimated, papers/: other sparsifiers. low_rank: PowerSGD and ACP-SGD. quantising/: quantizers.
 # * memories: error feedback. deferred: selections made later, perhaps in a message.
-# * native: the compiled loops of native/*.c, in one table. thin_factors: those of low rank.
+# * native: the compiled loops of csrc/*.c, in one table. thin_factors: those of low rank.
 # * conformance and conformance_*: checks of a compressor of your own. proof: measured quality of selections.
 
 from __future__ import annotations

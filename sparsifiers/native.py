@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled loops of native/*.c, if they were built: one pass over memory, where numpy and torch need several.
+"""Compiled loops of csrc/*.c, if they were built: one pass over memory, where numpy and torch need several.
 
 All of it is optional. Without a compiler at installation, with AGMERGE_KERNEL=off in the environment, or for a tensor
 that the loops cannot read, a function says that it has done nothing: it returns False or None. Its caller then takes

@@ -165,7 +165,7 @@ def test_a_release_needs_a_compiler(sdist: Path, tmp_path: Path, monkeypatch: py
 def test_the_source_distribution_can_test_itself(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    folders = ("tests", "docs", "examples", "benchmarks", "sparsifiers/native")
+    folders = ("tests", "docs", "examples", "benchmarks", "sparsifiers/csrc")
     kinds = (".py", ".c", ".h", ".md", ".svg", ".json", ".yaml")
     wanted = {
         str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in kinds
