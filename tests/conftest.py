@@ -7,9 +7,9 @@ they neither do nor start a process (see support/kind_of_test.py): ``make unit``
 
 ``make test`` leaves out what is marked ``long``. Of a test that is marked ``training``, and of one of the examples, it
 runs the first case; of any other test, and of one that is marked ``values``, as few cases as hold each value of each
-parameter (support/grid_cover.py); of one that is marked ``whole`` all cases. ``--once`` runs the first case of every test that
-starts no processes. Drawn examples are the same in every run; ``--hypothesis-profile=long`` draws more, and others
-each time.
+parameter (support/grid_cover.py); of one that is marked ``whole`` all cases. ``--once`` runs the first case of every
+test that starts no processes. Drawn examples are the same in every run; ``--hypothesis-profile=long`` draws more, and
+others each time.
 """
 
 from __future__ import annotations
