@@ -113,8 +113,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "elements are counted with padding",
         "agmerge/exchanges/sparse.py",
-        "elements += min(offer.capacity, load.segment.numel)",
-        "elements += offer.capacity",
+        "elements += min(capacity, load.segment.numel)",
+        "elements += capacity",
         (f"{EXCHANGES}::test_a_message_counts_elements_of_tensors_and_no_padding",),
     ),
     Mutant(
@@ -127,8 +127,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "payloads are not checked",
         "agmerge/exchanges/sparse.py",
-        "        layout.check_payloads(messages, pending.name)\n",
-        "",
+        "if not pending.on_device:\n            layout.check_payloads",
+        "if pending.on_device:\n            layout.check_payloads",
         (f"{ERRORS}::test_a_value_that_changes_on_its_way_names_the_rank_that_sent_it",),
     ),
     Mutant(
