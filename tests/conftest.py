@@ -15,6 +15,7 @@ others each time.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import subprocess
 from collections.abc import Generator, Iterator
@@ -65,6 +66,16 @@ def processes(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.config.getoption("--once"):
             patch.setattr(subprocess.Popen, "__init__", start)
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_python_in_collections() -> None:
+    """Drop callbacks of the garbage collector, such as hypothesis's, which times it.
+
+    Ranks are threads. A thread that collects garbage may run such a callback in the midst of torch's loop over the hooks
+    of all modules; another thread adds a hook then, and torch raises "OrderedDict mutated during iteration".
+    """
+    gc.callbacks.clear()
 
 
 @pytest.hookimpl(wrapper=True)
