@@ -72,7 +72,7 @@ def processes(request: pytest.FixtureRequest) -> Iterator[None]:
 def no_python_in_collections() -> None:
     """Drop callbacks of the garbage collector, such as hypothesis's, which times it.
 
-    Ranks are threads. A thread that collects garbage may run such a callback in the midst of torch's loop over the hooks
+    Ranks are threads. A thread that collects garbage may run such a callback in the midst of torch's loop over hooks
     of all modules; another thread adds a hook then, and torch raises "OrderedDict mutated during iteration".
     """
     gc.callbacks.clear()
