@@ -21,7 +21,7 @@ from agmerge import testing
 from agmerge.backends import topology
 from agmerge.exchanges.node_shards import collect
 
-STEPS = 8
+STEPS = 10
 # Sums in rank order everywhere, so that the bits are those of any other group of as many ranks.
 COMMON: dict[str, Any] = {"density": 0.2, "dense_sum": "ordered", "merging": merging.get("threshold", bytes=65536)}
 EXCHANGES: dict[str, dict[str, Any]] = {

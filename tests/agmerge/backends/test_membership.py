@@ -65,7 +65,7 @@ class Job:
                 one.beat()
             self.clock.seconds += HURRY / 20
             for thread in threads:
-                thread.join(0.01)
+                thread.join(0.02)
             if not any(thread.is_alive() for thread in threads):
                 return found
         raise AssertionError("no generation was formed")

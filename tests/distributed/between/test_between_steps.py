@@ -53,15 +53,15 @@ def takes(road: str, name: str) -> bool:
     return not (frameworks and (name in ENDS or ACTS[name].skips is not Act.skips)) and (road, name) not in NO_GROUPS
 
 
-SHORT = ("wrapper", "ddp")  # roads of `make test`
+SHORT = {("ddp", "none"), ("ddp", "updates")}  # roads and ways of `make test`
 CELLS = [(road, name, way) for road in WAYS for name in ACTS for way in WAYS[road][1:] if takes(road, name)]
 
 
 @functools.cache
-def launched(road: str, folder: Path) -> list[dict[str, Any]]:
-    """Train all cells of a road; return what both ranks found."""
+def launched(road: str, folder: Path, ways: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Train all cells of a road in these ways; return what both ranks found."""
     names = [name for name in ACTS if takes(road, name)]
-    more = {"WAYS": " ".join(WAYS[road])}
+    more = {"WAYS": " ".join(("plain", *ways))}
     ended = launch("torchrun", 2, HERE / "roads.py", str(folder), road, *names, timeout=300, **more)
     assert ended.code == 0, ended.output[-6000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
@@ -72,13 +72,27 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {road: tmp_path_factory.mktemp(road) for road in WAYS}
 
 
+@pytest.fixture(scope="module")
+def ways(request: pytest.FixtureRequest) -> dict[str, tuple[str, ...]]:
+    """By road, the ways of the cells that were selected."""
+    cells = [item.callspec.params for item in request.session.items if "way" in _parameters(item)]  # type: ignore[attr-defined]
+    return {road: tuple(dict.fromkeys(cell["way"] for cell in cells if cell["road"] == road)) for road in WAYS}
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if item.path == Path(__file__) and hasattr(item, "callspec") else {}
+
+
 @pytest.mark.parametrize(
-    ("road", "name", "way"), [pytest.param(*cell, marks=[pytest.mark.long] * (cell[0] not in SHORT)) for cell in CELLS]
+    ("road", "name", "way"),
+    [pytest.param(*cell, marks=[pytest.mark.long] * ((cell[0], cell[2]) not in SHORT)) for cell in CELLS],
 )
-def test_a_script_may(folders: dict[str, Path], road: str, name: str, way: str) -> None:
+def test_a_script_may(
+    folders: dict[str, Path], ways: dict[str, tuple[str, ...]], road: str, name: str, way: str
+) -> None:
     for module in NEEDS.get(road, ()):
         pytest.importorskip(module)
-    ranks = launched(road, folders[road])
+    ranks = launched(road, folders[road], ways[road])
     cells, act = [rank[name][way] for rank in ranks], ACTS[name]
     plain = [rank[name]["plain"] for rank in ranks]
     errors = {cell["error"] for cell in cells}
@@ -105,11 +119,13 @@ def test_a_script_may(folders: dict[str, Path], road: str, name: str, way: str) 
         assert cells[0]["bits"] == ranks[0]["nothing"][way]["bits"], "the act has changed what is trained"
 
 
-def test_an_average_of_weights_is_warned_of_with_updates(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("road", [pytest.param("wrapper", marks=pytest.mark.long), "ddp"])
+def test_an_average_of_weights_is_warned_of_with_updates(
+    folders: dict[str, Path], ways: dict[str, tuple[str, ...]], road: str
+) -> None:
     """Each rank averages its own parameters then, unless it asks for the shared ones."""
-    for road in ("wrapper", "ddp"):
-        said = [text for text in launched(road, folders[road])[0]["average of weights"]["updates"]["said"]]
-        assert any("shared()" in text for text in said), (road, said)
+    said = launched(road, folders[road], ways[road])[0]["average of weights"]["updates"]["said"]
+    assert any("shared()" in text for text in said), said
 
 
 def test_the_table_has_about_ninety_cells() -> None:

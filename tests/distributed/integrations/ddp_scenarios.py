@@ -36,7 +36,8 @@ import agmerge  # noqa: E402
 from agmerge.integrations import ddp  # noqa: E402
 
 OPTIONS: dict[str, Any] = {"exchange": "sparse", "merging": "threshold", "compression": "topk"}
-LONG = ("matrix", "halves")
+LONG = ("matrix", "halves", "updates_others")
+UPDATES_SHORT = ("apply", "every, overlap", "outer", "unused", "scaled")  # of `make test`
 
 
 def bits() -> dict[str, list[bool]]:
@@ -266,7 +267,12 @@ def infinite() -> dict[str, Any]:
 
 def updates() -> dict[str, list[bool]]:
     """``sync="updates"``, under DistributedDataParallel and by the wrapper around the plain model."""
-    return {name: updates_pair(options) for name, options in UPDATES.items()}
+    return {name: updates_pair(UPDATES[name]) for name in UPDATES_SHORT}
+
+
+def updates_others() -> dict[str, list[bool]]:
+    """The same in the other ways."""
+    return {name: updates_pair(options) for name, options in UPDATES.items() if name not in UPDATES_SHORT}
 
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
@@ -288,6 +294,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
         copied,
         unkept,
         updates,
+        updates_others,
         updates_refused,
         updates_resumed,
         several,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ CELLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "several": (several, {"compression": "topk"}),
     "several, updates": (several, {"compression": "topk", **LOCAL}),
 }
+SHORT = ("dgc", "local steps, held", "several, updates")  # of `make test`
 
 
 def everything(cell: str, model: nn.Module, optimizer: Any, path: Path | None) -> dict[str, Any]:
@@ -101,10 +102,10 @@ def waiting(optimizer: Any, mesh: DeviceMesh) -> float:
     return float(agmerge.allreduce(torch.tensor([own], dtype=torch.float64), process_set=mesh[REPLICA]))
 
 
-def saved_and_resumed(mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
+def saved_and_resumed(mesh: DeviceMesh, folder: Path, cells: Iterable[str] = SHORT) -> dict[str, Any]:
     """Whether a run that was saved and resumed has the bits of the one that went on."""
     found = {}
-    for cell in CELLS:
+    for cell in cells:
         went_on, resumed = save(mesh, cell, folder), load(mesh, cell, folder)
         found[cell] = {
             "equal": went_on["end"] == resumed["end"],
@@ -214,4 +215,7 @@ def scenarios(folder: Path) -> dict[str, Callable[[DeviceMesh], Any]]:
 
 def long(folder: Path) -> dict[str, Callable[[DeviceMesh], Any]]:
     """What is done when it is asked for."""
-    return {"by_others": lambda mesh: by_others(mesh, folder)}
+    return {
+        "by_others": lambda mesh: by_others(mesh, folder),
+        "others_saved_and_resumed": lambda mesh: saved_and_resumed(mesh, folder, sorted(CELLS.keys() - SHORT)),
+    }

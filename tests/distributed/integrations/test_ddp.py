@@ -122,7 +122,13 @@ def test_nobody_has_to_keep_what_compress_returns(found: Found) -> None:
 
 def test_local_steps_give_the_bits_of_the_wrapper_around_the_plain_model(found: Found) -> None:
     for cases in found["updates"]:
-        assert len(cases) == 10 and all(all(same) for same in cases.values()), cases
+        assert len(cases) == 5 and all(all(same) for same in cases.values()), cases
+
+
+@pytest.mark.long
+def test_local_steps_in_other_ways_do_too(tmp_path: Path) -> None:
+    for cases in launched(tmp_path, "updates_others")["updates_others"]:
+        assert len(cases) == 5 and all(all(same) for same in cases.values()), cases
 
 
 def test_a_clipped_velocity_is_an_error_and_a_clipped_selection_a_warning(found: Found) -> None:

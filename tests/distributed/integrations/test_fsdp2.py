@@ -125,10 +125,20 @@ def test_local_steps_of_replicas_are_averaged(found: Results) -> None:
 
 
 def test_saved_and_resumed_by_torch_distributed_checkpoint_to_the_bit(found: Results) -> None:
-    for one in found["saved_and_resumed"]:
+    check_resumed(found["saved_and_resumed"])
+
+
+def check_resumed(of_ranks: list[dict[str, Any]]) -> None:
+    for one in of_ranks:
+        assert len(one) == 3
         for name, cell in one.items():
             assert cell["equal"], name
             assert cell["waiting"][0] == cell["waiting"][1] != 0.0, name
+
+
+@pytest.mark.long
+def test_other_options_are_saved_and_resumed_to_the_bit(tmp_path: Path) -> None:
+    check_resumed(launched(tmp_path, "others_saved_and_resumed")["others_saved_and_resumed"])
 
 
 def test_the_state_of_a_shard_is_gathered_among_its_replicas(found: Results) -> None:
