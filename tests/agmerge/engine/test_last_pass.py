@@ -15,8 +15,9 @@ from test_bucket_reducer import connected, kept, passed
 from torch import nn
 
 import agmerge
+from agmerge.engine import bucket_reducer
 from agmerge.engine.averaged_steps import AveragedModel
-from agmerge.engine.bucket_reducer import PATIENCE, BucketReducer
+from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.optimizer_group import followed
 from agmerge.engine.step_hooks import withhold
 
@@ -217,12 +218,12 @@ def test_an_object_without_a_step_that_can_be_followed_is_refused_by_name() -> N
 
 def test_writes_to_parameters_count_as_steps_where_nothing_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop by hand; and where nothing shows a step, it is said once that passes are dropped."""
-    monkeypatch.setattr(last_pass, "PATIENCE", 5)
+    monkeypatch.setattr(bucket_reducer, "PATIENCE", 5)
 
     def body(rank: int, model: nn.Module) -> list[str]:
         reducer = connected(model, **TOPK)
         for hidden in (False, True):
-            for step in range(PATIENCE + 2):
+            for step in range(bucket_reducer.PATIENCE + 2):
                 model.zero_grad()
                 run(reducer, model, rank, step)
                 for parameter in model.parameters():
