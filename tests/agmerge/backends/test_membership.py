@@ -58,6 +58,8 @@ class Job:
                 found[number] = error
 
         threads = [threading.Thread(target=body, args=(number,), daemon=True) for number in range(len(asks))]
+        for one in living:  # a thread may look at the others before this one goes on
+            one.beat()
         for thread in threads:
             thread.start()
         for _ in range(1000):
