@@ -7,7 +7,6 @@
 * ``sparse_search``: codec and exchange of selections, or dense, and the plans to try.
 * ``codec_choice``: the best plan and codec by the measurements; ``codec_costs``: measured codecs.
 * ``candidates``: plans to be tried. ``plan_trial``: steps under several plans, by turns.
-* ``advice``: what ``python -m agmerge advise`` makes of measured steps.
 
 May import step/, options/, metrics/ and below, and the package ``merging``.
 """
