@@ -42,8 +42,9 @@ def name_of(mode: SendMode, *, is_dense: bool = False) -> str:
 
 
 def exactness(candidate: Candidate, names: Sequence[str]) -> int:
-    """Return the place of a candidate among ``names``, the most exact one first."""
-    return names.index(name_of(candidate.mode, is_dense=candidate.is_dense and NONE in names))
+    """Return the place of a candidate among ``names``, the most exact one first; behind them, if it is none of them."""
+    name = name_of(candidate.mode, is_dense=candidate.is_dense and NONE in names)
+    return names.index(name) if name in names else len(names)  # the plan of an earlier run may have other modes
 
 
 def taken(tried: Sequence[Candidate], names: Sequence[str], seconds: Sequence[float], doubts: Sequence[float]) -> int:
@@ -124,8 +125,7 @@ class Choice:
         config = self._buffers.config
         if self.quantises:
             return config.compression.compressor.candidates
-        codecs = dict.fromkeys((OWN, *config.wires, self._buffers.wire))
-        modes = product((OWN, *config.exchanges), codecs)
+        modes = product((OWN, *config.exchanges), (OWN, *config.wires))
         return [NONE, *(name_of(SendMode(exchange=exchange, codec=codec)) for exchange, codec in modes)]
 
     @property
