@@ -48,7 +48,7 @@ def worker(args: argparse.Namespace) -> None:
 
     import agmerge
     import merging
-    from agmerge.planning.codec_choice import predicted_finish
+    from agmerge.planning.candidates import predicted_finish
     from agmerge.step.agreed_state import with_mode
 
     agmerge.init()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from agmerge.planning import advice
+from agmerge.cli import advice
 
 # By modules that are among the callers of a step.
 CALLERS = {

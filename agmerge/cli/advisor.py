@@ -20,12 +20,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import agmerge
-from agmerge.cli import advise_script
+from agmerge.cli import advice, advise_script
 from agmerge.cli.advise_script import Script
 from agmerge.cli.advise_watch import WATCHED, Watch
 from agmerge.options.defaults import candidates_for, kinds_of, sparsifier_for, told_cost
 from agmerge.options.typed import Options
-from agmerge.planning import advice
 from agmerge.step.config import AUTO, UPDATES
 from sparsifiers.catalogue import spelling
 from sparsifiers.quantising.base import NONE

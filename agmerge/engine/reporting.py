@@ -17,7 +17,7 @@ from agmerge.errors import AGMergeError
 from agmerge.metrics.chrome_trace import Trace, path_of
 from agmerge.metrics.step_times import StepTimes
 from agmerge.options.defaults import known_cost
-from agmerge.planning.codec_choice import mode_of
+from agmerge.planning.candidates import mode_of
 from agmerge.planning.replanner import FIRST
 from agmerge.step.agreed_state import AgreedState
 from agmerge.step.config import AUTO, Config

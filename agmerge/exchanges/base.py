@@ -37,7 +37,6 @@ class Store(ABC):
 
     has_residual = False  # some work keeps what was not sent; else nothing need be subtracted from dense segments
     bases: Bases | None = None  # of low-rank tensors; None: there are none
-    observes = False  # it wants to see sent values, in `observe`
     counts_zeros = False  # it wants to see tensors that could be quantised, in `count_zeros`
 
     @abstractmethod
@@ -71,9 +70,6 @@ class Store(ABC):
         Asked where ranks' selections are at hand, one by one.
         """
         return False
-
-    def observe(self, values: torch.Tensor, count: int | torch.Tensor) -> None:  # noqa: B027  most need not know
-        """Look at values that are sent, before they are rounded. The first ``count`` are in use. May copy them."""
 
     def count_zeros(self, slot: Slot, values: torch.Tensor | None) -> None:  # noqa: B027  most need not know
         """Count zeros in the blocks of a tensor that is sent, or could be, in few bits: 1-D; None: all are zero."""

@@ -230,8 +230,6 @@ class SparseExchange(Exchange):
         chosen = offer.values
         if chosen is None:
             chosen = clear_behind(load.work.index_select(0, offer.indices), offer.count)
-        if self.store.observes:
-            self.store.observe(chosen, offer.count)
         if not section.value.has_zero:
             offer, chosen = without_zeros(offer, chosen)
         if section.index.sends_all:
@@ -259,8 +257,6 @@ class SparseExchange(Exchange):
             return False
         if offer.count < values.numel():
             clear_behind(values, offer.count)
-        if self.store.observes:
-            self.store.observe(values, offer.count)
         encode_indices(section, offer.indices, offer.count, message)
         return True
 
@@ -269,8 +265,6 @@ class SparseExchange(Exchange):
         places = fused_places(section, message)
         if places is None or not self.store.write_and_subtract(load.segment, functools.partial(offer.write, *places)):
             return False
-        if self.store.observes:
-            self.store.observe(places[0].values, offer.count)
         return True
 
     def arrive(self, pending: InFlight, *, on_stream: bool = False) -> None:

@@ -146,13 +146,14 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
             * ``"sparse"``: always compressed. With ``compression="auto"`` this is the smallest format that it may use
             * ``"masked"``: values of all ranks at the same indices. ``"oktopk"``: the largest values of the sum. Both
               need a sparsifier
-            * ``"fastest"``: ``"auto"``, ``"masked"`` or ``"oktopk"``, whichever has the fastest steps
+            * ``"fastest"``: ``"auto"``, or ``"masked"`` or ``"oktopk"`` if that makes steps more than 5 % faster
             * ``"two-level"``: uncompressed within a node, compressed between nodes
 
         wire (str): Format of the values that a sparsifier sends. The residual keeps the rounding errors, so they are
             sent later. ``"auto"`` is the gradient's dtype at first (with ``sync="updates"`` it is ``"sign"``). With
-            planners that measure, such as the default one, agmerge then uses the format with the fastest steps that
-            preserves nearly all of the energy. Set a format to send less, or to keep it fixed:
+            planners that measure, such as the default one, agmerge then tries ``"fp32"``, ``"fp16"`` and ``"int8"``,
+            which preserve nearly all of the energy, and keeps the most precise one whose steps take at most 5 % longer
+            than the fastest. Set a format to send less, or to keep it fixed:
 
             * ``"fp32"``, ``"fp16"``, ``"bf16"``: 4 or 2 bytes per value. The only ones for ``"powersgd"`` and
               ``"acpsgd"``

@@ -21,7 +21,7 @@ from agmerge.exchanges.message.format import slot_bytes
 from agmerge.exchanges.routing import send_mode
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds, WholeSteps
-from agmerge.planning.codec_choice import predicted_exchange_seconds, predicted_finish
+from agmerge.planning.candidates import predicted_exchange_seconds, predicted_finish
 from agmerge.planning.cost_probe import Budget, MeasuredCosts, measured_class, probe
 from agmerge.step.density_policy import Energies
 from agmerge.step.merge_buffers import MergeBuffers

@@ -3,7 +3,7 @@
 
 The plans come from ``candidates``, with their send mode as labels, so a trial of value codecs is one of plans. Plans
 take turns several times, so that a changing load of the machine affects all of them. Of the steps of each the fastest
-third counts, since other load only adds. The plan that is predicted to be the best has to be beaten beyond chance.
+third counts, since other load only adds; by how much others take longer is the doubt about it.
 
 A trial that is under way is kept in checkpoints: a run that resumes goes on with it.
 """
@@ -14,7 +14,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,6 @@ TURN = 3  # steps of a plan until the next one has its turn; the first of them i
 ROUNDS = 3  # most turns of a plan
 HOPELESS = 1.4  # times as long as each step of another plan: where all of one turn are, there is no further turn,
 SURE = 2  # nor where all of so many turns are longer at all
-DOUBTFUL = 1.5  # times as late: a plan that is predicted to end later is not tried
 _KIND = "agmerge.Trial"
 
 
@@ -109,15 +108,6 @@ class PlanTrial:
 def _fastest_third(seconds: list[float]) -> float:
     """Return the mean of the fastest third of these steps, of at least one."""
     return statistics.fmean(sorted(seconds)[: max(1, len(seconds) // 3)])
-
-
-def taken(best: int, seconds: Sequence[float], doubts: Sequence[float]) -> int:
-    """Return the number of the plan to continue with: ``best``, or the first, which is predicted to be the best.
-
-    The first one stays unless ``best`` is faster by more than the steps with one plan vary: on a machine with other
-    work a few steps are weaker evidence than the earlier measurements.
-    """
-    return best if seconds[best] + max(doubts[best], doubts[0]) < seconds[0] else 0
 
 
 @dataclass(frozen=True)

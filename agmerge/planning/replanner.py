@@ -19,14 +19,12 @@ import merging
 from agmerge.exchanges.routing import send_mode
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.planning import candidates
-from agmerge.planning.candidates import Candidate
-from agmerge.planning.codec_choice import FixedCounts, planner_of
-from agmerge.planning.codec_costs import SampledValues
+from agmerge.planning.candidates import Candidate, FixedCounts, planner_of
+from agmerge.planning.choice import Choice, codec_name
+from agmerge.planning.coding import CountedZeros
 from agmerge.planning.cost_probe import MeasuredCosts, share_of
 from agmerge.planning.measuring import DriftDetector, Finding, Look, Measurer, gather_seconds, number_of_rank_0, profile
 from agmerge.planning.plan_trial import KeptTrial, PlanTrial, place_of
-from agmerge.planning.quantiser_choice import CountedZeros, QuantiserChoice
-from agmerge.planning.sparse_search import SparseChoice, named
 from agmerge.step.agreed_state import Decision, decide_on_rank_0, why_plan_does_not_fit
 from agmerge.step.config import AUTO, Config
 from agmerge.step.density_policy import DenseCutoff, budgets_by_energy
@@ -99,7 +97,7 @@ UNTIL = "candidates are tried until about step {until}"
 
 def status_of(
     buffers: MergeBuffers,
-    choice: SparseChoice | QuantiserChoice,
+    choice: Choice,
     now: Activity,
     measured: Measurements | None,
     bytes_probed: int,
@@ -145,7 +143,7 @@ def _why_exchange(buffers: MergeBuffers, chosen: str, now: Activity, until: int)
     return why if config.exchanges else f"exchange={given!r} compresses if that is faster: {why}"
 
 
-def _why_quantiser(buffers: MergeBuffers, choice: SparseChoice | QuantiserChoice, now: Activity, until: int) -> str:
+def _why_quantiser(buffers: MergeBuffers, choice: Choice, now: Activity, until: int) -> str:
     """Return the reason for the quantizer in use."""
     if not buffers.config.quantisers:
         return "you set it" if buffers.quantiser is not None else "no quantizer is in use"
@@ -196,14 +194,8 @@ class Replanner:
         self._hurries = False  # that run has ended while it measured: now costs are measured at once
         config, kinds = buffers.config, {slot.tensor_class.kind for slot in buffers.layout.slots}
         quantises = bool(config.quantisers) and Kind.QUANTISED in kinds
-        self._choice: QuantiserChoice | SparseChoice
-        self._values: CountedZeros | SampledValues  # of steps before planning, for the choice
-        if quantises:
-            self._values = zeros = CountedZeros(buffers)
-            self._choice = QuantiserChoice(buffers, zeros)
-        else:
-            self._values = sample = SampledValues(buffers)
-            self._choice = SparseChoice(buffers, sample)
+        self._zeros = CountedZeros(buffers)
+        self._choice = Choice(buffers, self._zeros if quantises else None)
         planner = config.merging.planner  # None: the script gives a plan, of which only the quantiser may be open
         self._planner = planner or FixedCounts(counts=buffers.plan.counts)
         has_planner = planner is not None or (quantises and self._choice.is_open)
@@ -218,13 +210,14 @@ class Replanner:
         next one: costs are measured with the chosen budgets. A cutoff of another size is the last decision.
         """
         self._measurer.whole.end()
-        self._values.end_step()
+        self._zeros.end_step()
         self._step, self._steps = step, self._steps + 1
         if self.buffers.budgets.energy is not None and self._steps == FIRST:
             yield Decision(budgets=choose_budgets(self.buffers))
         while (change := next(self._changes, None)) is not None:
             yield change
-        self._values.begin_step(step, self._activity is Activity.PROBING or self._is_due(self._steps + 1))
+        plans_next = self._activity is Activity.PROBING or self._is_due(self._steps + 1)
+        self._zeros.begin_step(plans_next and self._choice.quantises)
         self._measurer.whole.begin()
 
     def resume(self, trial: str) -> None:
@@ -351,8 +344,8 @@ class Replanner:
         buffers, usual = self.buffers, self._measurer.whole.typical()
         names, share = [slot.name for slot in buffers.layout.slots], math.inf if self._hurries else share_of(usual)
         self._hurries = False
-        search = self._choice.search(self._planner, latest, self._step, usual, stays=self._measured is not None)
-        if self._choice.has_measured and share < math.inf:  # that took time, too
+        search = self._choice.search(self._planner, latest, self._step, usual)
+        if self._choice.measures and share < math.inf:  # that took time, too
             yield None
 
         def decide() -> dict[str, Any]:
@@ -413,7 +406,7 @@ class Replanner:
         """Return the decision for ``plan``: none if it is the one in use. A new codec is noted in the trace."""
         codec = send_mode(plan).codec
         if self.times.trace is not None and codec != send_mode(self.buffers.plan).codec:
-            self.times.trace.note(f"values in {named(codec)}", time.time(), 0.0)
+            self.times.trace.note(f"values in {codec_name(codec)}", time.time(), 0.0)
         return Decision(plan=plan if plan != self.buffers.plan else None)
 
     def _noted(self, changes: Changes) -> Changes:

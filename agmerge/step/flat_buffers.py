@@ -14,7 +14,7 @@ from agmerge.backends.topology import Nodes
 from agmerge.exchanges import Exchange, SegmentBuffers, routing
 from agmerge.exchanges.base import Store
 from agmerge.exchanges.low_rank.bases import Bases
-from agmerge.exchanges.message.scaled import ValueSample, ZeroCount
+from agmerge.exchanges.message.scaled import ZeroCount
 from agmerge.exchanges.node_shards import NodeShards, sharded
 from agmerge.exchanges.routing import (
     Message,
@@ -420,7 +420,6 @@ class SentValues(Store):
         self.has_residual = any(arena.memory.has_residual for arena in flat.arenas.values())
         self.sent: list[Sent] = []
         self.received: list[Received] = []
-        self._sample: ValueSample | None = None  # of selected values; None: not asked for
         self._zeros: ZeroCount | None = None  # of quantised tensors; None: not asked for
         self.counts_zeros = False  # in the step under way
 
@@ -479,22 +478,6 @@ class SentValues(Store):
         self.received.clear()
         if self.bases is not None:
             self.bases.forget()
-
-    # -- a sample of values, for the choice of codecs -------------------------------------------------------------
-
-    def start_sample(self, elements: int) -> None:
-        """Copy some of the values of the next step, which selects so many ``elements``, for :meth:`end_sample`."""
-        self._sample, self.observes = ValueSample(elements), True
-
-    def observe(self, values: torch.Tensor, count: int | torch.Tensor) -> None:
-        """Copy some of the values that a message has of a segment, in a step that is asked for a sample."""
-        if self._sample is not None:
-            self._sample.take(values, count)
-
-    def end_sample(self) -> torch.Tensor | None:
-        """Return the sample, as :meth:`ValueSample.values` does, and stop sampling; None: none was asked for."""
-        sample, self._sample, self.observes = self._sample, None, False
-        return None if sample is None else sample.values()
 
     # -- zeros beside other values, for the choice of quantisers --------------------------------------------------
 

@@ -256,11 +256,6 @@ class MergeBuffers:
             return work[: segment.vector_length], k, shapes[:1]  # no padding
         return work, segment.length if k == segment.numel else k, shapes  # padding too: else it could be chosen
 
-    def sample_values(self, step: int) -> None:
-        """Copy some of the values that the next step, ``step``, selects, for ``store.end_sample()``."""
-        sparse = [slot for slot in self.layout.slots if slot.tensor_class.sparse]
-        self.store.start_sample(sum(self.budgets.of_tensor(slot, step) for slot in sparse))
-
     def keys(self) -> set[str]:
         """Return the keys of sparsifier state: one for each segment."""
         return {part.key for messages in self.messages for message in messages for part in message.segments}

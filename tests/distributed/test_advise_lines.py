@@ -13,8 +13,7 @@ from textwrap import indent
 import pytest
 from launching import Ended, run, torchrun
 
-from agmerge.cli import advisor
-from agmerge.planning import advice
+from agmerge.cli import advice, advisor
 
 # A script with names of its own, as newcomers write it; it knows nothing of agmerge.
 OWN_NAMES = r"""

@@ -7,6 +7,7 @@ from mutants.mutant import Mutant
 
 REPLANNER = "tests/agmerge/planning/test_replanner.py"
 TRIAL = "tests/agmerge/planning/test_plan_trial.py"
+RULE = "tests/agmerge/planning/test_quantiser_rule.py"
 DRIFT = "tests/agmerge/planning/test_drift.py"
 SEEN = "tests/agmerge/planning/test_seen_messages.py"
 PROBE = "tests/agmerge/planning/test_cost_probe.py"
@@ -66,10 +67,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a gain within chance is taken",
-        "agmerge/planning/plan_trial.py",
-        "seconds[best] + max(doubts[best], doubts[0]) < seconds[0]",
-        "seconds[best] < seconds[0]",
-        (TRIAL,),
+        "agmerge/planning/choice.py",
+        "if took - doubts[number] <= limit]",
+        "if took <= limit]",
+        (RULE,),
+    ),
+    Mutant(
+        "one clear trial is enough for a less exact candidate",
+        "agmerge/planning/choice.py",
+        "return chosen if twice else now",
+        "return chosen if is_clear else now",
+        (RULE,),
     ),
     Mutant(
         "one look is enough for a new plan",

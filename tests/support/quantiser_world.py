@@ -14,10 +14,10 @@ from torch import nn
 
 import merging
 from agmerge.exchanges.routing import send_mode
-from agmerge.planning import cost_probe, measuring, plan_trial, quantiser_choice, replanner
+from agmerge.planning import choice, cost_probe, measuring, plan_trial, replanner
+from agmerge.planning.coding import Coding
 from agmerge.planning.cost_probe import Budget
 from agmerge.planning.measuring import DriftDetector, Finding
-from agmerge.planning.quantiser_choice import Speed
 from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
@@ -63,8 +63,8 @@ class World:
                 Curve((0, 1), (0.0, 0.0)), line, whole if buffers.config.chooses_dense else None
             )
 
-        def speeds(buffers: MergeBuffers, names: Iterable[str]) -> dict[str, Speed]:
-            return {name: Speed(name, SIZES[name], 0.0, 0.0) for name in names}
+        def codings(buffers: MergeBuffers, names: Iterable[str], step: int) -> dict[str, Coding]:
+            return {name: Coding(name, SIZES[name]) for name in names}
 
         class Trial(plan_trial.PlanTrial):
             def __init__(self, *plans: merging.Plan) -> None:
@@ -86,7 +86,7 @@ class World:
 
         monkeypatch.setattr(DriftDetector, "look", look)
         monkeypatch.setattr(measuring, "measure_costs", probe)
-        monkeypatch.setattr(quantiser_choice, "measure_quantisers", speeds)
+        monkeypatch.setattr(choice, "measure_codings", codings)
         monkeypatch.setattr(replanner, "PlanTrial", Trial)
 
 

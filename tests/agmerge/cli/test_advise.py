@@ -21,11 +21,10 @@ import torch
 from torch import nn
 
 from agmerge.backends import registry
-from agmerge.cli import advise, advise_script, advisor
+from agmerge.cli import advice, advise, advise_script, advisor
+from agmerge.cli.advice import DDP, LINES, NOT_HERE, OURS, Candidate, Facts
 from agmerge.cli.advisor import OTHERS, ROUNDS, STEPS, TURN, WARM, Turns, kept, told_cost_of_updates
 from agmerge.options.defaults import told_cost
-from agmerge.planning import advice
-from agmerge.planning.advice import DDP, LINES, NOT_HERE, OURS, Candidate, Facts
 from agmerge.step.config import UPDATES
 
 ROOT = Path(__file__).resolve().parents[3]

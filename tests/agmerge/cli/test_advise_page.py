@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from agmerge.cli import advisor
+from agmerge.cli.advice import DDP, NOT_HERE, filled
 from agmerge.cli.advisor import COSTS, OTHERS, STEPS, USES, told_cost_of_updates
 from agmerge.options.defaults import FOUR, told_cost
-from agmerge.planning.advice import DDP, NOT_HERE, filled
 from agmerge.step.config import UPDATES
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"

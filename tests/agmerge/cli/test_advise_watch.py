@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from agmerge.cli import advise_script, advisor
+from agmerge.cli import advice, advise_script, advisor
 from agmerge.cli.advise_watch import WATCHED, Watch
-from agmerge.planning import advice
 
 ROOT = Path(__file__).resolve().parents[3]
 X = torch.ones(2, 4)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import agmerge
 from agmerge import testing
-from agmerge.planning import cost_probe, plan_trial
+from agmerge.planning import choice, cost_probe
 from agmerge.planning.cost_probe import FLOOR, GROWTH, RUNS, SECONDS, STEPS, VISITS, Budget, MeasuredCosts, probe, sizes
 from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
@@ -349,7 +349,7 @@ def test_training_goes_on_as_if_there_had_been_no_probe(case: str, sparsify: str
 
 
 def test_stats_say_when_it_probes_and_what_that_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_trial, "DOUBTFUL", 0.0)  # no trials
+    monkeypatch.setattr(choice, "HOPELESS", 0.0)  # no trials
     Ticking(monkeypatch, lambda rank: 1e-2)
 
     def body(rank: int, model: nn.Module) -> list[tuple[str, int]]:

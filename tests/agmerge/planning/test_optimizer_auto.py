@@ -59,13 +59,13 @@ def test_going_dense_for_good_is_in_the_figures_with_its_reason(
     trial: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is no warning, for a default asks for it, but a line for those who compare compressors."""
-    monkeypatch.setattr(measuring, "measure_costs", costing(*((12.0, 1.0) if trial else (1e3, 1e-6))))
+    monkeypatch.setattr(measuring, "measure_costs", costing(*((8.0, 1.0) if trial else (1e3, 1e-6))))
     took = lambda trial: [1.0 if all(plan.dense) else 2.0 for plan in trial.plans]  # noqa: E731
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", took)
 
     def body(rank: int, model: nn.Module) -> tuple[bool, str]:
-        optimizer = wrap(model, compression="topk", density=0.1, merging="agmerge", exchange="auto")
-        train(model, optimizer, rank, range(FIRST + 30))
+        optimizer = wrap(model, compression="topk", density=0.1, merging="agmerge", exchange="auto", wire="fp32")
+        train(model, optimizer, rank, range(FIRST + 5 * plan_trial.TURN * plan_trial.ROUNDS))
         return all(optimizer.plan.dense), optimizer.stats()["exchange_why"]
 
     with strict_warnings():
@@ -182,15 +182,15 @@ def test_near_the_trade_off_both_are_tried_and_the_faster_stays(slower: int, mon
 
 @pytest.mark.usefixtures("all_turns")
 def test_a_dense_plan_that_only_looks_faster_is_given_up_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predicted to end a little sooner than plans that compress, of which one or two are tried, by backward's times."""
+    """Predicted to end a little sooner than plans that compress, of which up to three are tried, by backward's."""
     monkeypatch.setattr(measuring, "measure_costs", costing(2e-8, 1e-9))
     took = lambda trial: [2.0 if all(plan.dense) else 1.0 for plan in trial.plans]  # noqa: E731
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", took)
 
     def body(rank: int, model: nn.Module) -> list[tuple[bool, str]]:
-        optimizer = wrap(model, compression="topk", density=0.1, merging="agmerge", exchange="auto")
+        optimizer = wrap(model, compression="topk", density=0.1, merging="agmerge", exchange="auto", wire="fp32")
         seen = []
-        for step in range(FIRST + 3 * plan_trial.TURN * plan_trial.ROUNDS + 1):
+        for step in range(FIRST + 4 * plan_trial.TURN * plan_trial.ROUNDS + 1):
             train(model, optimizer, rank, range(step, step + 1))
             assert optimizer.plan is not None
             seen.append((all(optimizer.plan.dense), repr(optimizer.plan)))
@@ -200,7 +200,7 @@ def test_a_dense_plan_that_only_looks_faster_is_given_up_without_a_word(monkeypa
         warnings.simplefilter("error")
         seen = agreed(on_ranks(2, MODEL, body))
     tried = list(dict.fromkeys(seen[: seen.index(seen[0], plan_trial.TURN)]))
-    assert [is_dense for is_dense, _ in tried] in ([True, False], [True, False, False])
+    assert sum(is_dense for is_dense, _ in tried) == 1 and len(tried) in (2, 3, 4)
     turns = [plan for plan in tried for _ in range(plan_trial.TURN)] * plan_trial.ROUNDS
     assert seen[: len(turns)] == turns and not any(is_dense for is_dense, _ in seen[len(turns) :])
 

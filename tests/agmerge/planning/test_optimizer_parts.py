@@ -38,7 +38,7 @@ import sparsifiers
 from agmerge import testing
 from agmerge.backends import topology
 from agmerge.metrics.step_times import StepRecorder
-from agmerge.planning import measuring, plan_trial
+from agmerge.planning import choice, measuring
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.replanner import FIRST
 from agmerge.step.round import Round
@@ -299,7 +299,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, planner: Any, **options: Any) -> tu
     monkeypatch.setattr("merging.timeline.GAIN", 0.01)
     found = MeasuredCosts(Curve((0, 3072), (0.0, 50.0)), Curve((0, 700), (0.1, 50.0)), None)
     monkeypatch.setattr(measuring, "measure_costs", lambda *_: iter([found]))
-    monkeypatch.setattr(plan_trial, "DOUBTFUL", 0.0)  # no trials: steps do not take what these costs say
+    monkeypatch.setattr(choice, "HOPELESS", 0.0)  # no trials: steps do not take what these costs say
 
     def body(rank: int, model: nn.Module) -> tuple[Plan, list[str], list[str]]:
         optimizer = wrap(model, merging=planner, **{"compression": "topk", "sparsify": "behind", **options})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ import merging
 from agmerge import testing
 from agmerge.exchanges.message.format import slot_bytes
 from agmerge.exchanges.routing import send_mode, with_send_mode
-from agmerge.planning import candidates, cost_probe, measuring
+from agmerge.planning import candidates, choice, cost_probe, measuring
 from agmerge.planning.cost_probe import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.agreed_state import with_mode
@@ -93,6 +94,7 @@ def test_a_model_with_everything_that_is_awkward_keeps_its_residuals_too(monkeyp
 
         name: ClassVar[str] = "restless"
         recheck_every: ClassVar[int] = 3
+        min_gain: ClassVar[float] = -1.0
         made: ClassVar[list[str]] = []
 
         def partition(self, profile: merging.Profile, costs: merging.Costs, mode: str) -> merging.Plan:
@@ -100,12 +102,13 @@ def test_a_model_with_everything_that_is_awkward_keeps_its_residuals_too(monkeyp
             return random_plan(len(self.made), len(profile))
 
     monkeypatch.setattr(measuring.DriftDetector, "look", lambda *_: measuring.Finding.PLAN)
-    monkeypatch.setattr(
-        candidates, "predicted_finish", lambda plan, measured: float("nan")
-    )  # never better, never worse
+    monkeypatch.setattr(candidates, "predicted_finish", lambda plan, measured: 1.0)  # never better, never worse
+    monkeypatch.setattr(choice, "HOPELESS", 0.0)  # no trials
+
+    asked = itertools.count()
 
     def best(planner: merging.Planner, measured: merging.Measurements) -> tuple[merging.Plan, str]:
-        mode = measured.modes[len(Restless.made) % len(measured.modes)]
+        mode = measured.modes[next(asked) % len(measured.modes)]
         return planner.plan(measured.profile, measured.costs, mode), mode
 
     monkeypatch.setattr(merging, "best", best)
@@ -268,7 +271,7 @@ class Short(merging.Planner):
 
 def test_a_planner_of_the_scripts_own_is_given_as_an_object() -> None:
     def body(rank: int, model: nn.Module) -> tuple[list[str], list[merging.Plan]]:
-        optimizer, seen, plans = wrap(model, merging=Halves()), [], []
+        optimizer, seen, plans = wrap(model, merging=Halves(), wire="fp32"), [], []
         for step in range(FIRST + 3):
             seen += train(model, optimizer, rank, [step])
             plans.append(optimizer.plan)
@@ -307,11 +310,11 @@ def test_a_planner_that_fails_is_the_same_error_on_every_rank(size: int, planner
 
 def test_a_checkpoint_goes_on_with_the_plan_that_was_adopted() -> None:
     def body(rank: int, model: nn.Module) -> tuple[merging.Plan, merging.Plan]:
-        optimizer = wrap(model, merging=Halves(), compression="topk")
+        optimizer = wrap(model, merging=Halves(), compression="topk", wire="fp32")
         train(model, optimizer, rank, range(FIRST + 2))
         adopted, state = optimizer.plan, optimizer.state_dict()
         optimizer.close()
-        again = wrap(model, merging=Halves(), compression="topk")
+        again = wrap(model, merging=Halves(), compression="topk", wire="fp32")
         again.load_state_dict(state)
         assert all(same_bits(kept, state["agmerge"]["residuals"][name]) for name, kept in residuals(again).items())
         train(model, again, rank, [FIRST + 2])
@@ -331,7 +334,7 @@ def test_another_compressor_or_membership_is_measured_for_anew(change: str, monk
     probes = Probes(monkeypatch)
 
     def body(rank: int, model: nn.Sequential) -> list[tuple[int, int]]:
-        optimizer, seen = wrap(model, merging=Halves(), compression="topk"), []
+        optimizer, seen = wrap(model, merging=Halves(), compression="topk", wire="fp32"), []
         for step in range(3 * FIRST):
             if step == FIRST + 2 and change == "compressor":
                 optimizer.set_compressor("topk", density=0.2)

@@ -26,7 +26,7 @@ from torch import nn
 
 import merging
 from agmerge.exchanges.routing import send_mode
-from agmerge.planning import quantiser_choice
+from agmerge.planning import choice
 from agmerge.planning.replanner import FIRST
 
 NEAR = 1e6  # seconds to start an exchange, beside which bytes do not count: all candidates are near to each other
@@ -220,7 +220,7 @@ def test_a_checkpoint_keeps_the_choice_for_as_many_workers_however_old_it_is(
 ) -> None:
     state = saved(2)
     capsys.readouterr()
-    state["agmerge"]["steps"] = 3 * quantiser_choice.AGAIN
+    state["agmerge"]["steps"] = 3 * choice.AGAIN
     world.start = NEAR  # now all would be tried
     names, states = resumed(2, state, END)
     assert names == ["eden-2"] * END and states[-1] == "settled"
@@ -285,7 +285,7 @@ def test_a_saved_plan_is_the_choice_for_as_many_workers_and_where_another_begins
 @pytest.fixture
 def soon(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     """A world in which another choice may be made after a hundred steps, and every look finds other times."""
-    monkeypatch.setattr(quantiser_choice, "AGAIN", 100)
+    monkeypatch.setattr(choice, "AGAIN", 100)
     world.start, world.has_changed = NEAR, True
     world.seconds = {"none": 1.5, "eden-4": 1.0, "eden-2": 1.0}
     return world

@@ -11,17 +11,7 @@ import pytest
 import merging
 from agmerge.exchanges.routing import SendMode, send_mode, why_labels_are_wrong, with_send_mode
 from agmerge.planning.candidates import Candidate
-from agmerge.planning.quantiser_choice import (
-    ABOUT,
-    AGAIN,
-    CLEAR,
-    HOPELESS,
-    MOST,
-    QuantiserChoice,
-    exactness,
-    taken,
-    why,
-)
+from agmerge.planning.choice import ABOUT, AGAIN, CLEAR, HOPELESS, MOST, Choice, by_quantiser, exactness, taken, why
 from merging import Curve, Measurements, Profile
 
 NAMES = ("none", "int8", "eden-4", "eden-2")
@@ -81,17 +71,17 @@ def test_what_goes_dense_is_the_most_exact_whatever_its_label_says() -> None:
     assert exactness(candidate("none"), ("int8", "eden-4")) == 1  # between nodes nothing goes dense: that is its label
 
 
-def choice_of(plan: merging.Plan, workers: int = W) -> QuantiserChoice:
+def choice_of(plan: merging.Plan, workers: int = W) -> Choice:
     """That of an agreement of so many workers on this plan."""
     config = SimpleNamespace(
         compression=SimpleNamespace(compressor=SimpleNamespace(candidates=NAMES)), quantisers=NAMES[1:]
     )
     buffers: Any = SimpleNamespace(plan=plan, comm=SimpleNamespace(size=workers), config=config)
     zeros: Any = SimpleNamespace(share=lambda: 0.0)
-    return QuantiserChoice(buffers, zeros)
+    return Choice(buffers, zeros)
 
 
-def settled(name: str, step: int = 0) -> QuantiserChoice:
+def settled(name: str, step: int = 0) -> Choice:
     """One that has chosen ``name`` before ``step``."""
     made = choice_of(merging.Plan((1,), names=("a",)))
     assert made.is_open and made.may_change(step)
@@ -100,7 +90,7 @@ def settled(name: str, step: int = 0) -> QuantiserChoice:
     return made
 
 
-def again(made: QuantiserChoice, step: int, **seconds: float) -> str:
+def again(made: Choice, step: int, **seconds: float) -> str:
     """What is settled on after a trial: by name with underscores for hyphens."""
     named = {name.replace("_", "-"): took for name, took in seconds.items()}
     tried = [candidate(name) for name in named]
@@ -176,4 +166,4 @@ def test_a_plan_says_all_that_decides_about_bits_and_is_refused_where_that_diffe
 
 def test_reports_have_every_candidate_that_was_tried() -> None:
     tried = [candidate("eden-2"), candidate("none")]
-    assert why(tried, [0.5, 0.25]) == "500 ms per step with eden-2, 250 ms per step with none"
+    assert why(tried, [0.5, 0.25], by_quantiser) == "500 ms per step with eden-2, 250 ms per step with none"

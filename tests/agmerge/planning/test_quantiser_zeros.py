@@ -13,8 +13,8 @@ from support.quantiser_world import LOOK, MODEL, TRIAL, World, trained, wrapped
 from torch import Tensor, nn
 
 from agmerge.exchanges.message.scaled import ZeroCount
-from agmerge.planning import quantiser_choice
-from agmerge.planning.quantiser_choice import FEW_BITS, MIXED, loses_by_zeros
+from agmerge.planning import choice
+from agmerge.planning.coding import FEW_BITS, MIXED, loses_by_zeros
 from agmerge.planning.replanner import FIRST
 
 NEAR = 1e6  # seconds to start an exchange, beside which bytes do not count
@@ -102,7 +102,7 @@ def test_weights_that_are_pruned_later_end_the_2_bits_at_the_next_look(world: Wo
 
 
 def test_zeros_are_counted_too_while_gradients_go_dense(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantiser_choice, "AGAIN", 3 * LOOK)
+    monkeypatch.setattr(choice, "AGAIN", 3 * LOOK)
 
     def tried(where: Where | None) -> list[list[str]]:
         world.tried, world.start, world.dense, world.has_changed = [], 0.0, 1e-9, False

@@ -20,7 +20,7 @@ import merging
 from agmerge import testing
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds
-from agmerge.planning import cost_probe, measuring, plan_trial, replanner
+from agmerge.planning import choice, cost_probe, measuring, plan_trial, replanner
 from agmerge.planning.cost_probe import Budget, MeasuredCosts
 from agmerge.planning.measuring import CONFIRMATIONS, LATE, STEADY, DriftDetector
 from agmerge.planning.replanner import FIRST
@@ -95,8 +95,8 @@ class World:
         monkeypatch.setattr("agmerge.step.agreed_state.RunningStepTimes", Scripted)
         monkeypatch.setattr(measuring, "measure_costs", probe)
         monkeypatch.setattr(merging, "best", best)
-        monkeypatch.setattr("agmerge.step.config.CHOICE", ())  # see test_codec_choice.py
-        monkeypatch.setattr(plan_trial, "DOUBTFUL", 0.0)  # no trials: see test_plan_trial.py
+        monkeypatch.setattr("agmerge.step.config.CHOICE", ())  # see test_wire_auto.py
+        monkeypatch.setattr(choice, "HOPELESS", 0.0)  # no trials: see test_plan_trial.py
 
 
 def at(look: int) -> int:
@@ -305,7 +305,7 @@ def test_the_plan_in_use_is_tried_beside_a_new_one(
 ) -> None:
     """Costs may be wrong: where steps with the new plan take longer, it does not stay."""
     World(backward=constant(LONG)).install(monkeypatch)
-    monkeypatch.setattr(plan_trial, "DOUBTFUL", 2.0)
+    monkeypatch.setattr(choice, "HOPELESS", 2.0)
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda trial: seconds)
 
     def body(rank: int, model: nn.Module) -> list[int]:
@@ -331,7 +331,7 @@ def test_the_slowest_rank_decides_a_trial(
     seconds: tuple[list[float], list[float]], buffers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     World(backward=constant(LONG)).install(monkeypatch)
-    monkeypatch.setattr(plan_trial, "DOUBTFUL", 2.0)
+    monkeypatch.setattr(choice, "HOPELESS", 2.0)
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda trial: seconds[workers.world().rank])
 
     def body(rank: int, model: nn.Module) -> int:
@@ -344,7 +344,7 @@ def test_the_slowest_rank_decides_a_trial(
 
 def test_steps_of_a_trial_do_not_count_until_times_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     World(backward=constant(LONG)).install(monkeypatch)
-    monkeypatch.setattr(plan_trial, "DOUBTFUL", 2.0)
+    monkeypatch.setattr(choice, "HOPELESS", 2.0)
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda trial: [1.0, 2.0])
     every, checked = FIRST + 3, []
     look = DriftDetector.look

@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose what gradients are sent as: dense, in how many bits, and by which exchange. There is one rule.
+
+Modes are ordered, the most exact one first. The best plan of each mode is a candidate, unless it is predicted to be
+hopeless. Trials of whole steps decide: the most exact candidate with a step about as long as the fastest one's is
+taken. A less exact mode replaces the one in use only if it was clearly faster twice. All of this is rank 0's, from the
+measurements of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+import merging
+import sparsifiers
+from agmerge.exchanges.message.scaled import value_codec
+from agmerge.exchanges.routing import OKTOPK, OWN, SendMode, exchanged_by, send_mode, with_send_mode
+from agmerge.planning.candidates import Candidate, all_dense, best_plan
+from agmerge.planning.coding import FAR, MIXED, Coding, CountedZeros, in_coding, loses_by_zeros, measure_codings
+from agmerge.planning.cost_probe import measured_class
+from agmerge.planning.measuring import bytes_of_element, profile
+from agmerge.step.merge_buffers import MergeBuffers
+from merging import Measurements, Pieces
+from sparsifiers.quantising.base import NONE
+
+# The rule.
+
+ABOUT = 1.05  # times the fastest step: a trial cannot tell such steps from it
+HOPELESS = 1.5  # times the fastest predicted step: slower candidates are not tried
+MOST = 3  # modes that are tried, beside other exchanges of selections
+CLEAR = 1.2  # times as fast, in two trials, has a less exact candidate to be to replace the one in use
+AGAIN = 1000  # steps after the choice of a quantiser until there may be another one
+
+
+def name_of(mode: SendMode, *, is_dense: bool = False) -> str:
+    """Return the name of a send mode: a quantiser, or exchange and codec of selections where they are not the usual."""
+    words = [word for word in (mode.exchange, mode.codec, mode.quantiser) if word != OWN]
+    return NONE if is_dense else " ".join(words) or OWN
+
+
+def exactness(candidate: Candidate, names: Sequence[str]) -> int:
+    """Return the place of a candidate among ``names``, the most exact one first; behind them, if it is none of them."""
+    name = name_of(candidate.mode, is_dense=candidate.is_dense and NONE in names)
+    return names.index(name) if name in names else len(names)  # the plan of an earlier run may have other modes
+
+
+def taken(tried: Sequence[Candidate], names: Sequence[str], seconds: Sequence[float], doubts: Sequence[float]) -> int:
+    """Return the number of the candidate to continue with: the most exact one that is about as fast as the fastest.
+
+    Args:
+
+        tried: the candidates.
+        names: of all modes, the most exact one first.
+        seconds: of a step with each, on the slowest rank.
+        doubts: by how much steps with each vary.
+    """
+    limit = ABOUT * min(seconds)
+    near = [number for number, took in enumerate(seconds) if took - doubts[number] <= limit]
+    return min(near, key=lambda number: (exactness(tried[number], names), seconds[number]))
+
+
+# The reasons.
+
+HOPELESS_OTHERS = f"every other candidate is predicted to take {HOPELESS:g} times as long"
+DENSE_ALONE = "uncompressed gradients are predicted to be faster, {milliseconds:.3g} ms"
+LEFT_OUT = "{names} left out: {share:.0%} of coordinates lie in blocks that mix zeros and other values"
+
+
+def codec_name(codec: str) -> str:
+    """Return the name of a value codec for texts."""
+    return "the gradient's own dtype" if codec == OWN else codec
+
+
+def why(tried: Sequence[Candidate], seconds: Sequence[float], named: Callable[[Candidate], str]) -> str:
+    """Return a text with the least seconds of a step for each name. ``named``: of a candidate; "": it is left out."""
+    fastest: dict[str, float] = {}
+    for each, took in zip(tried, seconds, strict=True):
+        fastest[named(each)] = min(took, fastest.get(named(each), took))
+    return ", ".join(f"{1e3 * took:.3g} ms per step with {name}" for name, took in fastest.items() if name)
+
+
+def by_codec(candidate: Candidate) -> str:
+    """Return the value codec's name for texts; "": nothing is selected."""
+    return "" if candidate.is_dense else codec_name(candidate.mode.codec)
+
+
+def by_exchange(candidate: Candidate) -> str:
+    """Return the exchange's name for texts."""
+    sparse = "sparse" if candidate.mode.exchange == OWN else candidate.mode.exchange
+    return "dense" if candidate.is_dense else sparse
+
+
+def by_quantiser(candidate: Candidate) -> str:
+    """Return the quantiser's name for texts."""
+    return NONE if candidate.is_dense else candidate.mode.quantiser
+
+
+class Choice:
+    """Choice of one agreement. All ranks call alike; rank 0 decides.
+
+    A quantiser stays for long: it is chosen for a number of workers, and the plan records that. What selections are
+    sent as is open to every new plan, since it depends on density.
+
+    ``buffers``: the merge buffers in use. ``zeros``: of what they have quantised; None: nothing is quantised by choice.
+    """
+
+    def __init__(self, buffers: MergeBuffers, zeros: CountedZeros | None) -> None:
+        self._buffers, self._zeros, self._workers = buffers, zeros, buffers.comm.size
+        self._chosen = ""  # the name of the mode; "": none was chosen
+        self._step = 0  # the step to come when it was chosen, or when this agreement began
+        self._selected = 0  # elements in a step, when plans were last made
+        self._binds = True  # the choice was made with as many
+        self.is_clear = False  # a less exact candidate was clearly faster in the last trial: try again
+        self._tried: Sequence[Candidate] = ()  # of the last choice
+        self._seconds: Sequence[float] = ()  # of a step with each; none: it was chosen by predictions
+        self._share = 0.0  # of coordinates in blocks that mix zeros and other values, when it was last measured
+        self.take_over(buffers.plan, 0)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names of all modes, the most exact one first."""
+        config = self._buffers.config
+        if self.quantises:
+            return config.compression.compressor.candidates
+        modes = product((OWN, *config.exchanges), (OWN, *config.wires))
+        return [NONE, *(name_of(SendMode(exchange=exchange, codec=codec)) for exchange, codec in modes)]
+
+    @property
+    def quantises(self) -> bool:
+        """Return whether quantisers are among the modes."""
+        return self._zeros is not None
+
+    @property
+    def measures(self) -> bool:
+        """Return whether a search begins with measurements of its own."""
+        return self.quantises or bool(self._buffers.config.wires)
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a choice is missing. What selections are sent as never is: plans go on with what is in use."""
+        return self.quantises and not self._chosen
+
+    @property
+    def _left_out(self) -> tuple[str, ...]:
+        """Return the quantisers that zeros rule out; (): all, if there is no other candidate."""
+        names = self._buffers.config.quantisers
+        noisy = tuple(filter(loses_by_zeros, names)) if self._share > MIXED else ()
+        return noisy if len(noisy) < len(names) or self._buffers.config.chooses_dense else ()
+
+    def is_ruled_out(self) -> bool:
+        """Collective. Return whether zeros rule out what is in use; they are measured if they could."""
+        if self._zeros is None or self._chosen in ("", NONE) or not loses_by_zeros(self._chosen):
+            return False
+        self._share = self._zeros.share()
+        return self._chosen in self._left_out
+
+    def take_over(self, plan: merging.Plan, step: int) -> None:
+        """Adopt the quantiser of an earlier agreement or run, if it was chosen for the same number of workers.
+
+        ``step``: the one to come.
+        """
+        mode = send_mode(plan)
+        fits = self.quantises and mode.quantiser != OWN and mode.workers == self._workers
+        self._chosen = name_of(mode, is_dense=all(plan.dense)) if fits else ""
+        self._step, self._tried, self._seconds = step, (), ()
+
+    def is_on(self, candidate: Candidate) -> bool:
+        """Return whether this is of the chosen mode."""
+        return name_of(candidate.mode, is_dense=candidate.is_dense) == self._chosen
+
+    def may_change(self, step: int) -> bool:
+        """Return whether another mode may be chosen before this step."""
+        is_due = step - self._step >= AGAIN or self._chosen in self._left_out
+        return not self.quantises or self.is_open or is_due
+
+    def search(
+        self, planner: merging.Planner, latest: Measurements, step: int, usual: float
+    ) -> Pieces[list[Candidate]]:
+        """Collective. Measure codings, and return the search for the plans to try.
+
+        Args:
+
+            planner: makes plans.
+            latest: the measurements, with what is in use.
+            step: the one to come.
+            usual: seconds of a step as it is.
+        """
+        buffers, config = self._buffers, self._buffers.config
+        now, names = (buffers.wire, (OWN, *config.wires)) if config.wires else (OWN, (OWN,))
+        if self.quantises:
+            assert buffers.quantiser is not None
+            now, names = buffers.quantiser.name, config.quantisers
+        known = {now: Coding(now)}
+        if self.measures:
+            known = measure_codings(buffers, dict.fromkeys((*names, now)), step)
+        if self._zeros is not None:
+            self._share = self._zeros.share()
+        selected = _selected(buffers, step)
+        self._selected, self._binds = selected, selected == self._selected
+        largest = known[OWN].size if OWN in known else math.inf  # no codec is to lose something for nothing
+        fitting = [name for name in names if name in (OWN, now) or known[name].size < largest]
+        allowed = [name for name in fitting if name not in self._left_out]
+        return Search(planner, buffers, latest, known, now, allowed, step, usual, self).to_try()
+
+    def planned(self, tried: Sequence[Candidate], step: int) -> merging.Plan:
+        """Return the plan to continue with: chosen, if there is nothing to try. ``step``: the one to come."""
+        if len(tried) > 1:
+            return tried[0].plan
+        self.is_clear = False
+        if not self.is_on(tried[0]):
+            self._tried, self._seconds = tried, ()
+        return self._settle(tried[0], step)
+
+    def best(self, tried: Sequence[Candidate], seconds: Sequence[float], doubts: Sequence[float]) -> int:
+        """Return the number of the candidate to continue with after a trial.
+
+        ``seconds``: of a step with each, on the slowest rank; ``doubts``: by how much steps with each vary. An earlier
+        choice is replaced only by a more exact candidate, or by one that was clearly faster twice.
+        """
+        chosen, names = taken(tried, self.names, seconds, doubts), self.names
+        in_use = [number for number, each in enumerate(tried) if self._binds and self.is_on(each)]
+        now = min(in_use, key=seconds.__getitem__, default=None)
+        if now is None or exactness(tried[chosen], names) <= exactness(tried[now], names):
+            self.is_clear = False
+            return chosen
+        is_clear = seconds[now] - doubts[now] > CLEAR * seconds[chosen]
+        twice = is_clear and self.is_clear
+        self.is_clear = is_clear and not twice
+        return chosen if twice else now
+
+    def settle(self, tried: Sequence[Candidate], number: int, seconds: Sequence[float], step: int) -> merging.Plan:
+        """Return the plan of the candidate that a trial has chosen, and remember why. ``step``: the one to come."""
+        if len({exactness(each, self.names) for each in tried}) > 1:  # else merge buffers alone were tried
+            self._tried, self._seconds = tried, seconds
+        return self._settle(tried[number], step)
+
+    def _settle(self, candidate: Candidate, step: int) -> merging.Plan:
+        """Return the plan of a chosen candidate, a quantised one labelled with the number of workers."""
+        if not self.is_on(candidate) or (self.may_change(step) and not self.is_clear):
+            self._step = step
+        self._chosen = name_of(candidate.mode, is_dense=candidate.is_dense)
+        return with_send_mode(candidate.plan, workers=self._workers) if self.quantises else candidate.plan
+
+    # -- reasons, for reports; "": there is none here -------------------------------------------------------------
+
+    @property
+    def quantiser_why(self) -> str:
+        """Return the reason for the quantiser."""
+        reason = self._why(by_quantiser) or "it was chosen before, for as many workers"
+        names = " and ".join(self._left_out)
+        return f"{reason}; {LEFT_OUT.format(names=names, share=self._share)}" if names else reason
+
+    @property
+    def codec_why(self) -> str:
+        """Return the reason for the value codec."""
+        return self._why(by_codec)
+
+    @property
+    def exchange_why(self) -> str:
+        """Return the reason for the exchange, or for sending all dense."""
+        if self._tried and not self._seconds and self._tried[0].is_dense:
+            return DENSE_ALONE.format(milliseconds=1e3 * self._tried[0].finish)
+        return self._why(by_exchange)
+
+    def _why(self, named: Callable[[Candidate], str]) -> str:
+        if self._tried and not self._seconds:
+            return HOPELESS_OTHERS
+        return why(self._tried, self._seconds, named)
+
+
+def _selected(buffers: MergeBuffers, step: int) -> int:
+    """Return how many elements a step selects."""
+    return sum(buffers.budgets.of_tensor(slot, step) for slot in buffers.layout.slots if slot.tensor_class.sparse)
+
+
+class Search:
+    """Search for the plans to try, from one set of measurements.
+
+    Args:
+
+        planner: makes plans.
+        buffers: the merge buffers in use.
+        latest: the measurements, with the coding in use.
+        known: costs of codings, by name.
+        now: the coding in use.
+        allowed: codings that may be chosen, the most exact one first.
+        step: the one to come.
+        usual: seconds of a step as it is.
+        choice: the one so far.
+    """
+
+    def __init__(
+        self,
+        planner: merging.Planner,
+        buffers: MergeBuffers,
+        latest: Measurements,
+        known: Mapping[str, Coding],
+        now: str,
+        allowed: Sequence[str],
+        step: int,
+        usual: float,
+        choice: Choice,
+    ) -> None:
+        self._planner, self._buffers, self._step, self._choice = planner, buffers, step, choice
+        self._known, self._now, self._allowed = known, now, allowed
+        self._measured = {now: latest}  # converted to each coding, by name
+        self._current = Candidate(buffers.plan, latest)
+        self._overhead = max(0.0, usual - self._current.finish)  # seconds, in any plan
+
+    def to_try(self) -> Pieces[list[Candidate]]:
+        """Return, in pieces, the candidates to try, or other plans of the same mode while that stays.
+
+        The plan in use alone: no other one is worth a change.
+        """
+        if not self._choice.may_change(self._step):
+            return (yield from self._same())
+        found = []
+        for name in self._allowed:
+            found.append((yield from self._best(name)))
+        if NONE in self._choice.names and self._current.measured.dense is not None:
+            found.append((yield from self._dense()))
+        if self._choice.quantises:
+            return self._near(found)
+        seconds = [self._seconds(each) for each in found]
+        likely = found[taken(found, self._choice.names, seconds, [0.0] * len(found))]
+        if self._choice.is_on(likely) and not self._choice.is_clear and not self._is_worth(likely):
+            return [self._current]
+        return (yield from self._with_selections(self._near(found)))
+
+    def _same(self) -> Pieces[list[Candidate]]:
+        """Return, in pieces, the plan in use, after a better one of the same mode if there is one."""
+        mode = self._current.mode
+        if self._current.is_dense and self._current.measured.dense is not None:
+            best = yield from self._dense()
+        else:
+            best = yield from self._best(self._now)
+        best = Candidate(with_send_mode(best.plan, workers=mode.workers), best.measured)
+        return [best, self._current] if self._is_worth(best) else [self._current]
+
+    def _is_worth(self, other: Candidate) -> bool:
+        """Return whether a candidate of the mode in use gains enough over the plan in use to replace it."""
+        gain = 1 + self._planner.min_gain
+        return other.plan != self._current.plan and not self._current.finish <= other.finish * gain
+
+    def _near(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Return the candidates that are not hopeless, in their order.
+
+        The mode in use is always among them, unless zeros rule it out: trying it costs nothing.
+        """
+        choice = self._choice
+        fastest = min(found, key=self._seconds)
+        exact = min(found, key=lambda each: exactness(each, choice.names))
+        limit = HOPELESS * self._seconds(fastest)
+        near = [each for each in found if each is fastest or self._seconds(each) < limit or choice.is_on(each)]
+        while len(near) > MOST:
+            between = [each for each in near if each not in (fastest, exact) and not choice.is_on(each)]
+            near.remove(max(between, key=self._seconds))
+        return near
+
+    def _with_selections(self, near: list[Candidate]) -> Pieces[list[Candidate]]:
+        """Return, in pieces, candidates with those that are tried beside them where selections are sent.
+
+        Predictions of which merge buffers go dense may be wrong, so a plan without any is tried, too; and so is the
+        plan in use, unless one with as many messages, sent in the same mode, is. A planner that never plans again is
+        trusted in that.
+        """
+        limit = HOPELESS * min(map(self._seconds, near))
+        fastest = min((each for each in near if not each.is_dense), key=self._seconds, default=None)
+        more = []
+        if fastest is not None and any(fastest.plan.dense):
+            more.append((yield from self._best(fastest.mode.codec, compressed=True)))
+        more += yield from self._sums(fastest)
+        if self._planner.recheck_every and self._current.shape not in [each.shape for each in (*near, *more)]:
+            more.append(self._current)
+        plans = {each.plan: each for each in near}
+        for each in more:
+            if self._seconds(each) < limit:
+                plans.setdefault(each.plan, each)
+        return list(plans.values())
+
+    def _sums(self, usual: Candidate | None) -> Pieces[list[Candidate]]:
+        """Return, in pieces, the best plan with each exchange that may replace the usual one, in the same codec.
+
+        Only those that are predicted to end before the usual one: the prediction assumes that backward hides their
+        later rounds, too. Once one of them is in use, it stays, since the usual one's costs are no longer measured.
+
+        ``usual``: the fastest candidate that selects; None: none is near.
+        """
+        buffers = self._buffers
+        if buffers.exchange != OWN or not buffers.config.exchanges:
+            return []
+        usual = usual or (yield from self._best(self._now, compressed=True))
+        tensor_class, name = measured_class(buffers.layout), usual.mode.codec
+        codec = name if buffers.config.wires else buffers.wire
+        value, curve = value_codec(codec, tensor_class.dtype), usual.measured.exchange
+        each = value.size(FAR) / FAR
+        index = bytes_of_element(buffers, tensor_class, self._step, codec) - each
+        found = []
+        for exchange in buffers.config.exchanges if value.has_zero else (OKTOPK,):
+            cost = exchanged_by(exchange, curve, buffers.across.size, index, each, coded=codec != OWN)
+            measured = replace(usual.measured, exchange=cost)
+            plan = yield from best_plan(self._planner, buffers, measured)
+            found.append(Candidate(with_send_mode(plan, codec=name, exchange=exchange), measured))
+        return [each for each in found if each.finish < usual.finish and not each.is_dense]
+
+    def _seconds(self, candidate: Candidate) -> float:
+        """Return the predicted seconds of a step."""
+        return self._overhead + candidate.finish
+
+    def _best(self, name: str, *, compressed: bool = False) -> Pieces[Candidate]:
+        """Return, in pieces, the best plan in a coding; some merge buffers may be dense, but not all.
+
+        ``compressed``: none is.
+        """
+        measured = self._in(name)
+        plan = None if compressed else (yield from best_plan(self._planner, self._buffers, measured))
+        if plan is None or all(plan.dense):  # all dense is another candidate
+            plan = yield from best_plan(self._planner, self._buffers, replace(measured, dense=None))
+        if self._choice.quantises:
+            return Candidate(with_send_mode(plan, quantiser=name), measured)
+        exchange = self._buffers.exchange if self._buffers.config.exchanges else OWN
+        return Candidate(with_send_mode(plan, codec=name, exchange=exchange), measured)
+
+    def _dense(self) -> Pieces[Candidate]:
+        """Return, in pieces, the best plan with all merge buffers dense."""
+        measured = self._in(self._now if self._choice.quantises else OWN)
+        plan = yield from all_dense(self._planner, self._buffers, measured)
+        return Candidate(with_send_mode(plan, quantiser=self._now) if self._choice.quantises else plan, measured)
+
+    def _in(self, name: str) -> Measurements:
+        """Return the measurements converted to a coding."""
+        if name not in self._measured:
+            buffers, latest, quantises = self._buffers, self._current.measured, self._choice.quantises
+            other = {"quantiser": sparsifiers.quantiser(name)} if quantises else {"codec": name}
+            load = profile(buffers, latest.profile.backward.cumsum(), self._step, **other).load
+            codings, workers = (self._known[self._now], self._known[name]), buffers.across.size
+            self._measured[name] = in_coding(latest, load, *codings, workers, quantises=quantises)
+        return self._measured[name]
