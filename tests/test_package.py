@@ -105,6 +105,7 @@ def modules() -> set[str]:
     return {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
 
 
+@pytest.mark.long
 def test_without_a_compiler_the_wheel_is_pure_and_holds_every_module_and_the_typing_marker(wheel: Path) -> None:
     assert compiled(wheel) == [] and wheel.name.endswith("-py3-none-any.whl")
     names = set(ZipFile(wheel).namelist())

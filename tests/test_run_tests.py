@@ -17,6 +17,7 @@ def own_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(run_tests, "TIMES", tmp_path / "times")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "expected"),
     [

@@ -82,6 +82,7 @@ def test_tensors_of_devices_go_through_the_host(tmp_path: Path, setting: dict[st
         assert {size for _, size, *_ in here.lines(third)} == {2, 3}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_one_that_is_told_to_end_leaves_after_a_whole_step(tmp_path: Path) -> None:
     """Nothing is repeated, and nothing is lost (F12)."""

@@ -101,6 +101,7 @@ def test_survivors_keep_their_order_and_do_not_wait_for_the_dead() -> None:
     assert found[0].number == 2 and found[0].newcomers == ()
 
 
+@pytest.mark.long
 def test_one_that_is_silent_and_answers_is_waited_for_until_it_is_suspect() -> None:
     """A busy processor gives it no time: its connections are still accepted. It beats again, and none has gone on."""
     job = Job()
@@ -123,6 +124,7 @@ def test_one_that_is_silent_and_answers_is_waited_for_until_it_is_suspect() -> N
     assert [numbers(one) for one in after] == [[1, 3]] * 2 and job.clock.seconds - now >= SUSPECT - HURRY
 
 
+@pytest.mark.long
 def test_who_computes_is_waited_for_as_long_as_it_lives() -> None:
     """A worker that beats and does not ask keeps the others waiting: slow is not dead."""
     job = Job()

@@ -243,6 +243,7 @@ def test_a_script_may_have_an_error_in_place_of_a_training_that_begins_again() -
     assert JobStore(job.store).decided(2) is None
 
 
+@pytest.mark.long
 def test_who_waits_for_a_job_that_only_a_held_socket_keeps_alive_names_it() -> None:
     job, told = Job(), []
     job.first(2)

@@ -297,6 +297,7 @@ def asked(tmp_path: Path, name: str, *flags: str) -> tuple[int, str, str]:
     return ended.returncode, ended.stdout, ended.stderr
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ["ddp", pytest.param("ours", marks=pytest.mark.long)])
 def test_a_script_that_never_heard_of_us_is_measured_and_ended(tmp_path: Path, name: str) -> None:

@@ -145,6 +145,7 @@ def test_two_optimizers_of_one_model_take_turns_alike(seed: int, options: dict[s
     check(on_process_groups(RANKS, body, local_size=LOCAL, seed=seed))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL)
 @pytest.mark.parametrize("how", ["dropped", "closed"])
 def test_each_rank_leaves_an_optimizer_when_it_likes(how: str, options: dict[str, Any]) -> None:

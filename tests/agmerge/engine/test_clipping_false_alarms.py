@@ -142,6 +142,7 @@ def test_nothing_is_said_of_it(change: Change, options: dict[str, Any]) -> None:
         agreed(on_ranks(2, MODEL, lambda rank, model: trained(rank, model, [change] * STEPS, **options)))
 
 
+@pytest.mark.long
 @given(st.lists(st.sampled_from([*LOOKS, *OTHERS]), min_size=2, max_size=20), st.booleans())
 def test_nor_in_any_order(changes: list[Change], velocity: bool) -> None:
     known = [change for change in changes if not velocity or change in LOOKS]

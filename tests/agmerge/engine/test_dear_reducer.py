@@ -213,6 +213,7 @@ def test_compressors_change_between_steps() -> None:
     same(2, MODEL, body)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.long), "aot_eager"])
 def test_compiled_models(backend: str) -> None:
     compiling = threading.Lock()  # the compiler belongs to the process; nothing waits for another rank in here

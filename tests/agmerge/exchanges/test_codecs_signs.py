@@ -193,6 +193,7 @@ def fingerprint() -> str:
     return whole.hexdigest()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "capability", ["default", *(pytest.param(one, marks=pytest.mark.long) for one in ("avx2", "avx512"))]
 )

@@ -96,6 +96,7 @@ def ours(name: str, gradients: Sequence[Sequence[Tensor]], **options: Any) -> li
 # -- residuals of the aggregate ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @both
 def test_residuals_drift_where_the_update_of_all_is_taken_off(name: str) -> None:
     """With gradients whose means differ from rank to rank: torch's hook, the research code, hivemind."""

@@ -36,6 +36,7 @@ def test_devices_compute_what_the_host_does(length: int, monkeypatch: pytest.Mon
         assert int(parameters._checksum_by_torch(part)) % 2**64 == native.checksum(part)
 
 
+@pytest.mark.long
 def test_a_bit_that_differs_and_any_two_that_do_are_seen() -> None:
     """Sign bits too: those of every other element are the highest bits of words, where a plain checksum loses pairs."""
     tensor = torch.randn(8)

@@ -11,6 +11,7 @@ from launching import ROOT, torchrun
 pytestmark = pytest.mark.timeout(400)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments, sent", [((), 0.02), pytest.param(("--local-steps", "4"), 0.05, marks=pytest.mark.long)]
 )

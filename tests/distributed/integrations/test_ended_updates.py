@@ -38,6 +38,7 @@ def test_close_or_the_end_of_training_makes_parameters_equal(road: str, tmp_path
     assert one["own"] == one["own behind evaluation"] and one["trained"] != one["evaluated"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "road, end, says",
     [
