@@ -228,6 +228,8 @@ class Exchange(ABC):
     """Aggregator of all ranks' messages. Buffers and formats are kept from step to step."""
 
     sparse: ClassVar[bool] = True  # sends a sparsifier's selection of sparse segments; else all of them
+    # By its name, `exchange=` means nothing with a compressor that selects nothing, so options refuse that.
+    needs_selection: ClassVar[bool] = True
     factorises: ClassVar[bool] = False  # sends factors of low-rank segments
     prepares: ClassVar[Kind | None] = None  # tensors of this kind are handed to `prepare`; None: none are
     carries_dense: bool = True  # dense segments may share its messages

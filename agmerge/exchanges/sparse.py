@@ -162,6 +162,7 @@ class SparseExchange(Exchange):
     are rounded, too (:data:`agmerge.exchanges.message.scaled.WHOLE`), as a section of which every element is selected.
     """
 
+    needs_selection = False
     pipelines_parts = True
     queues = True
 

@@ -18,7 +18,7 @@ import sparsifiers
 from agmerge.backends import timeouts
 from agmerge.errors import warn
 from agmerge.exchanges.routing import SUMS
-from agmerge.options.meaning import SELECTING, has_codecs
+from agmerge.options.meaning import has_codecs, selecting
 from agmerge.options.typed import Options
 from agmerge.runtime import workers
 from agmerge.step import momentum
@@ -120,7 +120,7 @@ def _about_selection(options: Options) -> list[str]:
     """Return those arguments, but ``density``, that have no meaning without a selection, as a script writes them."""
     given = [name for name in ("warmup", "memory") if getattr(options, name) not in (None, "none")]
     given += [name for name in ("wire", "sparsify") if getattr(options, name) != "auto"]
-    given += ["exchange"] if options.exchange in SELECTING else []
+    given += ["exchange"] if options.exchange in selecting() else []
     given += ["dense"] if isinstance(options.dense, str) else []
     return [f"{name}={getattr(options, name)!r}" for name in given]
 
