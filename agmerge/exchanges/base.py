@@ -230,6 +230,10 @@ class Exchange(ABC):
     sparse: ClassVar[bool] = True  # sends a sparsifier's selection of sparse segments; else all of them
     # By its name, `exchange=` means nothing with a compressor that selects nothing, so options refuse that.
     needs_selection: ClassVar[bool] = True
+    # If the script names no codec, selected values may have the one that plans choose, or the default one of updates.
+    chooses_codec: ClassVar[bool] = False
+    sends_zeros: ClassVar[bool] = False  # also values that are 0: a codec without a code for 0 is refused
+    rounds_dense: ClassVar[bool] = False  # does what `ExchangeContext.rounds_dense` asks for; else that is not asked
     factorises: ClassVar[bool] = False  # sends factors of low-rank segments
     prepares: ClassVar[Kind | None] = None  # tensors of this kind are handed to `prepare`; None: none are
     carries_dense: bool = True  # dense segments may share its messages

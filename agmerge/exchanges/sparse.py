@@ -163,6 +163,7 @@ class SparseExchange(Exchange):
     """
 
     needs_selection = False
+    chooses_codec = rounds_dense = True
     pipelines_parts = True
     queues = True
 

@@ -321,6 +321,8 @@ def test_a_new_exchange_is_refused_without_a_selection(compression: str, monkeyp
     def body(rank: int, model: nn.Module) -> None:
         with pytest.raises(ValueError, match="exchange='made-up' has no effect with compression"):
             wrap(model, exchange="made-up", compression=compression)
+        with pytest.raises(ValueError, match="wire='sign' is not supported with exchange='made-up'"):
+            wrap(model, exchange="made-up", compression="topk", wire="sign")  # it sends zeros, as masked does
         wrap(model, exchange="made-up", compression="topk")
 
     on_ranks(1, MODEL, body)
