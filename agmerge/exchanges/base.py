@@ -161,8 +161,9 @@ class InFlight:
     # `bytes` by codec, see Format.by_codec; empty: all of them are dense elements
     codecs: Mapping[str, int] = field(default_factory=dict)
     overflows: Sequence[str] = ()  # names of finite tensors of which the sent factors are not finite
-    # By sparse section: which ranks' indices were right, int32[W], on the device; filled by a `finish` that is queued.
+    # By sparse section: which ranks' indices were right, int32[W], on the device; filled by `finish` there.
     good: list[torch.Tensor] = field(default_factory=list)
+    is_checked: bool = False  # `check` has been: what `finish` finds wrong of a message on a device it refuses itself
 
     def count(self, by_codec: Mapping[str, int]) -> None:
         """Count bytes that were handed to one more collective, by codec."""
@@ -342,7 +343,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def finish(self, pending: InFlight) -> None:
-        """Write the update of every load. Called in plan order, after :meth:`wait` or :meth:`arrive`."""
+        """Write the update of every load. Called in plan order, after :meth:`wait` or :meth:`arrive`.
+
+        Behind ``wait`` it is the last to look at a message, on a device too: some devices have no streams, and all
+        messages of a merge buffer are waited for where one of them cannot be queued.
+        """
 
     def noise(self, pending: InFlight) -> Noise | None:
         """Return the noise that quantising has added to the update of ``finish``; None: the update is exact."""
