@@ -157,8 +157,9 @@ class InFlight:
     # `bytes` by codec, see Format.by_codec; empty: all of them are dense elements
     codecs: Mapping[str, int] = field(default_factory=dict)
     overflows: Sequence[str] = ()  # names of finite tensors of which the sent factors are not finite
-    # By sparse section: which ranks' indices were right, int32[W], on the device; filled by a `finish` that is queued.
+    # By sparse section: which ranks' indices were right, int32[W], on the device; filled by `finish` there.
     good: list[torch.Tensor] = field(default_factory=list)
+    is_checked: bool = False  # `check` has been: what `finish` finds wrong of a message on a device it refuses itself
 
     def count(self, by_codec: Mapping[str, int]) -> None:
         """Count bytes that were handed to one more collective, by codec."""
@@ -224,6 +225,12 @@ class Exchange(ABC):
     """Aggregator of all ranks' messages. Buffers and formats are kept from step to step."""
 
     sparse: ClassVar[bool] = True  # sends a sparsifier's selection of sparse segments; else all of them
+    # By its name, `exchange=` means nothing with a compressor that selects nothing, so options refuse that.
+    needs_selection: ClassVar[bool] = True
+    # If the script names no codec, selected values may have the one that plans choose, or the default one of updates.
+    chooses_codec: ClassVar[bool] = False
+    sends_zeros: ClassVar[bool] = False  # also values that are 0: a codec without a code for 0 is refused
+    rounds_dense: ClassVar[bool] = False  # does what `ExchangeContext.rounds_dense` asks for; else that is not asked
     factorises: ClassVar[bool] = False  # sends factors of low-rank segments
     prepares: ClassVar[Kind | None] = None  # tensors of this kind are handed to `prepare`; None: none are
     carries_dense: bool = True  # dense segments may share its messages
@@ -332,7 +339,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def finish(self, pending: InFlight) -> None:
-        """Write the update of every load. Called in plan order, after :meth:`wait` or :meth:`arrive`."""
+        """Write the update of every load. Called in plan order, after :meth:`wait` or :meth:`arrive`.
+
+        Behind ``wait`` it is the last to look at a message, on a device too: some devices have no streams, and all
+        messages of a merge buffer are waited for where one of them cannot be queued.
+        """
 
     def noise(self, pending: InFlight) -> Noise | None:
         """Return the noise that quantising has added to the update of ``finish``; None: the update is exact."""

@@ -62,6 +62,7 @@ class MaskedExchange(MultiRoundExchange):
     """
 
     carries_dense = False  # a dense segment is an all-reduce already
+    sends_zeros = True  # at indices that other ranks have named
 
     def __init__(self, context: ExchangeContext) -> None:
         super().__init__(context)

@@ -192,6 +192,13 @@ class MultiRoundExchange(Exchange):
 
     That order is the plan's, so all ranks make the same calls in the same order, in whatever order messages arrive. A
     step pays the latency of a round once, and not once for each message.
+
+    A subclass (:mod:`agmerge.exchanges.oktopk.exchange` is the one to copy):
+
+    * ends ``start`` in ``return self.schedule(...)``, with a message of which ``extra`` is a :class:`State`;
+    * yields each further collective in ``phases``, and counts its bytes with ``pending.count``;
+    * sets ``pending.extra.control`` there, to the merged header;
+    * tells all ranks, in another collective, of damage that one rank alone can see in a later round.
     """
 
     def __init__(self, context: ExchangeContext) -> None:

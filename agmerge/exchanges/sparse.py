@@ -162,6 +162,8 @@ class SparseExchange(Exchange):
     are rounded, too (:data:`agmerge.exchanges.message.scaled.WHOLE`), as a section of which every element is selected.
     """
 
+    needs_selection = False
+    chooses_codec = rounds_dense = True
     pipelines_parts = True
     queues = True
 
@@ -282,15 +284,22 @@ class SparseExchange(Exchange):
         control = layout.read_headers(headers, pending.control, pending.name, sealed=not pending.on_device)
         if not pending.on_device:
             layout.check_payloads(pending.received.view(self.comm.size, -1), pending.name)
-        if good and not control.flags & (Flag.REPLAN | Flag.NONFINITE):  # else a rank may have sent anything
-            sparse = (section for section in layout.sections if section.capacity is not None)
-            for section, by_rank in zip(sparse, good, strict=True):
-                _refuse_disordered(pending.name, section, by_rank.tolist())
+        if not control.flags & (Flag.REPLAN | Flag.NONFINITE):  # else a rank may have sent anything
+            self._check_indices(pending, good)
+        pending.is_checked = True
         return control
+
+    def _check_indices(self, pending: InFlight, good: Sequence[Tensor]) -> None:
+        """Raise :class:`agmerge.MessageError` for indices that a device found wrong. ``good``: [], or by section."""
+        sparse = [section for section in pending.extra.sections if section.capacity is not None]
+        for section, by_rank in zip(sparse, good, strict=bool(good)):
+            _refuse_disordered(pending.name, section, by_rank.tolist())
 
     def finish(self, pending: InFlight) -> None:
         if pending.on_device:
             self._finish_on_device(pending)
+            if pending.is_checked:
+                self._check_indices(pending, pending.good)
             return
         layout: Format = pending.extra
         messages = pending.received.view(self.comm.size, -1)
@@ -310,7 +319,7 @@ class SparseExchange(Exchange):
                 load.update.copy_(total)
 
     def _finish_on_device(self, pending: InFlight) -> None:
-        """Queue the updates, for all ranks at once; :meth:`check` is told which ranks' indices were right.
+        """Queue the updates, for all ranks at once, and fill ``pending.good`` with which ranks' indices were right.
 
         Damaged messages, too, have nothing written outside of an update.
         """

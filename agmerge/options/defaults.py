@@ -17,12 +17,12 @@ import torch
 import sparsifiers
 from agmerge.backends import timeouts
 from agmerge.errors import warn
-from agmerge.exchanges.routing import SUMS
-from agmerge.options.meaning import SELECTING, has_codecs
+from agmerge.exchanges.table import EXCHANGES
+from agmerge.options.meaning import has_codecs, selecting
 from agmerge.options.typed import Options
 from agmerge.runtime import workers
 from agmerge.step import momentum
-from agmerge.step.config import APPLY, AUTO, UPDATES
+from agmerge.step.config import APPLY, AUTO, SPARSE, TWO_LEVEL, UPDATES
 from agmerge.step.density_policy import DENSITY
 from agmerge.tensors.nonfinite import RAISE, SKIP
 from agmerge.tensors.parameters import optimizers_of
@@ -95,8 +95,13 @@ def default_density(options: Options) -> float:
 
 def wire_of(options: Options, compressor: sparsifiers.Compressor) -> str:
     """Return the value codec that is asked for, or the default one: of updates where an exchange has codecs signs."""
-    codecs = compressor.kinds == {sparsifiers.Kind.SPARSE} and options.exchange not in SUMS
+    codecs = compressor.kinds == {sparsifiers.Kind.SPARSE} and _chooses_codec(options.exchange)
     return WIRE_OF_UPDATES if options.sync == UPDATES and options.wire == "auto" and codecs else options.wire
+
+
+def _chooses_codec(name: str) -> bool:
+    """Return whether values of this exchange may have a codec that no script names. An unknown one is refused later."""
+    return any(exchange.chooses_codec for known, exchange in EXCHANGES.items() if known == name)
 
 
 def of_local_steps(
@@ -111,7 +116,7 @@ def of_local_steps(
     if "sync" in options:
         raise TypeError("sync= is not supported: local steps always exchange updates. Remove sync=.")
     if codec is None:
-        has_one = has_codecs(compression) and options.get("exchange") not in SUMS
+        has_one = has_codecs(compression) and _chooses_codec(options.get("exchange", AUTO))
         codec = WIRE_OF_LOCAL_STEPS if has_one else "auto"
     return {**options, "every": every, "compression": compression, "density": density, "wire": codec, "sync": UPDATES}
 
@@ -120,7 +125,7 @@ def _about_selection(options: Options) -> list[str]:
     """Return those arguments, but ``density``, that have no meaning without a selection, as a script writes them."""
     given = [name for name in ("warmup", "memory") if getattr(options, name) not in (None, "none")]
     given += [name for name in ("wire", "sparsify") if getattr(options, name) != "auto"]
-    given += ["exchange"] if options.exchange in SELECTING else []
+    given += ["exchange"] if options.exchange in selecting() else []
     given += ["dense"] if isinstance(options.dense, str) else []
     return [f"{name}={getattr(options, name)!r}" for name in given]
 
@@ -173,9 +178,9 @@ def choice_for(optimizer: torch.optim.Optimizer | None, options: Options) -> Cho
     if optimizer is None:
         _say_once(NO_OPTIMIZER)
     candidates = TO_8_BITS if optimizer is None else candidates_for(optimizer)
-    if options.exchange == "sparse":  # always compressed
+    if options.exchange == SPARSE:  # always compressed
         return candidates[-1]
-    if options.exchange == "two-level":  # between nodes, where nothing goes dense
+    if options.exchange == TWO_LEVEL:  # between nodes, where nothing goes dense
         candidates = candidates[1:]
     return choice(candidates)
 

@@ -150,7 +150,7 @@ def _exchange(params: Mapping[str, Any], name: str, kind: str) -> dict[str, str]
         return {}
     if kind != SPARSIFIER or communicator != "allreduce":
         return {"exchange": "sparse"}
-    if spelling(name) == "randomk":  # which selects the same places on all ranks
+    if sparsifiers.get(name).same_on_all_ranks:
         return {"exchange": "masked"}
     raise ValueError(
         f"{key}='allreduce' (the default) is not supported with compressor={name!r}, because it adds up values of "

@@ -7,19 +7,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import sparsifiers
-from agmerge.exchanges.routing import SUMS
+from agmerge.exchanges.table import EXCHANGES
 from agmerge.options import published
 from agmerge.options.compressors import cast_name
-from agmerge.step.config import AUTO
+from agmerge.step.config import AUTO, FASTEST
 from agmerge.step.density_policy import IMPORTANCE, NAME
 
-SELECTING = (*SUMS, "fastest")  # exchanges that are nothing without a selection
 # Options about compression alone, and those of them about selection.
 _COMPRESSION = {
     "wire": "the format of the values that a compressor sends",
     "dense": "which parameters stay uncompressed",
 }
 _SELECTION = {"sparsify": "when a sparsifier selects", "warmup": "how many values a sparsifier selects"}
+
+
+def selecting() -> list[str]:
+    """Return the names of exchanges that mean nothing without a selection."""
+    return [FASTEST, *(name for name, exchange in EXCHANGES.items() if exchange.needs_selection)]
 
 
 def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
@@ -43,7 +47,7 @@ def check_meaning(compression: Any, given: Mapping[str, Any]) -> None:
             about = _SELECTION[name]
         elif not selects and name == "density" and (isinstance(value, dict) or value == IMPORTANCE):
             about = "how many values a sparsifier selects of each parameter"
-        elif not selects and name == "exchange" and value in SELECTING:
+        elif not selects and name == "exchange" and value in selecting():
             about = "how ranks combine the values that a sparsifier selects"
         elif not factorises and name == "rank":
             about, sends = "the rank of low-rank factors", "no factors"

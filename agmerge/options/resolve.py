@@ -229,10 +229,10 @@ def _compression(options: Options, updates: Updates | None) -> Compression:
     number = default_density(options) if patterns or by_importance else density
     compressor = compressor_of(options.compression, number, options.rank)
     _check_low_rank(options, compressor)
-    if wire in VALUES and not VALUES[wire].has_zero and options.exchange == "masked":
+    if wire in VALUES and not VALUES[wire].has_zero and EXCHANGES[options.exchange].sends_zeros:
         raise ValueError(
-            f"wire={wire!r} is not supported with exchange='masked', because it cannot encode zeros. Use another "
-            "wire, or exchange='sparse', 'oktopk', 'two-level' or 'auto'."
+            f"wire={wire!r} is not supported with exchange={options.exchange!r}, because it cannot encode zeros. "
+            "Use another wire, or exchange='sparse', 'oktopk', 'two-level' or 'auto'."
         )
     rule, patterns_of_dense, cutoff = parse_dense(options, compressor, density)
     warmup = compressors.parse_warmup(options.warmup, bool(patterns))

@@ -21,6 +21,7 @@ from agmerge.backends.handshake import Fact
 from agmerge.exchanges.message import VALUES
 from agmerge.exchanges.message.scaled import CHOICE, WHOLE
 from agmerge.exchanges.routing import SUMS
+from agmerge.exchanges.table import EXCHANGES
 from agmerge.ops import ReduceOp
 from agmerge.step import density_policy, momentum
 from agmerge.step.density_policy import DensityPolicy
@@ -257,7 +258,9 @@ class Config:
             or self.sync.updates is not None
         ):
             return False
-        return self.merging.exchange in (SPARSE, AUTO, FASTEST) and (self.compression.wire in WHOLE or bool(self.wires))
+        if self.merging.exchange == TWO_LEVEL or not EXCHANGES[self.merging.exchange].rounds_dense:
+            return False
+        return self.compression.wire in WHOLE or bool(self.wires)
 
     @property
     def quantises(self) -> bool:
@@ -282,13 +285,14 @@ class Config:
     def wires(self) -> tuple[str, ...]:
         """Return the value codecs that plans may take in place of the gradient's own dtype, most bits first.
 
-        None where ``wire`` names one, where an exchange has none, where the quantisation error would be lost, and where
-        sums are not to depend on the plan.
+        None where ``wire`` names one, where the exchange chooses none, where the quantisation error would be lost, and
+        where sums are not to depend on the plan.
         """
         codecs = self.compression.compressor.selects and Kind.LOW_RANK not in self.compression.compressor.kinds
-        if self.compression.wire != AUTO or self.sync.ordered or not codecs or self.merging.exchange in SUMS:
+        if self.compression.wire != AUTO or self.sync.ordered or not codecs:
             return ()
-        return CHOICE if self.compression.memory.has_residual else ()
+        chooses = EXCHANGES[self.merging.exchange].chooses_codec and self.compression.memory.has_residual
+        return CHOICE if chooses else ()
 
     @property
     def chooses_dense(self) -> bool:

@@ -8,6 +8,7 @@ from mutants.mutant import Mutant
 Q = "tests/agmerge/exchanges/test_quantised.py"
 CALLS = "tests/agmerge/exchanges/test_quantised_calls.py"
 NORM = "tests/agmerge/step/test_gradient_norm.py"
+DEVICE_ROUNDS = "tests/agmerge/device/test_device_rounds.py"
 EXCHANGES = "tests/agmerge/exchanges/test_exchanges.py"
 ERRORS = "tests/agmerge/exchanges/test_exchange_errors.py"
 ROUTING = "tests/agmerge/exchanges/test_routing.py"
@@ -161,6 +162,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "kept.capacities != capacities or kept.segments",
         "kept.segments",
         (f"{ERRORS}::test_buffers_are_reused_and_leak_nothing",),
+    ),
+    Mutant(
+        "indices that a device reads behind the check go unchecked",
+        "agmerge/exchanges/sparse.py",
+        "            if pending.is_checked:",
+        "            if False:",
+        (f"{DEVICE_ROUNDS}::test_a_device_refuses_indices_that_are_not_in_order",),
     ),
     Mutant(
         "sparse tensors ahead share a segment",

@@ -16,9 +16,14 @@ from support.device_training import Given, gradient, host, plain_step, same_resi
 from support.host_streams import HostStreams
 
 import agmerge
+import merging
+import sparsifiers
 from agmerge import testing
 from agmerge.exchanges import InFlight
 from agmerge.exchanges.base import announced_on_host
+from agmerge.step import round
+from sparsifiers import Selection
+from sparsifiers.base import Request
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "sparse": {"compression": "topk", "exchange": "sparse"},
@@ -165,6 +170,52 @@ def test_the_one_wait_ends_and_names_the_first_message_that_is_missing(
     monkeypatch.setattr("agmerge.exchanges.base.streams_of", lambda device: Slow(10**9))
     with pytest.raises(agmerge.CollectiveTimeout, match=f"AGM201: {name}: .* 0.05 s"):
         announced_on_host(messages(*done), 0.05)
+
+
+class Reversed(sparsifiers.Sparsifier):
+    """Select the first k coordinates; on a rank that is told so, in the wrong order."""
+
+    name = "reversed"
+
+    def __init__(self, is_wrong: bool) -> None:
+        super().__init__(0.05)
+        self._is_wrong = is_wrong
+
+    def _select(self, vector: torch.Tensor, request: Request) -> Selection:
+        indices = torch.arange(request.k, dtype=torch.int32, device=vector.device)
+        return Selection(indices.flip(0) if self._is_wrong else indices, request.k)
+
+
+@pytest.mark.parametrize("way", ["queued", "beside low rank", "without streams"])
+def test_a_device_refuses_indices_that_are_not_in_order(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its messages are waited for one by one, so that their updates are written behind their checks."""
+    if way == "without streams":
+        monkeypatch.setattr(InFlight, "has_streams", False)
+    queued: list[int] = []  # how many messages are, each time that their headers are read together
+
+    def read(messages: list[Any], timeout: float) -> dict[int, list[torch.Tensor]]:
+        queued.append(len(messages))
+        return announced_on_host(messages, timeout)
+
+    monkeypatch.setattr(round, "announced_on_host", read)
+
+    def body(rank: int, device: Device) -> str:
+        model, selected = Given(PLACE), Reversed(rank == 1)
+        both = {"given.0": selected, "given.2": sparsifiers.low_rank("powersgd", rank=2)}
+        optimizer = wrapped(
+            model,
+            compression=both if way == "beside low rank" else selected,
+            density=None,
+            merging=merging.Plan((4,)),
+            exchange="sparse",
+        )
+        with pytest.raises(agmerge.MessageError, match="indices of rank 1 are not ascending") as raised:
+            plain_step(optimizer, model, rank, 0)
+        assert not any(host(parameter).count_nonzero() for parameter in model.parameters())
+        return str(raised.value)
+
+    assert len({*on_devices(2, body)}) == 1
+    assert any(queued) == (way == "queued")
 
 
 def test_low_rank_leaves_out_rows_that_are_zero_on_all_ranks() -> None:

@@ -17,6 +17,8 @@ import agmerge
 import merging
 import sparsifiers
 from agmerge import testing
+from agmerge.exchanges.masked import MaskedExchange
+from agmerge.exchanges.table import EXCHANGES
 
 MODEL = seeded(mlp)
 
@@ -308,6 +310,20 @@ def test_refused_arguments_say_why(arguments: dict[str, Any], kind: type[Excepti
         assert all(word in str(raised.value) for word in words), str(raised.value)
         assert testing.calls() == []  # before anything was sent
         wrap(model).close()  # and the parameters are free
+
+    on_ranks(1, MODEL, body)
+
+
+@pytest.mark.parametrize("compression", ["none", "int8", "powersgd"])
+def test_a_new_exchange_is_refused_without_a_selection(compression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXCHANGES, "made-up", type("MadeUp", (MaskedExchange,), {}))
+
+    def body(rank: int, model: nn.Module) -> None:
+        with pytest.raises(ValueError, match="exchange='made-up' has no effect with compression"):
+            wrap(model, exchange="made-up", compression=compression)
+        with pytest.raises(ValueError, match="wire='sign' is not supported with exchange='made-up'"):
+            wrap(model, exchange="made-up", compression="topk", wire="sign")  # it sends zeros, as masked does
+        wrap(model, exchange="made-up", compression="topk")
 
     on_ranks(1, MODEL, body)
 
