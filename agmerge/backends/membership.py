@@ -157,8 +157,8 @@ class Membership:
         Of a time in which this worker has not looked ``HURRY`` seconds count: it has had no processor, or the store has
         not answered, and others are not lost for that.
         """
+        now = self._now()  # before the look: what has passed until the store has answered is no silence
         beat = self._store.read(f"beat/{number}") or b""
-        now = self._now()
         before, since, looked = self._seen.get(number, (None, now, now))
         since = now if beat != before else since + max(now - looked - HURRY, 0.0)
         self._seen[number] = (beat, since, now)

@@ -124,6 +124,24 @@ def test_one_that_is_silent_and_answers_is_waited_for_until_it_is_suspect() -> N
     assert [numbers(one) for one in after] == [[1, 3]] * 2 and job.clock.seconds - now >= SUSPECT - HURRY
 
 
+def test_a_look_that_takes_long_makes_nobody_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that gets no processor behind its look does not know whether others have beaten meanwhile."""
+    job = Job()
+    job.first(2)
+    first, second = job.workers
+    read = first._store.read
+
+    def late(key: str) -> bytes | None:
+        found = read(key)
+        job.clock.seconds += 1.5 * HURRY
+        second.beat()
+        return found
+
+    first.silence(second.own.number)
+    monkeypatch.setattr(first._store, "read", late)
+    assert first.silence(second.own.number) < HURRY
+
+
 @pytest.mark.long
 def test_who_computes_is_waited_for_as_long_as_it_lives() -> None:
     """A worker that beats and does not ask keeps the others waiting: slow is not dead."""
