@@ -106,6 +106,7 @@ def test_a_pace_is_the_mean_of_one_worker_s_steps() -> None:
     assert pace([Line(1.0, 7, 1, 3, 1), Line(1.5, 8, 1, 3, 1), Line(2.0, 7, 2, 3, 2), Line(7.0, 7, 4, 3, 5)]) == 2.0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("alone", [False, True])
 def test_workers_are_killed_by_the_clock_and_replaced_at_once(tmp_path: Path, alone: bool) -> None:

@@ -45,6 +45,7 @@ def test_the_draw_never_changes() -> None:
     assert permuted(2**31 - 1, 4, "0/3/layer").tolist() == [1224906375, 574417998, 1493694230, 1612731693]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "k", "draws"), [(2, 1, 1000), (3, 2, 1000), (5, 2, 3000), (6, 3, 3000), (12, 2, 3000), (33, 1, 2000)]

@@ -349,6 +349,7 @@ def test_a_job_whose_workers_are_gone_is_begun_anew(why: str | None) -> None:
     assert all(one.newcomers == (0, 1) for one in second)
 
 
+@pytest.mark.long
 def test_a_job_that_answers_is_not_begun_a_second_time() -> None:
     """Its workers are silent, since they cannot reach the lighthouse; they train on."""
     job = Job()

@@ -204,6 +204,7 @@ def test_a_newcomer_with_a_record_that_cannot_be_read_is_refused_by_name(what: s
     assert isinstance(error, AGMergeError) and "number 3, cannot join the elastic job: it" in str(error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("why", [GOES, None], ids=["told to go", "killed"])
 def test_a_job_that_begins_again_says_how_many_steps_are_lost(why: str | None) -> None:
     """Its last worker with the state is gone, and newcomers have waited all the time."""

@@ -100,6 +100,7 @@ def test_the_clipping_watch_knows_the_noise_of_what_devices_have_read(size: int)
     assert norms(PLACE) == pytest.approx(norms("cpu"), rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_header_of_another_step_is_the_same_error_on_all_ranks(bad: int) -> None:
     def inject(call: Call) -> None:

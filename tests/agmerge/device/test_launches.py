@@ -13,6 +13,7 @@ SMALL = ["--tensors", "7", "--messages", "2", "--workers", "2"]
 MOST = {"topk": 23, "dgc": 24.5, "adtopk": 23, "gaussiank": 18, "none": 9, "eden": 20}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compression", MOST)
 def test_it_prints_one_line_of_figures(compression: str, capsys: pytest.CaptureFixture[str]) -> None:
     launches.main([*SMALL, "--compression", compression, "--step", "3", "--json"])

@@ -327,6 +327,7 @@ def test_a_parameter_that_is_replaced_ten_times_leaves_nothing_behind(compressio
     agreed(on_ranks(2, seeded(lambda: nn.Linear(WIDTH, WIDTH)), body))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"carry": "hold"}, {"overlap": 1}, {"outer": agmerge.Nesterov()}])
 def test_a_parameter_is_replaced_while_updates_are_exchanged(options: dict[str, Any]) -> None:
     """What takes its place is made of the shared values; the others' tensors are let go."""
