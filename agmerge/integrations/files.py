@@ -100,6 +100,8 @@ def save(
         torch.save(section, part)
         os.replace(part, where / _name(rank, size))
     except Exception as error:
+        if not makes_folder and (isinstance(error, FileNotFoundError) or not where.is_dir()):
+            return  # the framework removes the checkpoint on rank 0 at this moment
         with suppress(OSError):
             part.unlink(missing_ok=True)
         text = (

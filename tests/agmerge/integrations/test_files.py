@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -121,6 +122,27 @@ def test_what_a_framework_has_removed_does_not_come_back(tmp_path: Path) -> None
 
     on_ranks(2, seeded(mlp), body)
     assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.parametrize("when", ["before the file is written", "before it has its name"])
+def test_nor_what_it_removes_at_this_moment(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer on rank 0 removes a checkpoint that later ones of an earlier run make too many, while others save."""
+    folder, write = tmp_path / "checkpoint-4", torch.save
+
+    def late(section: Any, part: Path) -> None:
+        if when == "before it has its name":
+            write(section, part)
+        shutil.rmtree(folder)
+        if when == "before the file is written":
+            write(section, part)
+
+    def body(rank: int, model: torch.nn.Module) -> None:
+        files.save(Kept(trained(model, rank, 1)), folder)
+
+    folder.mkdir()
+    monkeypatch.setattr(torch, "save", late)
+    on_ranks(1, seeded(mlp), body)
+    assert not folder.exists()
 
 
 def error(folder: Path, ranks: int = 2) -> set[str]:
