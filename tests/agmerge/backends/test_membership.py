@@ -172,6 +172,8 @@ def test_a_newcomer_that_has_died_is_let_in_no_more() -> None:
     before = job.first(2)
     job.arrive()
     assert job.workers[0].newcomers_wait()
+    job.clock.seconds += HURRY / 2
+    assert job.workers[0].newcomers_wait()
     job.clock.seconds += HURRY
     assert not job.workers[0].newcomers_wait()
     [new] = job.arrive()
@@ -188,6 +190,8 @@ def test_a_newcomer_that_was_silent_when_a_later_one_was_let_in_comes_in_after_i
     slow, quick = job.arrive(2)
     asks = [lambda i=i: job.workers[i].next(before[i], 60.0, lets_in=True) for i in range(2)]
     asks.append(lambda: quick.next(None, 60.0, lets_in=False))  # type: ignore[misc]
+    job.workers[0].silence(slow.own.number)
+    job.clock.seconds += HURRY / 2
     job.workers[0].silence(slow.own.number)
     job.clock.seconds += HURRY
     now = job.together(asks, [*job.workers[:2], quick])  # type: ignore[arg-type]
