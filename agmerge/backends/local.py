@@ -27,7 +27,7 @@ from agmerge.version import __version__
 SIZES: tuple[str, ...] = ()
 READS_SLURM = False
 PROBE = ""
-HOST = ("cpu",)  # types of devices without streams; for tests
+HOST = ("cpu",)  # types of devices without streams: nothing is recorded there
 CHECKS_MARKS = False  # whether groups check the docstrings of functions that start a collective; for our own tests
 
 

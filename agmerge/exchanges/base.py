@@ -37,7 +37,6 @@ class Store(ABC):
 
     has_residual = False  # some work keeps what was not sent; else nothing need be subtracted from dense segments
     bases: Bases | None = None  # of low-rank tensors; None: there are none
-    counts_zeros = False  # it wants to see tensors that could be quantised, in `count_zeros`
 
     @abstractmethod
     def subtract_sent(
@@ -69,6 +68,11 @@ class Store(ABC):
 
         Asked where ranks' selections are at hand, one by one.
         """
+        return False
+
+    @property
+    def counts_zeros(self) -> bool:
+        """Return whether :meth:`count_zeros` is to be called in the step under way."""
         return False
 
     def count_zeros(self, slot: Slot, values: torch.Tensor | None) -> None:  # noqa: B027  most need not know

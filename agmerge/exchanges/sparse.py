@@ -171,20 +171,19 @@ class SparseExchange(Exchange):
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
     ) -> InFlight:
         """Collective. Encode the selections, commit their values as receivers read them, and start the all-gather."""
-        device = loads[0].work.device
-        codec_of_whole = self._codec_of_whole(device)
         capacities = [None if offer is None else offer.capacity for offer in offers]
-        layout = self.format_of(name, loads, capacities, self.context.wire, codec_of_whole)
+        device = loads[0].work.device
+        layout = self.format_of(name, loads, capacities, self.context.wire, self._codec_of_whole(device))
         message = self.keep(("message", name), layout.size, torch.uint8, device)
         received = self.keep(("received", name), layout.size * self.comm.size, torch.uint8, device)
         elements = 0
         counts: list[int | torch.Tensor] = []
-        for load, offer, capacity, section in zip(loads, offers, capacities, layout.sections, strict=True):
-            if offer is None or capacity is None:
+        for load, offer, section in zip(loads, offers, layout.sections, strict=True):
+            if offer is None:
                 elements += load.segment.numel
                 counts.append(self._write_whole(load, section, message))
             else:
-                elements += min(capacity, load.segment.numel)
+                elements += min(offer.capacity, load.segment.numel)
                 counts.append(self._write(load, offer, section, message))
         layout.write_header(message, control, counts, seal=True)
         handle = self.comm.all_gather(received, message, name)
@@ -257,8 +256,7 @@ class SparseExchange(Exchange):
             lambda commit, momentum: commit and native.write_and_subtract(load.work, indices, taken, momentum),
         ):
             return False
-        if offer.count < values.numel():
-            clear_behind(values, offer.count)
+        clear_behind(values, offer.count)
         encode_indices(section, offer.indices, offer.count, message)
         return True
 

@@ -288,8 +288,8 @@ class FlatBuffers:
         ``is_empty``: nothing of it is to be sent. Then gradients in the place of ``work``, views of the last updates,
         are left as they are: they are needed once ranks have agreed again.
         """
-        arena, part = self.arena_of[segment.slots[0].index], slice(segment.start, segment.stop)
-        work = arena.values.front[part]
+        arena, part = self.arena_with(segment), slice(segment.start, segment.stop)
+        work = arena.work[part]
         if is_empty and arena.in_place and segment.slots[0].index not in self.in_place.slots:
             work = torch.zeros_like(work)
         return SegmentBuffers(segment, work, arena.update[part])
@@ -421,7 +421,6 @@ class SentValues(Store):
         self.sent: list[Sent] = []
         self.received: list[Received] = []
         self._zeros: ZeroCount | None = None  # of quantised tensors; None: not asked for
-        self.counts_zeros = False  # in the step under way
 
     def subtract_sent(
         self, segment: Segment, indices: torch.Tensor | None, sent: torch.Tensor | Unwritten | None
@@ -481,9 +480,13 @@ class SentValues(Store):
 
     # -- zeros beside other values, for the choice of quantisers --------------------------------------------------
 
+    @property
+    def counts_zeros(self) -> bool:
+        return self._zeros is not None
+
     def start_zeros(self) -> None:
         """Count zeros in the blocks of the next step, for :meth:`end_zeros`."""
-        self._zeros, self.counts_zeros = ZeroCount(), True
+        self._zeros = ZeroCount()
 
     def count_zeros(self, slot: Slot, values: torch.Tensor | None) -> None:
         """Count zeros in the blocks of a tensor, in a step that is asked for it."""
@@ -492,5 +495,5 @@ class SentValues(Store):
 
     def end_zeros(self) -> tuple[int, int]:
         """Return the coordinates in mixed blocks, and all that were counted; stop counting."""
-        count, self._zeros, self.counts_zeros = self._zeros, None, False
+        count, self._zeros = self._zeros, None
         return (0, 0) if count is None else count.counts()

@@ -134,7 +134,6 @@ class SideStreams:
 
     def __init__(self) -> None:
         self._kinds: dict[torch.device, Streams] = {}  # of the devices that are served
-        self.is_idle = True  # none is: all methods do nothing
         self._side: dict[torch.device, Any] = {}  # one of each device that ever was: allocators keep memory by stream
         self._noted: dict[torch.device, dict[int, Any]] = {}  # streams by their numbers, since `within`
 
@@ -142,7 +141,6 @@ class SideStreams:
         """Work on ``devices`` from now on, and on no others. Warns where this thread's own device is another one."""
         known = {device: streams_of(device) for device in devices}
         self._kinds = {device: kind for device, kind in known.items() if kind is not None}
-        self.is_idle = not self._kinds
         new = {device: kind for device, kind in self._kinds.items() if device not in self._side}
         if new and not any(kind.is_current(device) for device, kind in self._kinds.items()):
             device = next(iter(new))

@@ -67,7 +67,7 @@ class KernelBuffers:
         key, tensor_class = segment.key, segment.tensor_class
         if key not in self._candidates:
             on_host = not tensor_class.on_device and tensor_class.storage == torch.float32
-            wanted = self._takes_candidates and on_host and native.library is not None
+            wanted = self._takes_candidates and on_host and native.available()
             self._candidates[key] = Candidates(segment.vector_length) if wanted else None
         return self._candidates[key]
 
@@ -250,8 +250,7 @@ class MergeBuffers:
     def vector(self, segment: Segment, step: int) -> tuple[torch.Tensor, int, tuple[tuple[int, ...], ...]]:
         """Return a sparsifier's input for a segment: the vector (a view), k, and its shapes."""
         k = self.budgets.of_segment(segment, step)
-        arena, shapes = self.flat.arena_of[segment.slots[0].index], segment.shapes
-        work = arena.values.front[segment.start : segment.stop]
+        work, shapes = self.flat.arena_with(segment).work[segment.start : segment.stop], segment.shapes
         if len(segment.slots) == 1:
             return work[: segment.vector_length], k, shapes[:1]  # no padding
         return work, segment.length if k == segment.numel else k, shapes  # padding too: else it could be chosen

@@ -8,7 +8,6 @@ residuals are as they were, so a round can be discarded and repeated after a new
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 
 import torch
 
@@ -359,8 +358,7 @@ class Round:
             gradient = arena.move_to_update(slot, gradient)
             self._take(slot, gradient)
             return gradient
-        moves_along = arena.moves_along and slot.index not in self.buffers.batched
-        copy = arena.update_for(slot, gradient) if moves_along else None
+        copy = None if slot.index in self.buffers.batched else arena.update_for(slot, gradient)
         if copy is None:
             self._take(slot, gradient)
             return arena.move_to_update(slot, gradient)
@@ -446,7 +444,7 @@ class Round:
         """Start the messages of a merge buffer in turn: one is selected and encoded while the one before travels."""
         messages: list[SentMessage] = []
         if self._due is None or buffer in self._due:
-            with nullcontext() if self.buffers.side.is_idle else self.buffers.side.within():
+            with self.buffers.side.within():
                 self._complete(buffer)
                 for message in self.buffers.messages[buffer]:
                     messages.append(self._start(message))

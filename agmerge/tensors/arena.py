@@ -254,9 +254,7 @@ class Arena:
         self._momentum_of_gradients = memory.has_momentum and not memory.averages
         self.is_sum = memory.one_formula([None]) == SUM  # work is residual + gradient, or the gradient alone
         self.in_place = not memory.has_residual and tensor_class.dtype == tensor_class.storage
-        # A gradient can be copied to its update's place in the pass that accumulates it: see `update_for`.
-        on_host = not tensor_class.on_device
-        self.moves_along = memory.has_residual and tensor_class.dtype == tensor_class.storage and on_host
+        self._moves = memory.has_residual and tensor_class.dtype == tensor_class.storage and not tensor_class.on_device
         self.update = self.values.front if self.in_place else zeros(length, tensor_class.dtype, tensor_class.device)
         self._handed_out = HandedOut(self.update, slots)
         self.gradients: Mapping[int, torch.Tensor] = self._handed_out.views  # where updates are written, by slot
@@ -329,7 +327,7 @@ class Arena:
     def update_for(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return where a gradient is copied while it is accumulated: its update's place; None: it is not copied."""
         update = self.gradients[slot.index]
-        return update if self.moves_along and is_movable(update, gradient) else None
+        return update if self._moves and is_movable(update, gradient) else None
 
     def move_to_update(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         """Return what ``p.grad`` should be until the exchange has ended: its copy at the update's place, or itself.
