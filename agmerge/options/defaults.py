@@ -101,7 +101,7 @@ def wire_of(options: Options, compressor: sparsifiers.Compressor) -> str:
 
 def _chooses_codec(name: str) -> bool:
     """Return whether values of this exchange may have a codec that no script names. An unknown one is refused later."""
-    return any(exchange.chooses_codec for known, exchange in EXCHANGES.items() if known == name)
+    return name in EXCHANGES and EXCHANGES[name].chooses_codec
 
 
 def of_local_steps(
