@@ -20,7 +20,9 @@ def send(numbers: Sequence[int] | Sequence[Sequence[int]] | NDArray[Any], out: T
 
     The copy is one of pinned memory, which torch gives away again only when it has been made.
     """
-    values = torch.tensor(numbers, dtype=out.dtype, pin_memory=out.is_cuda)
+    values = torch.as_tensor(numbers, dtype=out.dtype)
+    if out.is_cuda:
+        values = values.pin_memory()  # torch.tensor(..., pin_memory=True) refuses numpy's arrays
     return out.copy_(values.view(out.shape), non_blocking=True)
 
 

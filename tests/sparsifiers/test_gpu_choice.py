@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors the kernels of ``sparsifiers.gpu`` are for, and what happens where kernels do not work."""
+"""Which tensors the kernels of ``sparsifiers.gpu`` are for, what happens where kernels do not work, and how numbers
+reach a GPU."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from sparsifiers.gpu import choice, has_kernels, is_fused, runs_triton
+from sparsifiers.gpu.tables import send
 
 GPU = torch.device("cuda", 0)
 
@@ -99,3 +103,21 @@ def test_vectors_are_contiguous_and_fp32(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(choice, "FUSED", {"cpu"})
     assert has_kernels(torch.zeros(4)) and not has_kernels(torch.zeros(4).double())
     assert not has_kernels(torch.zeros(8)[::2]) and not has_kernels(torch.zeros(4, dtype=torch.float16))
+
+
+class Away(Tensor):
+    """A tensor of the host that says it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("numbers", [[1, 2, 3], [[1, 2], [3, 4]], np.arange(6), np.arange(6).reshape(2, 3)])
+def test_numbers_are_pinned_before_they_are_copied_to_a_gpu(numbers: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinning copies: the sender may write over an array at once. Torch refuses to make a pinned tensor of one."""
+    pinned: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: pinned.append(self.clone()) or pinned[-1])
+    expected = torch.tensor(numbers)
+    out = send(numbers, torch.empty(expected.shape, dtype=torch.int64).as_subclass(Away))  # type: ignore[arg-type]
+    assert len(pinned) == 1 and torch.equal(out.as_subclass(Tensor), expected)
+    assert torch.equal(send(numbers, torch.empty(expected.shape, dtype=torch.int64)), expected)  # type: ignore[arg-type]
+    assert len(pinned) == 1

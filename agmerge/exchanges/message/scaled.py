@@ -177,7 +177,9 @@ class Steps(Scaled):
     def _encode(self, values: Tensor, scales: Tensor, codes: Tensor, used: int | Tensor, read: Tensor) -> None:
         rows = _blocks_of(values)
         largest = torch.abs(rows, out=read).amax(dim=1, keepdim=True)
-        scales.copy_(saturated(largest / self.levels, LARGEST / (self.levels + 1)))  # levels times it are finite
+        # By a tensor: torch divides by a Python number on the host, and multiplies by its reciprocal on a GPU.
+        levels = torch.full((), self.levels, dtype=largest.dtype, device=largest.device)
+        scales.copy_(saturated(largest / levels, LARGEST / (self.levels + 1)))  # levels times it are finite
         factors = scales.to(values.dtype)
         steps = torch.div(rows, factors, out=read).round_().clamp_(-self.levels, self.levels)
         steps.nan_to_num_(nan=0.0)  # 0/0, and values that are not finite; the scale carries that

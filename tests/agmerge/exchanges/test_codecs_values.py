@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from agmerge.exchanges.message import VALUES, Cast, ValueCodec, value_codec
+from agmerge.exchanges.message import VALUES, Cast, ValueCodec, scaled, value_codec
 from agmerge.exchanges.message.scaled import Signs, Steps
 
 STORAGE = [torch.float32, torch.float64]
@@ -192,3 +193,24 @@ def test_bytes_are_what_they_have_always_been(name: str) -> None:
 def test_a_codec_of_a_width_that_nothing_packs_is_refused() -> None:
     with pytest.raises(ValueError, match="int6: values of 6 bits are not supported. Use 8, 4, 2, 1"):
         Steps("int6", 99, 6)
+
+
+class GPUsDivision(TorchDispatchMode):
+    """Division by a Python number as torch has it on GPUs: a product with the reciprocal."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.overloadpacket is torch.ops.aten.div and not isinstance(args[1], torch.Tensor):
+            return args[0] * torch.tensor(1.0, dtype=args[0].dtype).div_(torch.tensor(args[1], dtype=args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+@EACH
+@pytest.mark.parametrize("dtype", STORAGE)
+def test_a_gpu_writes_the_hosts_bits(codec: ValueCodec, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(50_000, generator=torch.Generator().manual_seed(3), dtype=dtype)
+    here, there = (torch.zeros(codec.size(len(values)), dtype=torch.uint8) for _ in range(2))
+    sent = codec.encode(values, here)
+    monkeypatch.setattr(scaled.native, "values_encode", lambda *_: False)
+    with GPUsDivision():
+        assert same(codec.encode(values, there), sent)
+    assert torch.equal(here, there)
