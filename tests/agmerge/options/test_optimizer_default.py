@@ -46,8 +46,10 @@ class Shampoo(torch.optim.SGD):
     """By its name, one that mixes elements."""
 
 
-TWO_GROUPS: Make = lambda model: torch.optim.SGD(  # noqa: E731  as the others in the table
-    [{"params": [*model[0].parameters()]}, {"params": [*model[2:].parameters()], "momentum": 0.5}], lr=0.1
+TWO_GROUPS: Make = (
+    lambda model: torch.optim.SGD(  # noqa: E731  as the others in the table
+        [{"params": [*model[0].parameters()]}, {"params": [*model[2:].parameters()], "momentum": 0.5}], lr=0.1
+    )
 )
 DAMPENED: Make = lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)  # noqa: E731
 PLAIN: Make = lambda model: sgd(model, momentum=0.0)  # noqa: E731
