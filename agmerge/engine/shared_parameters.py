@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from agmerge.exchanges.base import ReadPiece
 from agmerge.step.config import Outer
 from agmerge.step.flat_buffers import Received, Sent
 from agmerge.step.gradient_exchange import Combined, GradientExchange
@@ -487,6 +488,7 @@ class UnsentInParameters(SharedParameters):
         received = lists_by_name(combined.buffers.store.received)
         lists = {name: of_name for name, of_name in received.items() if name in self.own}
         sent = self._sent(combined, [*updates, *lists])
+        self._take_pieces([one for one in combined.buffers.store.pieces if one.slot.name in self.own], updates, sent)
         for name, of_name in lists.items():  # they have no update
             if self._goes_along(name):
                 apply_lists(*self._flat(name), of_name, sent[name])
@@ -507,6 +509,29 @@ class UnsentInParameters(SharedParameters):
             self.own[name].detach().copy_(self.base[name] - unsent)
         if whole:
             torch._foreach_copy_([self.own[n].detach() for n in whole], [self.base[n] for n in whole])
+
+    def _take_pieces(self, pieces: Sequence[ReadPiece], updates: Tensors, sent: dict[str, list[Piece]]) -> None:
+        """Apply the pieces of quantized tensors one by one, or add them to ``updates`` and ``sent`` for an outer step.
+
+        ``base`` moves by what arrives, and a worker's own by as much less what it has sent of that.
+        """
+        strided: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by name: copies in C order
+        for slot, elements, combined, own_sent in pieces:
+            name, moved, gone = slot.name, combined(), own_sent()
+            base, own = self.base[name], self.own[name].detach()
+            if self._outer is not None:
+                if name not in updates:
+                    updates[name], sent[name] = torch.zeros_like(base, memory_format=torch.contiguous_format), []
+                updates[name].view(-1)[elements].copy_(moved)
+                sent[name].append(Piece(elements.start, elements.stop, elements.start, None, gone.clone()))
+                continue
+            if not (base.is_contiguous() and own.is_contiguous()):
+                base, own = strided.setdefault(name, (base.contiguous(), own.contiguous()))
+            base.view(-1)[elements].sub_(moved)
+            own.view(-1)[elements].sub_(moved.sub_(gone))
+        for name, (base, own) in strided.items():
+            self.base[name].copy_(base)
+            self.own[name].detach().copy_(own)
 
     def _goes_along(self, name: str) -> bool:
         """Return whether a parameter moves by the same update as ``base``, and both are flat in memory."""

@@ -45,7 +45,10 @@ class UpdateReducer:
         self._table = DeltaTable(members)
         config = self._with_planner(config)
         self.exchange = open_exchange(
-            members, self._table, config, Replanner if self.updates.fragments == 1 else _no_plans
+            members,
+            self._table,
+            config,
+            _no_plans if self.updates.takes_turns else Replanner,
         )
         self.replica = LocalReplica(members, self._table, self.exchange, self.updates)
         self.participation = Participation(self.exchange, self.replica.compared)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from agmerge.errors import CollectiveTimeout
 from agmerge.exchanges.low_rank.bases import Bases
 from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.ops import ReduceOp
-from agmerge.tensors.arena import Unwritten, Write
+from agmerge.tensors.arena import Difference, Unwritten, Write
 from agmerge.tensors.layout import Segment, Slot
 from sparsifiers import Kind, Quantiser, Selection
 
@@ -78,9 +78,38 @@ class Store(ABC):
     def count_zeros(self, slot: Slot, values: torch.Tensor | None) -> None:  # noqa: B027  most need not know
         """Count zeros in the blocks of a tensor that is sent, or could be, in few bits: 1-D; None: all are zero."""
 
+    def takes_pieces(self, slot: Slot) -> bool:
+        """Return whether :meth:`take_piece` gets the pieces of a quantised tensor: then no update is written."""
+        return False
+
+    def take_piece(self, piece: ReadPiece) -> None:
+        """Record a piece of a quantised tensor that has arrived."""
+        raise NotImplementedError(f"{piece.slot.name}: {type(self).__name__} takes no pieces")
+
+    def owed_of(self, slot: Slot) -> torch.Tensor:
+        """Return what this rank, as an owner of sums, has rounded and owes to all: float32, 1-D, as long as the tensor.
+
+        Not to be written: see :meth:`owe`.
+        """
+        raise NotImplementedError(f"{slot.name}: {type(self).__name__} keeps nothing that owners owe")
+
+    def owe(self, slot: Slot, elements: slice, values: torch.Tensor) -> None:
+        """Record what this rank owes of some elements once the step ends: float32, 1-D, which the store keeps."""
+        raise NotImplementedError(f"{slot.name}: {type(self).__name__} keeps nothing that owners owe")
+
     def update_of(self, slot: Slot) -> torch.Tensor:
         """Return where the update of a prepared tensor is written: in its shape and dtype, contiguous."""
         raise NotImplementedError(f"{slot.name}: it was prepared, and {type(self).__name__} has no update_of()")
+
+
+class ReadPiece(NamedTuple):
+    """Piece of a quantised tensor that has arrived. Its functions return float32, 1-D, valid until they are called for
+    another piece."""
+
+    slot: Slot
+    elements: slice  # of the tensor, flat in C order
+    combined: Callable[[], torch.Tensor]  # the update, of all ranks
+    sent: Callable[[], torch.Tensor]  # what receivers read of this rank's own message
 
 
 # Messages. On a device, what follows the first collective of one on another communicator starts once so many later ones
@@ -120,6 +149,8 @@ class ExchangeContext:
     rounds_dense: bool = False  # dense segments on the host may be rounded: their `work` keeps the error
     quantiser: Quantiser | None = None  # of quantised tensors; None: there are none
     feedback: bool = False  # the quantisation error stays in `work`, so that sent values are subtracted
+    owes: bool = False  # the store keeps what owners of sums have rounded, see `Store.owed_of`
+    fragments: int = 1  # a message of quantised tensors has every so many-th run of blocks, in turn from step to step
 
 
 @dataclass(frozen=True)
@@ -255,11 +286,12 @@ class Exchange(ABC):
     def expect(self, name: str, segments: Sequence[Segment]) -> None:  # noqa: B027  most need not know
         """Learn which segments message ``name`` will have, before its tensors are prepared."""
 
-    def prepare(self, slot: Slot, work: torch.Tensor | None, step: int) -> bool | None:
+    def prepare(self, slot: Slot, work: torch.Tensor | Difference | None, step: int) -> bool | None:
         """Process one complete tensor of a message to come, before the others of it are complete.
 
-        ``work``: as in :class:`SegmentBuffers`, in the tensor's shape, contiguous; None: it is zero. ``step``:
-        committed exchanges so far. Returns whether all of it is finite; None: not checked.
+        ``work``: as in :class:`SegmentBuffers`, in the tensor's shape, contiguous; a difference where
+        :meth:`Store.takes_pieces` says so; None: it is zero. ``step``: committed exchanges so far. Returns whether all
+        of it is finite; None: not checked.
         """
         return None
 

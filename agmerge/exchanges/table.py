@@ -39,9 +39,9 @@ def exchange_of(kind: Kind, name: str, context: ExchangeContext) -> Exchange:
 
 def _quantised(context: ExchangeContext) -> Exchange:
     """Return the exchange of quantised tensors: between two ranks both phases send as many bytes as one, which is one
-    hop; with error feedback a rank knows the error of its own message alone."""
+    hop; with error feedback in a residual a rank knows the error of its own message alone."""
     if context.ranks.comm.size == 1:
         return AloneExchange(context)
-    if context.ranks.comm.size == 2 or context.feedback or context.ranks.second is None:
+    if context.ranks.comm.size == 2 or context.ranks.second is None or (context.feedback and not context.owes):
         return GatheredExchange(context)
     return TwoPhaseExchange(context)

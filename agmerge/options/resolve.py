@@ -167,7 +167,10 @@ def resolve(options: Options) -> Config:
     _check_choices(options)
     updates = parse_updates(options)
     guards, sync = _guards(options), _sync(options, updates)  # in this order: the first mistake of several is told
-    config = Config(compression=_compression(options, updates), merging=_merging(options), sync=sync, guards=guards)
+    compression = _compression(options, updates)
+    if updates is not None and compression.compressor.kinds <= {Kind.QUANTISED, Kind.DENSE}:
+        sync = replace(sync, updates=replace(updates, interleaved=Kind.QUANTISED in compression.compressor.kinds))
+    config = Config(compression=compression, merging=_merging(options), sync=sync, guards=guards)
     check_dear(config)
     _check_two_level(config)
     check_send_mode(config)

@@ -356,7 +356,7 @@ class _Prober:
 
     def costs(self) -> Spread[MeasuredCosts]:
         """Collective. Return all curves."""
-        exchanges = self.buffers.exchanges()
+        exchanges = self.buffers.probed_exchanges()
         tensor_class, dense = self.segments[0].tensor_class, exchanges[Kind.DENSE]
         if tensor_class.kind is Kind.DENSE:
             times = yield from self._sample(dense, SIZES)

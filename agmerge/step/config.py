@@ -96,6 +96,13 @@ class Updates:
     decay: float  # of residuals, from one exchange to the next
     outer: Outer | None  # makes the optimizer that steps with the combined updates; None: they are taken as they are
 
+    interleaved: bool = False  # fragments are runs of blocks, which the exchange chooses: each has all merge buffers
+
+    @property
+    def takes_turns(self) -> bool:
+        """Return whether fragments are groups of merge buffers, of which each exchange has one."""
+        return self.fragments > 1 and not self.interleaved
+
     def fragment_at(self, step: int) -> int | None:
         """Return the number of the fragment that is exchanged after step ``step`` (1, 2, ...); None: none is."""
         phase = step % self.every
@@ -103,7 +110,7 @@ class Updates:
 
     def merge_buffers_of(self, fragment: int) -> Callable[[int], Collection[int]] | None:
         """Return which merge buffers, of so many, are in a fragment; None: all are."""
-        if self.fragments == 1:
+        if not self.takes_turns:
             return None
         return lambda count: {buffer for buffer in range(count) if buffer * self.fragments // count == fragment}
 
@@ -112,7 +119,7 @@ class Updates:
 
         With "apply" the parameters hold them, unless they are ``narrow``, of 16 bits: these could not.
         """
-        if compressor.memory == "none":  # it drops nothing
+        if compressor.memory == "none" and Kind.QUANTISED not in compressor.kinds:  # it drops nothing
             return NoMemory()
         if self.carry == APPLY:
             return Residual() if narrow else HandBack()
@@ -134,7 +141,7 @@ def planner_for(updates: Updates, planner: merging.Planner | None, numel: int) -
 
     ``numel``: elements of all parameters. A planner without times stays.
     """
-    if updates.fragments == 1 or planner is None or not planner.timed:
+    if not updates.takes_turns or planner is None or not planner.timed:
         return planner
     return merging.get("threshold", bytes=max(1, 4 * numel // updates.fragments))
 
@@ -261,6 +268,11 @@ class Config:
         if self.merging.exchange == TWO_LEVEL or not EXCHANGES[self.merging.exchange].rounds_dense:
             return False
         return self.compression.wire in WHOLE or bool(self.wires)
+
+    @property
+    def fragments(self) -> int:
+        """Return into how many fragments the exchange divides quantized tensors."""
+        return self.sync.updates.fragments if self.sync.updates is not None and self.sync.updates.interleaved else 1
 
     @property
     def quantises(self) -> bool:

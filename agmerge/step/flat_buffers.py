@@ -12,7 +12,7 @@ import merging
 from agmerge.backends import Backend
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges import Exchange, SegmentBuffers, routing
-from agmerge.exchanges.base import Store
+from agmerge.exchanges.base import ReadPiece, Store
 from agmerge.exchanges.low_rank.bases import Bases
 from agmerge.exchanges.message.scaled import ZeroCount
 from agmerge.exchanges.node_shards import NodeShards, sharded
@@ -26,7 +26,7 @@ from agmerge.exchanges.routing import (
     split,
 )
 from agmerge.step.config import Config
-from agmerge.tensors.arena import MOMENTA, UNSHARED, Arena, Unwritten, Write, references, trim
+from agmerge.tensors.arena import MOMENTA, UNSHARED, Arena, Unwritten, Write, references, trim, zeros
 from agmerge.tensors.layout import Layout, Segment, Slot, TensorClass
 from agmerge.tensors.parameters import ParameterInfo
 from sparsifiers import Kind, LowRank, native
@@ -243,6 +243,8 @@ class FlatBuffers:
             low_rank = config.compression.compressor.part(Kind.LOW_RANK)
             assert isinstance(low_rank, LowRank)
             self.bases = Bases(low_rank, factored)
+        self.owed: dict[str, torch.Tensor] = {}  # by name, see `owed_of`
+        self._owing: list[tuple[Slot, slice, torch.Tensor]] = []  # what replaces it when the step ends
         self.may_move: list[bool] = []  # by slot: a gradient may move to where its update will be, see `update`
         self._has_shards = nodes is not None
         self._untrimmed = 2  # steps
@@ -273,8 +275,12 @@ class FlatBuffers:
     def _needs_no_arena(self, index: int) -> bool:
         """Return whether a prepared tensor is sent from where its gradient lies: without residual and momentum."""
         arena = self.arena_of[index]
-        keeps = arena.memory.has_residual or arena.memory.has_momentum or arena.memory.hands_back
+        keeps = arena.memory.has_residual or arena.memory.has_momentum
         return not self._has_shards and not keeps and arena.tensor_class.kind is Kind.QUANTISED
+
+    def takes_pieces(self, slot: Slot) -> bool:
+        """Return whether the owner of a tensor takes its pieces as they arrive: no memory of its size is needed."""
+        return slot.index in self.in_place.slots and self.arena_of[slot.index].memory.hands_back
 
     # -- segments and tensors -------------------------------------------------------------------------------------
 
@@ -353,13 +359,27 @@ class FlatBuffers:
         for tensor_class, arena in self.arenas.items():
             arena.settle(used, waits=exempt and tensor_class.kind is Kind.DENSE)
 
+    def owe(self, slot: Slot, elements: slice, values: torch.Tensor) -> None:
+        """Record what this rank owes of some elements once the step ends."""
+        self._owing.append((slot, elements, values))
+
+    def forget_owing(self) -> None:
+        """Forget what this rank would owe: the step comes to nothing."""
+        self._owing = []
+
     def end_step(self, left_out: Iterable[Slot] = ()) -> None:
         """End a step: ``work`` becomes the residual, and the residual of before is lost.
 
         ``left_out``: tensors with an update that comes to nothing; their residuals and momenta stay as they were.
         """
+        reverted = set[int]()
         for slot in left_out:
             self.arena_of[slot.index].revert(slot)
+            reverted.add(slot.index)
+        owing, self._owing = self._owing, []
+        for slot, elements, values in owing:
+            if slot.index not in reverted:
+                self.owed_of(slot)[elements] = values
         for arena in self.arenas.values():
             arena.swap()
         if self.bases is not None:
@@ -377,7 +397,14 @@ class FlatBuffers:
             for slot in self.layout.slots
             for kind, tensor in self.arenas[slot.tensor_class].state_of(slot).items()
         }
+        state |= {("owed", name): owed for name, owed in self.owed.items()}
         return state if self.bases is None else state | self.bases.state()
+
+    def owed_of(self, slot: Slot) -> torch.Tensor:
+        """Return what this rank owes to all of a tensor, float32, 1-D: made when it is first asked for."""
+        if slot.name not in self.owed:
+            self.owed[slot.name] = zeros(slot.numel, torch.float32, slot.tensor_class.device)
+        return self.owed[slot.name]
 
     def restore(self, carried: State, comm: Backend, timeout: float) -> None:
         """Collective. Move state in; entries without a place here stay in ``carried``.
@@ -412,7 +439,8 @@ class SentValues(Store):
     """Store of the exchanges of one agreement, and the log of the round under way.
 
     Sent values are subtracted from ``work``, which becomes the residual. With a memory that hands back they are
-    recorded in ``sent`` instead, and all ranks' selections in ``received`` where these take the place of an update.
+    recorded in ``sent`` instead, and all ranks' selections in ``received``, or pieces of quantised tensors in
+    ``pieces``, where these take the place of an update.
     """
 
     def __init__(self, flat: FlatBuffers) -> None:
@@ -420,6 +448,7 @@ class SentValues(Store):
         self.has_residual = any(arena.memory.has_residual for arena in flat.arenas.values())
         self.sent: list[Sent] = []
         self.received: list[Received] = []
+        self.pieces: list[ReadPiece] = []  # of quantised tensors
         self._zeros: ZeroCount | None = None  # of quantised tensors; None: not asked for
 
     def subtract_sent(
@@ -465,6 +494,22 @@ class SentValues(Store):
         self.received.append((segment, selections, factor))
         return True
 
+    def takes_pieces(self, slot: Slot) -> bool:
+        """Return whether pieces of a quantised tensor are recorded, and no update is written."""
+        return self._flat.takes_pieces(slot)
+
+    def take_piece(self, piece: ReadPiece) -> None:
+        """Record a piece that has arrived."""
+        self.pieces.append(piece)
+
+    def owed_of(self, slot: Slot) -> torch.Tensor:
+        """Return what this rank, as an owner of sums, owes to all: float32, 1-D."""
+        return self._flat.owed_of(slot)
+
+    def owe(self, slot: Slot, elements: slice, values: torch.Tensor) -> None:
+        """Record what this rank owes of some elements once the step ends."""
+        self._flat.owe(slot, elements, values)
+
     def update_of(self, slot: Slot) -> torch.Tensor:
         """Return where the update of a tensor, or of this rank's shard of it, is written, in its shape, contiguous."""
         if slot.index in self._flat.in_place.slots:
@@ -475,6 +520,7 @@ class SentValues(Store):
         """Forget the values of a round: it has been applied, or comes to nothing."""
         self.sent.clear()
         self.received.clear()
+        self.pieces.clear()
         if self.bases is not None:
             self.bases.forget()
 
@@ -497,3 +543,15 @@ class SentValues(Store):
         """Return the coordinates in mixed blocks, and all that were counted; stop counting."""
         count, self._zeros = self._zeros, None
         return (0, 0) if count is None else count.counts()
+
+
+class ProbedValues(SentValues):
+    """Store of exchanges that are timed: what they are told leaves no trace."""
+
+    def owe(self, slot: Slot, elements: slice, values: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def take_piece(self, piece: ReadPiece) -> None:
+        """Decode a piece, as the owner of its tensor would."""
+        piece.combined()
+        piece.sent()

@@ -67,7 +67,8 @@ class Combined:
         """Return the combined tensor of each name, in the shape and strides of the table's.
 
         None: no rank had one, and no residual of it was sent. All are infinite in a skipped step. Nothing is computed
-        in a step in which this is not read. Tensors in ``buffers.store.received`` are missing.
+        in a step in which this is not read. Tensors in ``buffers.store.received`` are missing, and those of which
+        ``buffers.store.pieces`` has pieces.
         """
         if self._updates is None:
             self._updates = self._computed()
@@ -77,13 +78,13 @@ class Combined:
         """Return the combined tensors, see :attr:`updates`."""
         if self.skipped:
             for slot in self._round.slots():
-                if slot.index in self.buffers.flat.in_place.slots:
+                if slot.index in self.buffers.flat.in_place.slots and not self.buffers.flat.takes_pieces(slot):
                     self.buffers.flat.updates.of(slot).fill_(torch.inf)
         received = {slot.name for segment, *_ in self.buffers.store.received for slot in segment.slots}
         updates = {
             slot.name: self.buffers.flat.update(slot) if self._zero_unused or self._round.has_update(slot) else None
             for slot in self._round.slots()
-            if slot.name not in received
+            if slot.name not in received and not self.buffers.flat.takes_pieces(slot)
         }
         if self._norm is not None:
             self._look_at([slot for slot in self._round.slots() if updates.get(slot.name) is not None], self._norm)

@@ -23,7 +23,7 @@ from agmerge.exchanges.routing import OWN, Message, send_mode
 from agmerge.exchanges.table import exchange_of
 from agmerge.step.config import Config
 from agmerge.step.density_policy import Budgets
-from agmerge.step.flat_buffers import FlatBuffers, SentValues, messages_of, presparsified
+from agmerge.step.flat_buffers import FlatBuffers, ProbedValues, SentValues, messages_of, presparsified
 from agmerge.step.group import Count, CountedBackend, SideStreams, clock_for, nobody_counts
 from agmerge.tensors.arena import table_of
 from agmerge.tensors.layout import Segment, Slot, TensorClass
@@ -178,7 +178,8 @@ class MergeBuffers:
         self.wire = wire if wire != OWN else mode.codec  # of selected values
         self.exchange = mode.exchange if self.config.exchanges else self.config.merging.exchange  # likewise
         self.quantiser = self.config.quantiser_of(mode.quantiser)  # None: nothing is quantised
-        exchanges = self.exchanges(exact=exact, count=self._count)
+        context = self._context(self._count)
+        exchanges = self._exchanges(replace(context, cast=None) if exact else context)
         self.scatter: ScatterExchange | None = None
         if self.config.sync.model is not None:  # merging="dear": each all-reduce in two halves
             exchanges[Kind.DENSE] = self.scatter = ScatterExchange(self._context(self._count))
@@ -209,10 +210,13 @@ class MergeBuffers:
         """Use ``config`` from now on. It may differ only in the figures that a sparsifier records."""
         self.config = config
 
-    def exchanges(self, *, exact: bool = False, count: Count = nobody_counts) -> dict[Kind, Exchange]:
-        """Return new exchanges, one for each kind of tensor class here. ``exact``: without a cast."""
-        context, kinds = self._context(count), {tensor_class.kind for tensor_class in self.flat.arenas} | {Kind.DENSE}
-        context = replace(context, cast=None) if exact else context
+    def probed_exchanges(self) -> dict[Kind, Exchange]:
+        """Return new exchanges to be timed: what they send and receive leaves no trace."""
+        return self._exchanges(replace(self._context(nobody_counts), store=ProbedValues(self.flat)))
+
+    def _exchanges(self, context: ExchangeContext) -> dict[Kind, Exchange]:
+        """Return new exchanges, one for each kind of tensor class here."""
+        kinds = {tensor_class.kind for tensor_class in self.flat.arenas} | {Kind.DENSE}
         return {kind: exchange_of(kind, self.exchange, context) for kind in kinds}
 
     def _context(self, count: Count) -> ExchangeContext:
@@ -237,6 +241,8 @@ class MergeBuffers:
             rounds_dense=config.rounds_dense,
             quantiser=self.quantiser,
             feedback=memory.has_residual or memory.hands_back,
+            owes=memory.hands_back,
+            fragments=config.fragments,
         )
 
     def forget_round(self) -> None:

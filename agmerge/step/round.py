@@ -402,9 +402,18 @@ class Round:
 
     def _prepare_in_place(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         """Prepare a tensor from where its gradient lies: its class has no residual."""
-        values = self.buffers.flat.in_place.hold(slot, as_tensor(gradient))
-        finite = self.buffers.prepared[slot.index].prepare(slot, values, self.step)
-        self._prepared.add(slot.index)
+        if isinstance(gradient, Difference) and self.buffers.flat.takes_pieces(slot):
+            finite = self.buffers.prepared[slot.index].prepare(slot, gradient, self.step)
+            self._prepared.add(slot.index)
+            if finite is not None:
+                if not finite:
+                    self.guard.inspect(slot, gradient.tensor(), finite)
+                return
+            values: torch.Tensor | None = gradient.subtrahend
+        else:
+            values = self.buffers.flat.in_place.hold(slot, as_tensor(gradient))
+            finite = self.buffers.prepared[slot.index].prepare(slot, values, self.step)
+            self._prepared.add(slot.index)
         if values is None or finite:
             return
         if slot.tensor_class.on_device:
@@ -569,4 +578,5 @@ class Round:
     def undo(self) -> None:
         """Restore the compressor's state of before this attempt. Residuals are unchanged anyway."""
         self.let_go()
+        self.buffers.flat.forget_owing()
         self.buffers.config.compression.compressor.load_state_dict(self._known)

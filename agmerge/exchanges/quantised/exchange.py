@@ -6,21 +6,40 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from agmerge.backends import Handle
 from agmerge.errors import MessageError, NoAnswer
-from agmerge.exchanges.base import AHEAD, Exchange, ExchangeContext, InFlight, Noise, SegmentBuffers, wait_for
+from agmerge.exchanges.base import (
+    AHEAD,
+    Exchange,
+    ExchangeContext,
+    InFlight,
+    Noise,
+    ReadPiece,
+    SegmentBuffers,
+    wait_for,
+)
 from agmerge.exchanges.dense import sum_in_rank_order, write_in_rank_order
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader
-from agmerge.exchanges.quantised.layout import MessageLayout, Piece, Run, ShardLayout, cut_blocks, cut_plain, number_of
+from agmerge.exchanges.quantised.layout import (
+    MessageLayout,
+    Piece,
+    Run,
+    ShardLayout,
+    cut_blocks,
+    cut_plain,
+    fragment_of,
+    number_of,
+)
+from agmerge.tensors.arena import Difference, as_tensor
 from agmerge.tensors.layout import Segment, Slot
-from sparsifiers import Kind, Selection
+from sparsifiers import Kind, Quantiser, Selection
 from sparsifiers.gpu.tables import BlockTable
 from sparsifiers.quantising.draws import Draws, key_of, key_within
 
@@ -45,6 +64,9 @@ class QuantisedExchange(Exchange):
     all of a message in one launch. Updates are written where ``store.update_of`` says, so that no memory of their size
     is needed. Dense segments travel as they are, and are added up by the owner of each shard. ``shards``: into so many
     a message is cut, each with an owner.
+
+    With ``context.fragments`` above 1 a message has the blocks of one fragment, in turn from step to step. With error
+    feedback, values that an unbiased quantizer reads are multiplied by :func:`contraction`.
     """
 
     sparse = False
@@ -56,12 +78,14 @@ class QuantisedExchange(Exchange):
         super().__init__(context)
         assert context.quantiser is not None
         self.quantiser, self._shards = context.quantiser, shards
-        self._layouts: dict[str, MessageLayout] = {}  # by message
+        self._fragments = context.fragments
+        self._factor = contraction(self.quantiser) if context.feedback else 1.0  # of values read
+        self._layouts: dict[tuple[str, int], MessageLayout] = {}  # by message and fragment
         self._messages: dict[str, Tensor] = {}  # by message: the bytes that this rank sends, the same at every step
         self._places: dict[int, tuple[str, int]] = {}  # by slot: the message of a tensor, and its place there
         self._prepared: set[int] = set()  # slots that have records in a message that has not started
         # By message and slot: tensors on devices that are to be quantised together, with their values, 1-D.
-        self._waiting: dict[str, dict[int, tuple[Slot, Tensor | None]]] = {}
+        self._waiting: dict[str, dict[int, tuple[Slot, Values]]] = {}
         # By message: float64[tensors], on devices float64[1], of all; 0 of those that have no records yet.
         self._squares: dict[str, Tensor] = {}
 
@@ -69,9 +93,11 @@ class QuantisedExchange(Exchange):
 
     def expect(self, name: str, segments: Sequence[Segment]) -> None:
         """Learn which segments message ``name`` will have: their tensors may be prepared before it starts."""
-        layout = self._layouts[name] = self._laid_out(segments)
+        layouts = [self._laid_out(segments, fragment) for fragment in range(self._fragments)]
+        self._layouts |= {(name, fragment): layout for fragment, layout in enumerate(layouts)}
         slots, device = quantised_slots(segments), segments[0].tensor_class.device
-        self._messages[name] = self.keep(("message", name), layout.size, torch.uint8, device)
+        longest = max(layout.size for layout in layouts)
+        self._messages[name] = self.keep(("message", name), longest, torch.uint8, device)
         length = len(slots) if device.type == "cpu" else 1
         self._squares[name] = self.keep(("squares", name), length, torch.float64, device).zero_()
         self._waiting[name] = {}
@@ -79,13 +105,17 @@ class QuantisedExchange(Exchange):
             self._places[slot.index] = (name, place)
             self._prepared.discard(slot.index)
 
-    def prepare(self, slot: Slot, work: Tensor | None, step: int) -> bool | None:
+    def _layout(self, name: str, step: int) -> MessageLayout:
+        """Return the layout of message ``name`` at a step: that of the fragment whose turn it is."""
+        return self._layouts[name, step % self._fragments]
+
+    def prepare(self, slot: Slot, work: Tensor | Difference | None, step: int) -> bool | None:
         """Quantise one tensor into its message; on a device, note it. Return whether it is finite; None: not checked.
 
         On a device ``work`` is to stay as it is until the message has left.
         """
         name, place = self._places[slot.index]
-        values = None if work is None else work.view(-1)
+        values = _flat(work)
         if slot.tensor_class.device.type != "cpu":
             self._waiting[name][slot.index] = slot, values
             return None
@@ -98,16 +128,13 @@ class QuantisedExchange(Exchange):
         waiting, self._waiting[name] = self._waiting[name], {}
         if not waiting:
             return None
-        layout, squares = self._layouts[name], self._squares[name]
+        layout, squares = self._layout(name, step), self._squares[name]
         if not self._prepared.isdisjoint(waiting):  # in a round that came to nothing
             squares.zero_()
         chosen = [number for number, piece in enumerate(layout.pieces) if piece.slot.index in waiting]
         table = layout.table if len(chosen) == len(layout.pieces) else layout.table.part(chosen)
-        values = []
-        for number in chosen:
-            piece = layout.pieces[number]
-            given = waiting[piece.slot.index][1]
-            values.append(None if given is None else given[piece.elements])
+        pieces = [layout.pieces[number] for number in chosen]
+        values = [_part(waiting[piece.slot.index][1], piece.elements) for piece in pieces]
         message = self._messages[name]
         self.quantiser.encode_all(table, values, self._key(None, step, 0, self.comm.rank), message, squares)
         for slot, given in waiting.values():
@@ -115,34 +142,37 @@ class QuantisedExchange(Exchange):
             self._commit(slot, given, step, message)
         return squares[0]
 
-    def _encode(self, slot: Slot, values: Tensor | None, step: int, squares: Tensor) -> None:
+    def _encode(self, slot: Slot, values: Values, step: int, squares: Tensor) -> None:
         """Write the records of one tensor on the host, and its squares. ``values``: 1-D; None: zeros."""
         name, _ = self._places[slot.index]
-        layout, message = self._layouts[name], self._messages[name]
+        layout, message = self._layout(name, step), self._messages[name]
         if slot.index in self._prepared:  # in a round that came to nothing
             squares.zero_()
         key = self._key(slot, step, 0, self.comm.rank)
-        for piece, where in layout.pieces_of[slot.index]:
-            if values is None:
+        for piece, where in layout.pieces_of.get(slot.index, ()):
+            part = _part(values, piece.elements)
+            if part is None:
                 message[where] = 0
             else:
-                own = Draws(key, piece.first)
-                self.quantiser.encode(values[piece.elements], piece.size, own, message[where], squares)
+                self.quantiser.encode(part, piece.size, Draws(key, piece.first), message[where], squares)
         self._prepared.add(slot.index)
         self._commit(slot, values, step, message)
 
-    def _commit(self, slot: Slot, values: Tensor | None, step: int, message: Tensor) -> None:
+    def _commit(self, slot: Slot, values: Values, step: int, message: Tensor) -> None:
         """Tell the store what was written of a tensor."""
         if self.store.counts_zeros:
-            self.store.count_zeros(slot, values)
+            self.store.count_zeros(slot, as_tensor(values))
         segment = Segment(slot.tensor_class, (slot,))
+        if self.store.takes_pieces(slot):  # it hears of that with the sum, see :meth:`_decode`
+            return
         if self.context.feedback and values is not None:
             sent = self.keep(("sent",), segment.length, slot.tensor_class.storage, message.device)
-            sent[slot.numel :] = 0  # padding
+            sent.zero_()  # padding, and what is not in the fragment
             key = self._key(slot, step, 0, self.comm.rank)
-            for piece, where in self._layouts[self._places[slot.index][0]].pieces_of[slot.index]:
+            layout = self._layout(self._places[slot.index][0], step)
+            for piece, where in layout.pieces_of.get(slot.index, ()):
                 draws = [Draws(key, piece.first)]
-                self.quantiser.decode_sum([message[where]], draws, piece.size, 1.0, sent[piece.elements])
+                self.quantiser.decode_sum([message[where]], draws, piece.size, self._factor, sent[piece.elements])
             self.store.subtract_sent(segment, None, sent)
         elif self.store.has_residual:
             self.store.subtract_sent(segment, None, None)
@@ -154,9 +184,10 @@ class QuantisedExchange(Exchange):
     ) -> InFlight:
         """Collective. Send a message; tensors that were not prepared are quantised first."""
         segments = [load.segment for load in loads]
-        if name not in self._layouts or self._layouts[name].first[0].header.segments != segments:
+        if (name, 0) not in self._layouts or self._layouts[name, 0].first[0].header.segments != segments:
             self.expect(name, segments)
-        layout, message, device = self._layouts[name], self._messages[name], loads[0].work.device
+        layout, device = self._layout(name, control.step), loads[0].work.device
+        message = self._messages[name][: layout.size]
         state = State(layout, self._squares[name])
         if not control.flags & Flag.REPLAN:
             for load in loads:
@@ -208,16 +239,47 @@ class QuantisedExchange(Exchange):
         """Return the ranks of which the message of the first phase has changed on its way; see ``ShardLayout``."""
         return shard.damaged(rows, lambda sender: self._key(None, pending.control.step, 0, sender), sealed=sealed)
 
-    def _decode(
-        self, pending: InFlight, table: BlockTable, pieces: Sequence[Piece], rows: Tensor, phase: int, scale: float
-    ) -> None:
+    def _decode(self, pending: InFlight, table: BlockTable, rows: Tensor, phase: int, scale: float) -> None:
         """Write the updates of quantised tensors: of each piece of ``table`` the sum of ``rows`` times ``scale``.
 
-        ``rows``: uint8[W, bytes], what each sender has sent.
+        ``rows``: uint8[W, bytes], what each sender has sent. A store that takes pieces gets them instead.
         """
-        outs = [self._output(pending.extra, piece.slot)[piece.elements] for piece in pieces]
+        layout: MessageLayout = pending.extra.layout
         keys = self._keys(pending.control.step, phase, len(rows))
+        if any(self.store.takes_pieces(piece.slot) for piece in layout.pieces):
+            own = [self._key(None, pending.control.step, 0, self.comm.rank)]
+            combined = self._reading("combined", layout.pieces, table, rows, keys, scale)
+            sent = self._reading("own", layout.pieces, layout.table, pending.message.view(1, -1), own, self._factor)
+            for piece, *reads in zip(layout.pieces, combined, sent, strict=True):
+                self.store.take_piece(ReadPiece(piece.slot, piece.elements, *reads))
+            return
+        if self._fragments > 1:
+            for slot in {piece.slot.index: piece.slot for piece in layout.pieces}.values():
+                self._output(pending.extra, slot).zero_()
+        outs = [self._output(pending.extra, piece.slot)[piece.elements] for piece in layout.pieces]
         self.quantiser.decode_all(table, rows, keys, scale, outs)
+
+    def _reading(
+        self, what: str, pieces: Sequence[Piece], table: BlockTable, rows: Tensor, keys: Sequence[int], scale: float
+    ) -> Iterator[Callable[[], Tensor]]:
+        """Yield functions that return the sum of each of ``pieces``, float32, 1-D: valid until the next is called.
+
+        On the host each decodes its own piece, while that is in the cache; on a device all are decoded in one launch.
+        """
+        lengths = [piece.elements.stop - piece.elements.start for piece in pieces]
+        if rows.device.type == "cpu":
+            room = self.keep((what,), max(lengths, default=0), torch.float32, rows.device)
+            for number, length in enumerate(lengths):
+                yield partial(self._read, table.part([number]), rows, keys, scale, room[:length])
+            return
+        outs = list(self.keep((what,), sum(lengths), torch.float32, rows.device).split(lengths))
+        self.quantiser.decode_all(table, rows, keys, scale, outs)
+        yield from (partial(Tensor.detach, out) for out in outs)
+
+    def _read(self, table: BlockTable, rows: Tensor, keys: Sequence[int], scale: float, out: Tensor) -> Tensor:
+        """Write the sum of one piece to ``out``, and return that."""
+        self.quantiser.decode_all(table, rows, keys, scale, [out])
+        return out
 
     def _keys(self, step: int, phase: int, senders: int) -> list[int]:
         """Return the keys of so many senders' messages, without a tensor."""
@@ -232,12 +294,12 @@ class QuantisedExchange(Exchange):
 
     # -- layouts and keys ---------------------------------------------------------------------------------------------
 
-    def _laid_out(self, segments: Sequence[Segment]) -> MessageLayout:
-        """Return the layout of a message of these segments."""
-        slots = self._encoded(segments)
+    def _laid_out(self, segments: Sequence[Segment], fragment: int) -> MessageLayout:
+        """Return the layout of a message of one fragment of these segments."""
+        pieces = fragment_of(self._encoded(segments), self._fragments, fragment)
         plain = [segment for segment in segments if segment.tensor_class.kind is not Kind.QUANTISED]
         header = Format(segments, [0 if segment.tensor_class.kind is Kind.QUANTISED else None for segment in segments])
-        cut = zip(cut_blocks(slots, self._shards), cut_plain(plain, self._shards), strict=True)
+        cut = zip(cut_blocks(pieces, self._shards), cut_plain(plain, self._shards), strict=True)
         first = [ShardLayout(header, pieces, runs, self.quantiser.record_bytes) for pieces, runs in cut]
         return MessageLayout(first, first if self._shards > 1 else [])
 
@@ -295,6 +357,34 @@ def refuse_damaged(name: str, ranks: Sequence[int]) -> None:
         )
 
 
+Values = Tensor | Difference | None  # of a tensor, 1-D; None: zeros
+
+
+def _flat(work: Tensor | Difference | None) -> Values:
+    """Return ``work`` in one dimension, in C order: of a difference views, or a new tensor."""
+    if isinstance(work, Difference):
+        if all(each.is_contiguous() for each in work):
+            return Difference(work.minuend.view(-1), work.subtrahend.view(-1))
+        work = work.tensor()
+    return None if work is None else work.reshape(-1)
+
+
+def _part(values: Values, elements: slice) -> Tensor | None:
+    """Return some elements of 1-D ``values``: a view, or a new tensor of a difference."""
+    if isinstance(values, Difference):
+        return values.minuend[elements] - values.subtrahend[elements]
+    return None if values is None else values[elements]
+
+
+def contraction(quantiser: Quantiser) -> float:
+    """Return the factor of values read with which error feedback forgets least, in (0, 1].
+
+    An unbiased quantizer of noise v, so that E|Q(x) - x|^2 = v |x|^2, leaves v / (1 + v) of the energy with the factor
+    1 / (1 + v): less than v, and less than 1 for any v. For a biased one it is 1.
+    """
+    return 1.0 / (1.0 + quantiser.noise) if quantiser.unbiased else 1.0
+
+
 # One phase: every rank reads the messages of all.
 
 
@@ -331,7 +421,7 @@ class GatheredExchange(QuantisedExchange):
 
     def finish(self, pending: InFlight) -> None:
         shard, rows = pending.extra.layout.first[0], pending.received.view(self.comm.size, -1)
-        self._decode(pending, shard.table, [piece for piece, _ in shard.records], rows, 0, self.scale)
+        self._decode(pending, shard.table, rows, 0, self.scale * self._factor)
         update_of = {load.segment: load.update for load in pending.loads}
         for run, where in shard.plain:
             self._write_sum(run, rows[:, where], update_of[run.segment][run.start : run.stop])
@@ -349,9 +439,10 @@ class AloneExchange(GatheredExchange):
         super().__init__(context)
         self._exact: dict[int, Tensor | None] = {}  # by slot: the work of a tensor, 1-D; None: it is zero
 
-    def prepare(self, slot: Slot, work: Tensor | None, step: int) -> bool | None:
+    def prepare(self, slot: Slot, work: Tensor | Difference | None, step: int) -> bool | None:
         """Note where the values of one tensor lie. Return None: they are not checked."""
-        self._exact[slot.index] = None if work is None else work.view(-1)
+        values = as_tensor(work)
+        self._exact[slot.index] = None if values is None else values.reshape(-1)
         self._prepared.add(slot.index)
         return None
 
@@ -462,7 +553,10 @@ class TwoPhaseExchange(QuantisedExchange):
         rows = pending.received.view(size, -1)
         message = self.keep(("sum", pending.name), longest, torch.uint8, rows.device)
         keys, key = self._keys(step, 0, size), self._key(None, step, 1, 0)
-        self.quantiser.encode_sum_all(shard.table, rows, keys, self.scale, self.quantiser, key, message)
+        if self.context.feedback:
+            self._encode_owing(shard, rows, keys, key, message)
+        else:
+            self.quantiser.encode_sum_all(shard.table, rows, keys, self.scale, self.quantiser, key, message)
         for (run, where), (_, out) in zip(shard.plain, summed.plain, strict=True):
             self._write_sum(run, rows[:, where], message[out].view(run.segment.tensor_class.dtype))
         if pending.has_streams:
@@ -475,6 +569,21 @@ class TwoPhaseExchange(QuantisedExchange):
         pending.handle = self._second.all_gather(state.sums, message, f"{pending.name}/sum")
         pending.bytes += longest
         pending.codecs = self._codecs(pending.codecs, [summed], longest)
+
+    def _encode_owing(self, shard: ShardLayout, rows: Tensor, keys: Sequence[int], key: int, message: Tensor) -> None:
+        """Quantise this owner's sums and what it owes of earlier ones; what that rounds it owes from now on.
+
+        That is error feedback of the second phase: with C the sum and what is owed, Q(C) is sent, and C - Q(C) owed.
+        """
+        for number, (piece, _) in enumerate(shard.records):
+            table = shard.table.part([number])
+            owed = self.store.owed_of(piece.slot)[piece.elements]
+            total, read = (self.keep((what,), len(owed), torch.float32, rows.device) for what in ("owing", "read"))
+            self.quantiser.decode_all(table, rows, keys, self.scale * self._factor, [total])
+            total.add_(owed)
+            self.quantiser.encode_all(table, [total], key, message)
+            self.quantiser.decode_all(table, message.view(1, -1), [key], self._factor, [read])
+            self.store.owe(piece.slot, piece.elements, total - read)
 
     def _checked(self, shard: ShardLayout, rows: Tensor, pending: InFlight) -> tuple[RoundHeader, int]:
         """Return the merged header of the first phase, and 1 + the first rank of a damaged message, or 0.
@@ -525,7 +634,7 @@ class TwoPhaseExchange(QuantisedExchange):
     def finish(self, pending: InFlight) -> None:
         update_of, places, sums = {load.segment: load.update for load in pending.loads}, list[Tensor](), list[Tensor]()
         layout: MessageLayout = pending.extra.layout
-        self._decode(pending, layout.sums, layout.pieces, self._sums(pending).view(1, -1), 1, 1.0)
+        self._decode(pending, layout.sums, self._sums(pending).view(1, -1), 1, self._factor)
         for shard, row in zip(layout.second, self._sums(pending), strict=True):
             for run, where in shard.plain:
                 places.append(update_of[run.segment][run.start : run.stop])

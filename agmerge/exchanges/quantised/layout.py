@@ -54,25 +54,58 @@ class Run:
         return (self.stop - self.start) * self.segment.tensor_class.dtype.itemsize
 
 
-def cut_blocks(slots: Sequence[Slot], shards: int) -> list[list[Piece]]:
-    """Return the pieces of each shard: whole blocks in the order of ``slots``, about as many coordinates a shard.
+RUN = 1 << 16  # coordinates that lie side by side in a fragment, at most: a pass over them stays in the cache
+RUNS = 64  # of a message in each fragment, at least, unless they are shorter than LEAST
+LEAST = 1 << 11
+
+
+def whole_pieces(slots: Sequence[Slot]) -> list[Piece]:
+    """Return one piece for each of ``slots``, with all of its blocks."""
+    sizes = [block_size(slot.shape) for slot in slots]
+    return [Piece(slot, size, 0, blocks_in(slot.numel, size)) for slot, size in zip(slots, sizes, strict=True)]
+
+
+def fragment_of(slots: Sequence[Slot], fragments: int, fragment: int) -> list[Piece]:
+    """Return the pieces of one of several fragments: every ``fragments``-th run of blocks.
+
+    Runs are counted over all blocks, in the order of ``slots``. So fragments are about equally long, and each has a
+    part of every large tensor.
+    """
+    pieces = whole_pieces(slots)
+    if fragments == 1:
+        return pieces
+    total = sum(piece.blocks * piece.size for piece in pieces)
+    run = min(RUN, max(LEAST, total // (RUNS * fragments)))
+    return [
+        piece
+        for number, row in enumerate(_cut(pieces, run, -(-total // run)))
+        if number % fragments == fragment
+        for piece in row
+    ]
+
+
+def cut_blocks(pieces: Sequence[Piece], shards: int) -> list[list[Piece]]:
+    """Return the pieces of each shard: whole blocks in the order of ``pieces``, about as many coordinates a shard."""
+    total = sum(piece.blocks * piece.size for piece in pieces)
+    return _cut(pieces, -(-total // shards), shards)
+
+
+def _cut(pieces: Sequence[Piece], each: int, parts: int) -> list[list[Piece]]:
+    """Return ``pieces`` cut into so many parts of about ``each`` coordinates.
 
     A block lies where its first coordinate does, counted over all blocks.
     """
-    sizes = [block_size(slot.shape) for slot in slots]
-    total = sum(blocks_in(slot.numel, size) * size for slot, size in zip(slots, sizes, strict=True))
-    each = -(-total // shards)
-    pieces: list[list[Piece]] = [[] for _ in range(shards)]
-    before = 0  # coordinates of the tensors that came first
-    for slot, size in zip(slots, sizes, strict=True):
-        blocks = blocks_in(slot.numel, size)
-        for shard in range(before // each, (before + blocks * size - 1) // each + 1):
-            first = max(0, -(-(shard * each - before) // size))
-            stop = min(blocks, -(-((shard + 1) * each - before) // size))
+    found: list[list[Piece]] = [[] for _ in range(parts)]
+    before = 0  # coordinates of the pieces that came first
+    for piece in pieces:
+        size, blocks = piece.size, piece.blocks
+        for part in range(before // each, (before + blocks * size - 1) // each + 1):
+            first = max(0, -(-(part * each - before) // size))
+            stop = min(blocks, -(-((part + 1) * each - before) // size))
             if first < stop:
-                pieces[shard].append(Piece(slot, size, first, stop - first))
+                found[part].append(Piece(piece.slot, size, piece.first + first, stop - first))
         before += blocks * size
-    return pieces
+    return found
 
 
 def cut_plain(segments: Sequence[Segment], shards: int) -> list[list[Run]]:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agmerge.exchanges.quantised.layout import cut_blocks, cut_plain
+from agmerge.exchanges.quantised.layout import cut_blocks, cut_plain, fragment_of, whole_pieces
 from agmerge.tensors.layout import ALIGNMENT, Layout, TensorClass
 from sparsifiers import Kind
 from sparsifiers.quantising.base import block_size, blocks_in
@@ -33,7 +33,7 @@ def layout_of(shapes: list[tuple[int, ...]], kind: Kind = Kind.QUANTISED) -> Lay
 @given(SHAPES, st.integers(1, 9))
 def test_every_block_has_one_owner_and_shards_are_of_one_size(shapes: list[tuple[int, ...]], shards: int) -> None:
     slots = layout_of(shapes).slots
-    pieces = cut_blocks(slots, shards)
+    pieces = cut_blocks(whole_pieces(slots), shards)
     assert len(pieces) == shards
     for slot in slots:
         size = block_size(slot.shape)
@@ -57,3 +57,28 @@ def test_plain_values_have_one_owner_each(shapes: list[tuple[int, ...]], shards:
         places = [place for run in runs if run.segment is segment for place in range(run.start, run.stop)]
         assert places == list(range(segment.length))
     assert all(run.start % ALIGNMENT == 0 for run in runs)
+
+
+@given(SHAPES, st.integers(1, 4), st.integers(1, 5))
+def test_every_block_is_in_one_fragment_and_has_one_owner(
+    shapes: list[tuple[int, ...]], fragments: int, shards: int
+) -> None:
+    slots = layout_of(shapes).slots
+    cut = [cut_blocks(fragment_of(slots, fragments, number), shards) for number in range(fragments)]
+    for slot in slots:
+        own = [piece for row in cut for shard in row for piece in shard if piece.slot is slot]
+        covered = sorted(place for one in own for place in range(one.elements.start, one.elements.stop))
+        assert covered == list(range(slot.numel))
+        assert sorted(block for one in own for block in range(one.first, one.first + one.blocks)) == list(
+            range(blocks_in(slot.numel, block_size(slot.shape)))
+        )
+
+
+def test_fragments_are_equally_long_and_share_large_tensors() -> None:
+    slots = layout_of([(512, 1536), (4000, 512), (512, 512), (64, 64)]).slots
+    total = sum(slot.numel for slot in slots)
+    for fragments in (2, 3, 8):
+        rows = [fragment_of(slots, fragments, number) for number in range(fragments)]
+        for row in rows:
+            assert abs(sum(piece.blocks * piece.size for piece in row) - total / fragments) <= 2 * (1 << 16)
+            assert {piece.slot.name for piece in row} >= {"t0", "t1"}

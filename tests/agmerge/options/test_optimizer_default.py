@@ -46,8 +46,8 @@ class Shampoo(torch.optim.SGD):
     """By its name, one that mixes elements."""
 
 
-TWO_GROUPS: Make = (
-    lambda model: torch.optim.SGD(  # noqa: E731  as the others in the table
+TWO_GROUPS: Make = (  # noqa: E731  as the others in the table
+    lambda model: torch.optim.SGD(
         [{"params": [*model[0].parameters()]}, {"params": [*model[2:].parameters()], "momentum": 0.5}], lr=0.1
     )
 )
