@@ -15,10 +15,14 @@ far a worker's x may deviate from that mean.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from agmerge.backends import status
 from agmerge.engine.averaged_steps import AveragedTwice
@@ -29,7 +33,7 @@ from agmerge.exchanges.message.format import Flag
 from agmerge.planning.replanner import Replanner
 from agmerge.runtime import workers
 from agmerge.step.config import Config, planner_for
-from agmerge.step.gradient_exchange import Due
+from agmerge.step.gradient_exchange import Due, GradientExchange
 from agmerge.tensors.parameters import ParameterTable
 
 
@@ -43,6 +47,9 @@ class UpdateReducer:
         assert config.sync.updates is not None
         self.updates, self.members = config.sync.updates, members
         self._table = DeltaTable(members)
+        if self.updates.may_overlap and self._table.is_narrow:
+            self.updates = replace(self.updates, overlap=0)
+            config = config.changed(updates=self.updates)
         config = self._with_planner(config)
         self.exchange = open_exchange(
             members,
@@ -56,6 +63,7 @@ class UpdateReducer:
         self._announced: tuple[str, ...] = ()  # parameters with bad gradients, as said in the messages under way
         self._receive_at: int | None = None  # the step after which messages under way are applied
         self._due: Due | None = None  # which merge buffers these are of
+        self._polls = BackwardPolls(self.exchange)
         self._sharded = ShardedSteps(members, self.exchange)
         self._averaged_twice = AveragedTwice(members, self.exchange)
 
@@ -176,6 +184,7 @@ class UpdateReducer:
         self._receive_at = steps.count + self.updates.overlap
         if self.updates.overlap:
             self.exchange.agree()
+            self._polls.attach(self.members.name_all())
             self.exchange.start(self.replica.shared.delta, self.participation.flag, self._due, self._announced)
         else:
             self._receive()
@@ -214,6 +223,7 @@ class UpdateReducer:
         self._due, buffers = None, None
         while buffers is None or buffers is not self.exchange.agreed.buffers:  # else ranks have agreed again meanwhile
             buffers = self.exchange.agree()
+            self.replica.shared.take_back(buffers.flat.take_owed(), buffers.comm.size)
             self._announced = self.replica.own_steps.drain()
             with self.exchange.sending_whole():
                 self._receive(plans=False)  # its plan is of this exchange alone, and costs are of no such plan
@@ -234,7 +244,39 @@ class UpdateReducer:
         world, is_ahead = self.exchange.group.world, self.replica.strayed.ahead
         if is_ahead and not self.exchange.fault and workers.current(world) and sys.exc_info()[1] is None:
             self.consolidate()
+        self._polls.remove()
         self.exchange.close()
+
+
+class BackwardPolls:
+    """Hooks of parameters that start the second phases of messages under way, as the backward pass goes on.
+
+    Without them owners would add up their shards when the updates are due. Only of more than two workers, on the host.
+    """
+
+    def __init__(self, exchange: GradientExchange) -> None:
+        self._exchange = weakref.ref(exchange)
+        self._handles: MutableMapping[torch.Tensor, RemovableHandle] = WeakTensorKeyDictionary()  # by parameter
+
+    def attach(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Hook every parameter that requires a gradient and has no hook yet, if there is a second phase."""
+        exchange = self._exchange()
+        if exchange is None or exchange.group.second is None:
+            return
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.device.type == "cpu" and parameter not in self._handles:
+                self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._poll)  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _poll(self, parameter: torch.Tensor) -> None:
+        exchange = self._exchange()
+        if exchange is not None:
+            exchange.poll()
 
 
 def _no_plans(*_: object) -> None:

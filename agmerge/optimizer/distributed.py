@@ -200,7 +200,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
             steps, so that no step carries all of the traffic. At most ``every``.
 
         overlap (int): Number of steps after which sent updates are received. They travel during these steps. Use 1 if
-            steps wait for messages. At most ``every / fragments``, and only with ``carry="apply"``.
+            steps wait for messages. At most ``every / fragments``, and only with ``carry="apply"``. Default: 1 with
+            quantizers, if parameters have 32 bits, else 0.
 
         decay (float): Factor, above 0 and at most 1, for unsent updates at each exchange. Only with ``carry="hold"``.
 
@@ -249,7 +250,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         carry: Carry | None = "apply",
         every: int = 1,
         fragments: int = 1,
-        overlap: int = 0,
+        overlap: int | None = None,
         decay: float = 1.0,
         outer: Any = None,
         **unknown: NoReturn,

@@ -45,6 +45,7 @@ MEASURED = {
 # Words in the names of optimizers with steps that mix the elements of a tensor.
 MIXING = ("muon", "shampoo", "soap", "dion", "lbfgs", "galore", "kfac", "psgd")
 ASKS = "AGM713: {given} requires a sparsifier; using compression={name!r}. Set compression= to silence this warning."
+FRAGMENTS = 2  # of updates in few bits: a step codes, sends and applies every second run of blocks
 DENSITY_OF_UPDATES = 0.05  # see benchmarks/notebook/parity.md, as for the next two
 WIRE_OF_UPDATES = "sign"  # where an exchange has codecs
 EVERY, WIRE_OF_LOCAL_STEPS = 8, "int4"
@@ -137,7 +138,8 @@ def resolve_auto(options: Options, optimizer: torch.optim.Optimizer | None) -> A
     see :mod:`agmerge.options.defaults`; with ``exchange="sparse"`` the one of these that sends fewest bits. Where a
     script has options about selection, it is a sparsifier: ``"dgc"``, which applies momentum before selection, where
     there is an SGD's momentum to apply, or a memory that does so is asked for; else ``"topk"``. With
-    ``sync="updates"``, where momentum is the optimizer's business, it is ``"topk"``.
+    ``sync="updates"``, where momentum is the optimizer's business, it is ``"topk"`` then, and else a choice, see
+    :func:`in_few_bits`.
 
     ``optimizer`` None: it is not known; ``ValueError`` where it matters.
     """
@@ -147,7 +149,9 @@ def resolve_auto(options: Options, optimizer: torch.optim.Optimizer | None) -> A
     if not isinstance(compression, str) or spelling(compression) != AUTO:
         return compression
     if options.sync == UPDATES:
-        return "topk"
+        if not in_few_bits(options):
+            return "topk"
+        return FOUR[-1] if options.exchange == SPARSE else choice(FOUR)
     about_selection = _about_selection(options)
     if about_selection or options.density is not None:
         name = sparsifier_for(optimizer, options.memory)
@@ -155,6 +159,25 @@ def resolve_auto(options: Options, optimizer: torch.optim.Optimizer | None) -> A
             _say_once(ASKS.format(given=" and ".join(about_selection), name=name))
         return name
     return choice_for(optimizer, options)
+
+
+def in_few_bits(options: Options) -> bool:
+    """Return whether ``compression="auto"`` with ``sync="updates"`` sends updates in few bits, in two fragments.
+
+    It does unless the script has options about selection, or keeps unsent updates beside the shared parameters.
+    """
+    asks = _about_selection(options) or options.density is not None or options.outer is not None
+    return not asks and carry_of(options) == APPLY and options.exchange in (AUTO, SPARSE)
+
+
+def schedule_of(options: Options) -> dict[str, int]:
+    """Return ``every`` and ``fragments``; with ``compression="auto"``, and updates in few bits, the default ones."""
+    given = {"every": options.every, "fragments": options.fragments}
+    compression = options.compression
+    is_auto = isinstance(compression, str) and spelling(compression) == AUTO
+    if options.sync != UPDATES or not is_auto or set(given.values()) != {1} or not in_few_bits(options):
+        return given
+    return dict.fromkeys(given, FRAGMENTS)
 
 
 def sparsifier_for(optimizer: torch.optim.Optimizer | None, memory: Any = None) -> str:

@@ -60,7 +60,14 @@ from sparsifiers import Kind, catalogue
 # ``sync="updates"``: the optimizer's updates of parameters are exchanged, not gradients.
 
 # Options of sync="updates" alone, with their neutral values.
-_OWN = {"carry": ("apply", None), "every": (1,), "fragments": (1,), "overlap": (0,), "decay": (1.0,), "outer": (None,)}
+_OWN = {
+    "carry": ("apply", None),
+    "every": (1,),
+    "fragments": (1,),
+    "overlap": (None, 0),
+    "decay": (1.0,),
+    "outer": (None,),
+}
 
 
 def parse_updates(options: Options) -> Updates | None:
@@ -83,7 +90,7 @@ def parse_updates(options: Options) -> Updates | None:
     check_choice("carry", carry, CARRIES)
     for name, least in (("every", 1), ("fragments", 1), ("overlap", 0)):
         value = getattr(options, name)
-        if not is_whole(value, least):
+        if not (is_whole(value, least) or (name == "overlap" and value is None)):
             raise ValueError(f"{name}={value!r}: expected a whole number >= {least}")
     if not is_number(options.decay) or not 0.0 < options.decay <= 1.0:
         raise ValueError(f"decay={options.decay!r}: expected a number in (0, 1]")
@@ -93,8 +100,16 @@ def parse_updates(options: Options) -> Updates | None:
             "torch.optim.Optimizer for a list of parameters"
         )
     _check_together(options, carry)
-    given = {name: getattr(options, name) for name in ("every", "fragments", "overlap", "outer")}
-    return Updates(carry=carry, decay=float(options.decay), **given)
+    given = {name: getattr(options, name) for name in ("every", "fragments", "outer")}
+    return Updates(carry=carry, decay=float(options.decay), overlap=options.overlap or 0, **given)
+
+
+def _fitting(updates: Updates, overlap: int | None, compressor: sparsifiers.Compressor) -> Updates:
+    """Return how updates of ``compressor`` are exchanged. ``overlap``: as the script gives it."""
+    if not compressor.kinds <= {Kind.QUANTISED, Kind.DENSE} or Kind.QUANTISED not in compressor.kinds:
+        return updates
+    is_late = overlap is None and updates.carry == APPLY and updates.outer is None
+    return replace(updates, interleaved=True, may_overlap=is_late, overlap=1 if is_late else updates.overlap)
 
 
 def _refused(options: Options) -> Iterable[tuple[str, str]]:
@@ -138,7 +153,7 @@ def _check_together(options: Options, carry: str) -> None:
             "in a separate step"
         )
     gap = options.every // options.fragments
-    if options.overlap > gap:
+    if (options.overlap or 0) > gap:
         raise ValueError(
             f"overlap={options.overlap} must be at most {gap} steps (every={options.every} / "
             f"fragments={options.fragments}), because messages must arrive before the next ones are sent"
@@ -168,8 +183,8 @@ def resolve(options: Options) -> Config:
     updates = parse_updates(options)
     guards, sync = _guards(options), _sync(options, updates)  # in this order: the first mistake of several is told
     compression = _compression(options, updates)
-    if updates is not None and compression.compressor.kinds <= {Kind.QUANTISED, Kind.DENSE}:
-        sync = replace(sync, updates=replace(updates, interleaved=Kind.QUANTISED in compression.compressor.kinds))
+    if updates is not None:
+        sync = replace(sync, updates=_fitting(updates, options.overlap, compression.compressor))
     config = Config(compression=compression, merging=_merging(options), sync=sync, guards=guards)
     check_dear(config)
     _check_two_level(config)
@@ -362,7 +377,8 @@ def prepare(options: Options, optimizer: torch.optim.Optimizer | None, *, are_ne
     if options.sync == UPDATES and optimizer is not None:
         _check_outer(options.outer, optimizer)
     options = replace(options, process_set=process_sets.by_ranks(options.process_set))  # torch's groups do not pickle
-    return _decided(replace(options, compression=resolve_auto(options, optimizer)), optimizer)
+    decided = {"compression": resolve_auto(options, optimizer), **defaults.schedule_of(options)}
+    return _decided(replace(options, **decided), optimizer)
 
 
 def prepare_change(

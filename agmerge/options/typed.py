@@ -58,7 +58,7 @@ class Options:
     carry: Any = "apply"  # or "hold"; None: the default
     every: Any = 1  # steps
     fragments: Any = 1
-    overlap: Any = 0  # steps
+    overlap: Any = None  # steps; None: 1 with quantizers, else 0
     decay: float = 1.0
     outer: Any = None  # a function of parameters that makes an optimizer of them, or None
 

@@ -96,6 +96,7 @@ class Updates:
     decay: float  # of residuals, from one exchange to the next
     outer: Outer | None  # makes the optimizer that steps with the combined updates; None: they are taken as they are
 
+    may_overlap: bool = False  # the script has not set `overlap`: it is 0 where parameters have 16 bits
     interleaved: bool = False  # fragments are runs of blocks, which the exchange chooses: each has all merge buffers
 
     @property

@@ -359,6 +359,11 @@ class FlatBuffers:
         for tensor_class, arena in self.arenas.items():
             arena.settle(used, waits=exempt and tensor_class.kind is Kind.DENSE)
 
+    def take_owed(self) -> dict[str, torch.Tensor]:
+        """Return what this rank owes to all, by name of the tensor, 1-D, and owe nothing from now on."""
+        owed, self.owed = self.owed, {}
+        return owed
+
     def owe(self, slot: Slot, elements: slice, values: torch.Tensor) -> None:
         """Record what this rank owes of some elements once the step ends."""
         self._owing.append((slot, elements, values))
@@ -415,6 +420,9 @@ class FlatBuffers:
             for other in MOMENTA if kind in MOMENTA else (kind,):  # the tensor's treatment may have changed
                 if (other, name) in carried:
                     tensor.copy_(carried.pop((other, name)))
+        for slot in self.layout.slots:
+            if ("owed", slot.name) in carried:
+                self.owed_of(slot).copy_(carried.pop(("owed", slot.name)))
         for number, arena in enumerate(self.arenas.values()):
             if arena.memory.averages and arena.momenta is not None:
                 comm.broadcast(arena.momenta.back, 0, f"momentum {number}").wait(timeout)

@@ -358,6 +358,12 @@ class GradientExchange:
             if attempt is not None:
                 attempt.add_all(gradient_of)
 
+    def poll(self) -> None:
+        """Collective. Start second phases of messages of which the first one has ended. Waits for nothing."""
+        if self._round is not None and not self.fault:
+            with self.fault.surviving():
+                self._round.poll()
+
     def finish(
         self,
         gradient_of: GradientOf = lambda name: None,

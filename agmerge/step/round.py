@@ -509,6 +509,10 @@ class Round:
         flags = self.flags | (Flag.REPLAN if self.dirty else 0) | (Flag.NONFINITE if self.guard.found else 0)
         return RoundHeader(self.step, self.buffers.fingerprint, buffer, flags, used, finite)
 
+    def poll(self) -> None:
+        """Collective. Start second phases of messages that are due. Waits for nothing."""
+        self._under_way.poll()
+
     # -- 2. updates -----------------------------------------------------------------------------------------------
 
     def receive(self, gradient_of: GradientOf) -> bool:
