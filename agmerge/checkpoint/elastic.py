@@ -17,7 +17,7 @@ from agmerge.backends import Backend, timeouts
 from agmerge.backends.handshake import broadcast_bytes, gather_bytes
 from agmerge.checkpoint import rank_state
 from agmerge.checkpoint.dcp import gather_parts, packed, unpacked
-from agmerge.checkpoint.redistribute import displacements, redistribute
+from agmerge.checkpoint.redistribute import displaced, displacements, redistribute
 from agmerge.engine.optimizer_group import load_state
 from agmerge.engine.participation import RETRIED
 from agmerge.engine.reducers import AnyReducer
@@ -102,7 +102,7 @@ def _add(reducer: AnyReducer, unsent: dict[str, Any]) -> None:
     own = rank_state.save(reducer)
     other = {**own, **{kind: unsent[kind] for kind in RANKS_OWN}, "window": {}}
     if own["updates"]:
-        other["updates"] = {**own["updates"], "own": {}, "displacements": unsent["displacements"]}
+        other["updates"] = displaced(own["updates"], unsent["displacements"])
     both = redistribute([own, other], 0, 1, Sum)
     kept = {key: own[key] for key in ("rank", "size", "compressor")}
     rank_state.load(reducer, {**both, **kept}, own=True)

@@ -17,7 +17,7 @@ import torch
 
 from agmerge.backends import horovod
 from agmerge.checkpoint import rank_state
-from agmerge.checkpoint.redistribute import displacements
+from agmerge.checkpoint.redistribute import displaced, displacements
 from agmerge.engine.optimizer_group import load_state
 from agmerge.runtime import workers
 from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters
@@ -118,5 +118,5 @@ def _levelled(
     broadcast_parameters(shared)
     levelled = {**updates, **common, "base": shared}
     if not all(name in base and torch.equal(shared[name], base[name]) for name in shared):
-        levelled |= {"own": {}, "displacements": displacements(updates, residuals)}
+        levelled = displaced(levelled, displacements(updates, residuals))
     return levelled

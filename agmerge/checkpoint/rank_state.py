@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 import merging
-from agmerge.checkpoint.redistribute import displacements, redistribute
+from agmerge.checkpoint.redistribute import displaced, displacements, redistribute
 from agmerge.engine.optimizer_group import SECTIONS, marked, unmark
 from agmerge.engine.reducers import AnyReducer
 from agmerge.exchanges.low_rank import bases
@@ -110,6 +110,11 @@ OF_UPDATES: dict[str, Test] = {
     "displacements": tensors,
     "outer": or_none(mapping),
 }
+OPTIONAL_OF_UPDATES: dict[str, Test] = {
+    "owed": tensors,  # of updates in few bits, and more than two workers
+    "workers": whole,  # of the group of that
+    "under_way": flag,
+}
 
 
 def check_section(section: Any, ranks: str, version: int) -> None:
@@ -137,7 +142,7 @@ def _check_rank(section: Any, where: str) -> None:
         problem = f"is rank {section['rank']}'s of {section['size']}"
         raise ValueError(DAMAGED.format(where=f"{where}it", problem=problem))
     if section["updates"] is not None:
-        _check(section["updates"], f"{where}'updates'", OF_UPDATES, {})
+        _check(section["updates"], f"{where}'updates'", OF_UPDATES, OPTIONAL_OF_UPDATES)
 
 
 def _check(found: Any, where: str, required: Mapping[str, Test], optional: Mapping[str, Test]) -> None:
@@ -225,7 +230,7 @@ def save(reducer: AnyReducer) -> dict[str, Any]:
         "shares": current.budgets,
         "compressor": (repr(compressor), compressor.state_dict()),
         "window": _window(reducer),
-        "updates": reducer.replica.saved(),
+        "updates": reducer.replica.saved() if reducer.combines_gradients else reducer.saved(),
         **{plural: _copies(current, kind) for kind, plural in KINDS.items()},
     }
 
@@ -328,6 +333,8 @@ def load(reducer: AnyReducer, section: Mapping[str, Any] | None, *, own: bool = 
         )
     exchange.restore(restored.carried, restored.steps, restored.shard)
     reducer.replica.restore(restored.updates)
+    if not reducer.combines_gradients:
+        reducer.restart(is_under_way=bool(restored.updates and restored.updates.get("under_way")))
     _reopen_step(reducer, restored.window)
     return restored.inner
 
@@ -355,6 +362,8 @@ def _read(reducer: AnyReducer, section: Mapping[str, Any], own: bool) -> Restore
     elif saved == place and shard == restored.shard:
         for kind, plural in KINDS.items():
             restored.carried.tensors |= {(kind, name): tensor.clone() for name, tensor in section[plural].items()}
+        owed = {} if updates is None else updates.get("owed", {})
+        restored.carried.tensors |= {("owed", name): tensor.clone() for name, tensor in owed.items()}
         if _restore_compressor(exchange, section):
             restored.carried.budgets = section["shares"]
         restored.window = section["window"]
@@ -458,7 +467,7 @@ def _check_updates(reducer: AnyReducer, updates: Mapping[str, Any] | None) -> No
 
 def common_part(updates: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that are equal on all ranks in those that one of them has saved: shared parameters."""
-    return {**updates, "own": {}, "displacements": {}}
+    return displaced(updates, {})
 
 
 def _put_into_parameters(restored: Restored) -> None:
@@ -468,7 +477,7 @@ def _put_into_parameters(restored: Restored) -> None:
         return
     moved = displacements(restored.updates, residuals)
     moved |= {name: moved[name] + residual if name in moved else residual for name, residual in residuals.items()}
-    restored.updates = {**restored.updates, "own": {}, "displacements": moved}
+    restored.updates = displaced(restored.updates, moved)
     restored.carried.tensors = {key: tensor for key, tensor in restored.carried.tensors.items() if key[0] != "residual"}
 
 

@@ -35,9 +35,8 @@ def redistribute(sections: Sequence[Section], rank: int, size: int, op: ReduceOp
     for kind in ("residuals", "momenta"):  # each rank's own
         part[kind] = _sums([section[kind] for section in dealt], factor)
     if sections[0]["updates"]:
-        part["updates"] = dict(sections[0]["updates"])
         moved = [displacements(section["updates"], section["residuals"]) for section in dealt]
-        part["updates"] |= {"own": {}, "displacements": _sums(moved, factor)}
+        part["updates"] = displaced(sections[0]["updates"], _sums(moved, factor))
         part["inner"] = sections[rank % before].get("inner")
     if any(section["window"] for section in sections):
         warnings.warn(
@@ -51,13 +50,21 @@ def redistribute(sections: Sequence[Section], rank: int, size: int, op: ReduceOp
 def displacements(updates: Mapping[str, Any], residuals: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the differences between a rank's expected and own parameters, by name; ``residuals`` are not included.
 
-    ``updates``: a result of :meth:`agmerge.engine.local_replica.LocalReplica.saved`.
+    What the rank owes to all counts as its own. ``updates``: a result of
+    :meth:`agmerge.engine.local_replica.LocalReplica.saved`.
     """
     shown = residuals if updates["carry"] == APPLY else {}
     moved = {
         name: place(updates["base"][name], shown.get(name), own.dtype) - own for name, own in updates["own"].items()
     }
+    for name, owed in updates.get("owed", {}).items():  # the mean over workers divides by their number
+        moved[name] = moved[name].add(owed, alpha=float(updates["workers"]))
     return {**updates["displacements"], **moved}
+
+
+def displaced(updates: Mapping[str, Any], moved: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return ``updates`` with these displacements in place of a rank's own parameters, and with nothing under way."""
+    return {**updates, "own": {}, "owed": {}, "under_way": False, "displacements": dict(moved)}
 
 
 def _sums(parts: Sequence[Mapping[str, torch.Tensor]], factor: float) -> dict[str, torch.Tensor]:

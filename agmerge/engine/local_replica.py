@@ -341,10 +341,14 @@ class LocalReplica:
         """Return the shared parameters, this worker's own, the outer optimizer and the steps.
 
         Unsent updates are the difference of the two; those kept beside parameters are among the residuals. When they
-        are distributed over another number of workers, ``displacements`` take the place of ``own``.
+        are distributed over another number of workers, ``displacements`` take the place of ``own``. ``owed``: what this
+        rank, as an owner of sums, owes to all of ``workers``.
         """
         base, own = self.shared.base, self.shared.own
+        comm, state = self._exchange.group.comm, self._exchange.agreed.current.tensors
         return {
+            "owed": {name: tensor.clone() for (kind, name), tensor in state.items() if kind == "owed"},
+            "workers": 1 if comm is None else comm.size,
             "carry": self._options.carry,
             "steps": self.steps,
             "base": {name: tensor.clone() for name, tensor in base.items()},

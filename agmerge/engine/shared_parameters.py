@@ -439,14 +439,13 @@ class SharedParameters(ABC):
             self.own[name].detach().copy_(self.expected(name) - moved)
 
     def take_back(self, owed: Tensors, workers: int) -> None:
-        """Make what this worker owes to all of ``workers``, by name, 1-D, a part of its own unsent updates.
+        """Make what this worker owes to all of ``workers``, by name, a part of its own unsent updates.
 
         The mean over workers divides by their number, so that all of them get as much as it owes.
         """
         for name, tensor in owed.items():
             if name in self.own:
-                own = self.own[name].detach()
-                own.sub_(tensor.view(own.shape), alpha=float(workers))
+                self.own[name].detach().sub_(tensor, alpha=float(workers))
 
     def outer_state(self) -> dict[str, torch.Tensor] | None:
         """Return the ``state_dict()`` of the outer optimizer; None without one."""

@@ -61,6 +61,7 @@ class UpdateReducer:
         self.participation = Participation(self.exchange, self.replica.compared)
         self.flags_of_all = 0  # flags of all ranks in the last exchange, see Flag
         self._announced: tuple[str, ...] = ()  # parameters with bad gradients, as said in the messages under way
+        self._sends_again = False  # a message was under way in the checkpoint that was loaded
         self._receive_at: int | None = None  # the step after which messages under way are applied
         self._due: Due | None = None  # which merge buffers these are of
         self._polls = BackwardPolls(self.exchange)
@@ -116,6 +117,20 @@ class UpdateReducer:
         self.participation.reconfigure(config, what, advice)
         self.replica.refit()
 
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def saved(self) -> dict[str, Any]:
+        """Return the result of :meth:`LocalReplica.saved`, and whether a message has left since the last step.
+
+        A rank that loads it sends that message again: the parameters are as they were when it left.
+        """
+        is_under_way = self._receive_at is not None and self.updates.overlap == 1
+        return {**self.replica.saved(), "under_way": is_under_way}
+
+    def restart(self, *, is_under_way: bool) -> None:
+        """Begin after a checkpoint, with a message under way if there was one: the next step sends it first."""
+        self._receive_at, self._sends_again = None, is_under_way and self.updates.overlap == 1
+
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, wrapper: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
@@ -141,8 +156,13 @@ class UpdateReducer:
         self._sharded.note()
         if self.exchange.group.alone:
             self.replica.absorb_residuals()
-        elif self.replica.admit(self.flush):
-            self.participation.compare_soon()
+        else:
+            if self.replica.admit(self.flush):
+                self.participation.compare_soon()
+            if self._sends_again:
+                self._sends_again, count = False, self.replica.own_steps.count
+                fragment = self.updates.fragment_at(count)
+                self._send(None if fragment is None else self.updates.merge_buffers_of(fragment))
 
     @torch.no_grad()
     def use_present(self) -> None:
@@ -180,6 +200,11 @@ class UpdateReducer:
             self.exchange.agreed.totals.passed(sum(tensor.numel() for tensor in self.replica.shared.base.values()))
             return
         status.current().enter("is in step()", self.exchange.agreed.step)
+        self._send(due)
+
+    def _send(self, due: Due | None) -> None:
+        """Collective. Make the exchange that is due, or begin it, with ``overlap``. ``due``: which merge buffers."""
+        steps = self.replica.own_steps
         self._due, self._announced = due, steps.drain()
         self._receive_at = steps.count + self.updates.overlap
         if self.updates.overlap:

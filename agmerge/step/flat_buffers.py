@@ -243,7 +243,7 @@ class FlatBuffers:
             low_rank = config.compression.compressor.part(Kind.LOW_RANK)
             assert isinstance(low_rank, LowRank)
             self.bases = Bases(low_rank, factored)
-        self.owed: dict[str, torch.Tensor] = {}  # by name, see `owed_of`
+        self.owed: dict[str, torch.Tensor] = {}  # by name, in the tensor's shape: see `owed_of`
         self._owing: list[tuple[Slot, slice, torch.Tensor]] = []  # what replaces it when the step ends
         self.may_move: list[bool] = []  # by slot: a gradient may move to where its update will be, see `update`
         self._has_shards = nodes is not None
@@ -360,7 +360,7 @@ class FlatBuffers:
             arena.settle(used, waits=exempt and tensor_class.kind is Kind.DENSE)
 
     def take_owed(self) -> dict[str, torch.Tensor]:
-        """Return what this rank owes to all, by name of the tensor, 1-D, and owe nothing from now on."""
+        """Return what this rank owes to all, by name and in the shape of the tensor; owe nothing from now on."""
         owed, self.owed = self.owed, {}
         return owed
 
@@ -408,8 +408,8 @@ class FlatBuffers:
     def owed_of(self, slot: Slot) -> torch.Tensor:
         """Return what this rank owes to all of a tensor, float32, 1-D: made when it is first asked for."""
         if slot.name not in self.owed:
-            self.owed[slot.name] = zeros(slot.numel, torch.float32, slot.tensor_class.device)
-        return self.owed[slot.name]
+            self.owed[slot.name] = zeros(slot.numel, torch.float32, slot.tensor_class.device).view(slot.shape)
+        return self.owed[slot.name].view(-1)
 
     def restore(self, carried: State, comm: Backend, timeout: float) -> None:
         """Collective. Move state in; entries without a place here stay in ``carried``.
@@ -422,7 +422,7 @@ class FlatBuffers:
                     tensor.copy_(carried.pop((other, name)))
         for slot in self.layout.slots:
             if ("owed", slot.name) in carried:
-                self.owed_of(slot).copy_(carried.pop(("owed", slot.name)))
+                self.owed_of(slot).copy_(carried.pop(("owed", slot.name)).view(-1))
         for number, arena in enumerate(self.arenas.values()):
             if arena.memory.averages and arena.momenta is not None:
                 comm.broadcast(arena.momenta.back, 0, f"momentum {number}").wait(timeout)

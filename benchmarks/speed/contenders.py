@@ -67,7 +67,7 @@ CONTENDERS: dict[str, Contender] = {
     "agmerge powersgd": ours(compression="powersgd", rank=RANK, exchange="sparse"),
     "agmerge acpsgd": ours(compression="acpsgd", rank=RANK, exchange="sparse"),
     "agmerge updates": ours(exchange="sparse", sync="updates"),
-    "agmerge updates, overlap": ours(exchange="sparse", sync="updates", overlap=1),
+    "agmerge updates, signs": ours(compression="topk", exchange="sparse", sync="updates"),
     "agmerge dense": ours(compression="none", merging="threshold", warm=4),
     "Horovod": Contender("horovod", horovod="gloo"),
     "Horovod fp16": Contender("horovod", (("fp16", True),), horovod="gloo"),
@@ -100,7 +100,7 @@ ADAPTIVE = {
         "powersgd": CONTENDERS["agmerge powersgd"],
         "acpsgd": CONTENDERS["agmerge acpsgd"],
         "updates": CONTENDERS["agmerge updates"],
-        "updates overlap": CONTENDERS["agmerge updates, overlap"],
+        "updates, signs": CONTENDERS["agmerge updates, signs"],
         "LocalOptimizer": replace(
             ours(exchange="sparse", sync="updates", every=8, density=1.0, wire="int4", compression="topk"), every=8
         ),

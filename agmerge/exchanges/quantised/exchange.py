@@ -272,7 +272,7 @@ class QuantisedExchange(Exchange):
             for number, length in enumerate(lengths):
                 yield partial(self._read, table.part([number]), rows, keys, scale, room[:length])
             return
-        outs = list(self.keep((what,), sum(lengths), torch.float32, rows.device).split(lengths))
+        outs = torch.split(self.keep((what,), sum(lengths), torch.float32, rows.device), lengths)
         self.quantiser.decode_all(table, rows, keys, scale, outs)
         yield from (partial(Tensor.detach, out) for out in outs)
 
