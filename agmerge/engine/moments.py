@@ -315,6 +315,7 @@ class _Settings:
     beta2: float
     eps: float
     is_rectified: bool  # as RAdam's steps
+    momentum_decay: float | None  # NAdam's
 
 
 def _settings(optimizer: Any, group: Mapping[str, Any], rate: int) -> _Settings | None:
@@ -323,10 +324,11 @@ def _settings(optimizer: Any, group: Mapping[str, Any], rate: int) -> _Settings 
     if key is None:
         return None
     if not isinstance(optimizer, ADAM):
-        return _Settings(optimizer, key, None, rate, 0.0, 0.0, 0.0, False)
+        return _Settings(optimizer, key, None, rate, 0.0, 0.0, 0.0, False, None)
     beta1, beta2 = map(float, group["betas"])
     is_rectified = isinstance(optimizer, torch.optim.RAdam)
-    return _Settings(optimizer, key, "exp_avg_sq", rate, beta1, beta2, float(group["eps"]), is_rectified)
+    decay = float(group["momentum_decay"]) if isinstance(optimizer, torch.optim.NAdam) else None
+    return _Settings(optimizer, key, "exp_avg_sq", rate, beta1, beta2, float(group["eps"]), is_rectified, decay)
 
 
 def rectification(beta2: float, steps: float) -> float | None:
@@ -363,6 +365,7 @@ class Departure:
     ) -> None:
         self._settings, self._scalars = settings, scalars
         self._steps, self._left_at = steps, steps()  # of the optimizer, now and at the departure
+        self._memory: Tensor | None = None  # for the roots of one piece, and the next
         scalars.queue()
 
     @torch.no_grad()
@@ -405,10 +408,20 @@ class Departure:
                 target.sub_(moved, alpha=factor)
                 return
             factor /= rectified
+        if settings.momentum_decay is not None:
+            # Of NAdam's step the momentum makes up this share (Dozat 2016, its mu): early on, half is the new gradient.
+            factor *= settings.beta1 * (1 - 0.5 * 0.96 ** (steps * settings.momentum_decay))
         bias = math.sqrt(1 - settings.beta2 ** self._present_steps(state, steps))
         # (sqrt(v^) + eps) * bias. In RAdam's steps eps is added before the bias is corrected.
-        root = squares.view(-1)[elements].sqrt().add_(settings.eps * (1 if settings.is_rectified else bias))
+        root = self._root(squares.view(-1)[elements]).add_(settings.eps * (1 if settings.is_rectified else bias))
         target.addcmul_(moved, root, value=-factor / bias)
+
+    def _root(self, squares: Tensor) -> Tensor:
+        """Return the square roots, 1-D, until the next call: new memory for each piece would take a fifth longer."""
+        memory, size = self._memory, squares.numel()
+        if memory is None or memory.numel() < size or (memory.dtype, memory.device) != (squares.dtype, squares.device):
+            self._memory = memory = torch.empty_like(squares)
+        return torch.sqrt(squares, out=memory[:size])
 
     def _present_steps(self, state: Mapping[str, Any], steps: float) -> float:
         """Return how many steps the second moment holds. On a device it is counted, not read."""
