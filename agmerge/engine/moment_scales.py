@@ -8,6 +8,7 @@ vector per step over the workers: nothing here communicates.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,9 +85,10 @@ class MomentScales:
     def __init__(self, numels: Mapping[str, int]) -> None:
         self._numbers = {name: number for number, name in enumerate(numels)}
         self._coordinates = [coordinates_of(size) for size in numels.values()]
-        self._lengths = torch.tensor([each.count for each in self._coordinates], dtype=torch.int64)
-        self._ends = self._lengths.cumsum(0).tolist()
-        self._samples = sum(each.count for each in self._coordinates)
+        counts = [each.count for each in self._coordinates]
+        self._lengths = {torch.device("cpu"): torch.tensor(counts, dtype=torch.int64)}  # copies on devices, likewise
+        self._ends = list(itertools.accumulate(counts))
+        self._samples = sum(counts)
         self.length = self._samples + 2 * len(numels)  # float32 numbers of a measurement
         # Elements that a sampled one stands for.
         self._weights = torch.tensor([each.size / max(each.count, 1) for each in self._coordinates]).double()
@@ -142,10 +144,13 @@ class MomentScales:
 
     def _sums(self, values: Tensor) -> Tensor:
         """Return the sums of ``values``, one for each sample, by parameter."""
-        if self._lengths.device != values.device:
-            self._lengths = self._lengths.to(values.device, non_blocking=True)
+        lengths = self._lengths.get(values.device)
+        if lengths is None:
+            lengths = torch.empty(len(self._coordinates), dtype=torch.int64, device=values.device)
+            write_numbers([each.count for each in self._coordinates], lengths)
+            self._lengths[values.device] = lengths
         # Without its checks, for which the host would wait.
-        return torch.segment_reduce(values, "sum", lengths=self._lengths, unsafe=True, initial=0.0)
+        return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0.0)
 
     def take(self, mean: Tensor, workers: int) -> None:
         """Count the average over all ``workers`` of their measurements of one step.
@@ -173,7 +178,6 @@ class MomentScales:
             self._begin(workers)
         count = len(self._coordinates)
         samples, squares, present = mean.double().split_with_sizes([self._samples, count, count])
-        self._lengths = self._lengths.cpu()
         # `present` is the share of workers with a gradient: sums over these become averages over these.
         share = present.clamp_min(0.5 / workers)
         there = present > 0
