@@ -114,6 +114,7 @@ OPTIONAL_OF_UPDATES: dict[str, Test] = {
     "owed": tensors,  # of updates in few bits, and more than two workers
     "workers": whole,  # of the group of that
     "under_way": flag,
+    "moments": mapping,
 }
 
 
@@ -230,7 +231,7 @@ def save(reducer: AnyReducer) -> dict[str, Any]:
         "shares": current.budgets,
         "compressor": (repr(compressor), compressor.state_dict()),
         "window": _window(reducer),
-        "updates": reducer.replica.saved() if reducer.combines_gradients else reducer.saved(),
+        "updates": None if reducer.combines_gradients else reducer.saved(),
         **{plural: _copies(current, kind) for kind, plural in KINDS.items()},
     }
 
@@ -334,7 +335,7 @@ def load(reducer: AnyReducer, section: Mapping[str, Any] | None, *, own: bool = 
     exchange.restore(restored.carried, restored.steps, restored.shard)
     reducer.replica.restore(restored.updates)
     if not reducer.combines_gradients:
-        reducer.restart(is_under_way=bool(restored.updates and restored.updates.get("under_way")))
+        reducer.restart(restored.updates)
     _reopen_step(reducer, restored.window)
     return restored.inner
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,7 +73,12 @@ class OwnSteps:
         self.count, self._bad = count, ()
 
 
-def own_step(members: ParameterTable, wrapper: Any, closure: Callable[[], Any] | None) -> OwnStep:
+Stepping = Callable[[Any], None]  # called with an optimizer that is about to step, with finite gradients
+
+
+def own_step(
+    members: ParameterTable, wrapper: Any, closure: Callable[[], Any] | None, stepping: Stepping = lambda _: None
+) -> OwnStep:
     """Step the optimizer of ``members``, unless a gradient is infinite or NaN. Waits once for a device.
 
     A ``torch.amp.GradScaler`` leaves the scale and its finding as attributes of ``wrapper``, which is its contract for
@@ -85,25 +90,28 @@ def own_step(members: ParameterTable, wrapper: Any, closure: Callable[[], Any] |
             loss = closure()
     found = vars(wrapper).get("found_inf")
     if found is not None:
-        return _scaled_step(inner, found, vars(wrapper).get("grad_scale"))
+        return _scaled_step(inner, found, vars(wrapper).get("grad_scale"), stepping)
     bad = not_finite(members)
     if bad:
         return OwnStep(loss, stepped=False, bad=bad)
+    stepping(inner)
     result = inner.step()
     return OwnStep(loss if closure is not None else result)
 
 
-def _scaled_step(inner: Any, found: torch.Tensor, scale: torch.Tensor | None) -> OwnStep:
+def _scaled_step(inner: Any, found: torch.Tensor, scale: torch.Tensor | None, stepping: Stepping) -> OwnStep:
     """Step ``inner`` with gradients that have ``scale`` (None: no more), unless ``found`` is 1: one has overflowed."""
     if getattr(inner, "_step_supports_amp_scaling", False):  # it checks for infinities itself, on the device
         inner.grad_scale, inner.found_inf = scale, found
         try:
+            stepping(inner)
             return OwnStep(inner.step(), stepped=not found.item(), scaled=True)  # asked once the step is queued
         finally:
             del inner.grad_scale, inner.found_inf
     if found.item():
         return OwnStep(stepped=False, scaled=True)
     unscale(inner, scale)
+    stepping(inner)
     return OwnStep(inner.step(), scaled=True)
 
 
@@ -152,10 +160,14 @@ class DeltaTable:
 
     A parameter that has taken part goes on, also when it is frozen: some of its updates may not have been sent yet. So
     does one that is frozen and has a gradient, which the optimizer steps with.
+
+    ``more``: returns one more dense tensor that is averaged with the deltas of these parameters; None: there is none.
     """
 
-    def __init__(self, members: ParameterTable) -> None:
-        self._members = members
+    def __init__(
+        self, members: ParameterTable, more: Callable[[Sequence[ParameterInfo]], ParameterInfo | None] | None = None
+    ) -> None:
+        self._members, self._more = members, more
         self._tracked: set[str] = set()  # parameters that take part whether they need a gradient or not
 
     def track(self, names: Iterable[str]) -> None:
@@ -179,8 +191,11 @@ class DeltaTable:
         return any(wide(member.dtype) != member.dtype for member in self.parameters())
 
     def active(self) -> list[ParameterInfo]:
-        """Return those of :meth:`parameters`, each with the dtype of its delta."""
-        return [replace(member, dtype=wide(member.dtype)) for member in self.parameters()]
+        """Return those of :meth:`parameters`, each with the dtype of its delta, and ``more``."""
+        parameters = self.parameters()
+        more = None if self._more is None else self._more(parameters)
+        deltas = [replace(member, dtype=wide(member.dtype)) for member in parameters]
+        return deltas if more is None else [*deltas, more]
 
     def names(self) -> set[str]:
         """Return the names of all parameters of the optimizer."""

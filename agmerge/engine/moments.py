@@ -10,7 +10,7 @@ the mean of their parameters differs from the own ones. Only this file knows the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,20 +222,27 @@ class OptimizerMoments:
 
     # -- momentum ---------------------------------------------------------------------------------------------------
 
-    def departing(self) -> Departure:
-        """Return the settings of the last step, at the moment when a fragment leaves. Waits for no device."""
+    def departing(self, rates: Sequence[float] = ()) -> Departure:
+        """Return the settings of the last step, at the moment when a fragment leaves. Waits for no device.
+
+        ``rates``: of :meth:`Departure.rates`, if the fragment leaves again; schedulers have changed them since.
+        """
         settings: dict[Tensor, tuple[_Settings, int]] = {}
-        scalars = _Scalars()
+        scalars, places = _Scalars(), list[int]()
         for optimizer in optimizers_of(self._optimizer):
             for group in optimizer.param_groups:
-                its_own = _settings(optimizer, group, scalars.add(group["lr"])) if "lr" in group else None
+                if "lr" not in group:
+                    continue
+                number = len(places)
+                places.append(scalars.add(rates[number] if number < len(rates) else group["lr"]))
+                its_own = _settings(optimizer, group, places[number])
                 if its_own is None:
                     continue
                 for parameter in group["params"]:
                     state = optimizer.state.get(parameter)
                     if _moment(state, its_own.momentum, parameter) is not None and not parameter.is_complex():
                         settings[parameter] = its_own, scalars.add(state.get("step", 0))
-        return Departure(settings, scalars, lambda: self._steps)
+        return Departure(settings, scalars, places, lambda: self._steps)
 
 
 def _beyond_reach(optimizer: Any) -> list[str]:
@@ -361,12 +368,20 @@ class Departure:
     """Settings of an optimizer's step after which a fragment left, for when the mean of this fragment arrives."""
 
     def __init__(
-        self, settings: dict[Tensor, tuple[_Settings, int]], scalars: _Scalars, steps: Callable[[], int]
+        self,
+        settings: dict[Tensor, tuple[_Settings, int]],
+        scalars: _Scalars,
+        rates: Sequence[int],
+        steps: Callable[[], int],
     ) -> None:
-        self._settings, self._scalars = settings, scalars
+        self._settings, self._scalars, self._rates = settings, scalars, rates  # the last: places of learning rates
         self._steps, self._left_at = steps, steps()  # of the optimizer, now and at the departure
         self._memory: Tensor | None = None  # for the roots of one piece, and the next
         scalars.queue()
+
+    def rates(self) -> list[float]:
+        """Return the learning rates of the departure, by param group. Waits for devices that have them."""
+        return [self._scalars.read(place) for place in self._rates]
 
     @torch.no_grad()
     def follow(self, parameter: Tensor, elements: slice, moved: Tensor, period: int, share: float = 1.0) -> None:

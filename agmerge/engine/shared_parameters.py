@@ -309,6 +309,7 @@ def _ascending(indices: torch.Tensor, values: torch.Tensor) -> Pair:
 # Shared parameters.
 
 Tensors = dict[str, torch.Tensor]  # by name of the parameter
+Follow = Callable[[torch.Tensor, slice, torch.Tensor], None]  # a parameter, elements of it, flat, and their movement
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -411,8 +412,11 @@ class SharedParameters(ABC):
         return Difference(self.expected(name), self.own[name].detach())
 
     @abstractmethod
-    def apply(self, combined: Combined) -> None:
-        """Move ``base`` and the parameters by the combined updates. The exchange has been committed."""
+    def apply(self, combined: Combined, follow: Follow | None = None) -> None:
+        """Move ``base`` and the parameters by the combined updates. The exchange has been committed.
+
+        ``follow``: called with what the mean of all workers has moved a parameter by, beside its own.
+        """
 
     @abstractmethod
     def unsent(self, name: str) -> torch.Tensor:
@@ -491,13 +495,14 @@ class UnsentInParameters(SharedParameters):
             self._whole[name] = delta.tensor().reshape(-1)
         return delta
 
-    def apply(self, combined: Combined) -> None:
+    def apply(self, combined: Combined, follow: Follow | None = None) -> None:
         # With overlap the script may have removed a parameter since its delta was sent.
         updates = {n: update for n, update in combined.updates.items() if update is not None and n in self.own}
         received = lists_by_name(combined.buffers.store.received)
         lists = {name: of_name for name, of_name in received.items() if name in self.own}
         sent = self._sent(combined, [*updates, *lists])
-        self._take_pieces([one for one in combined.buffers.store.pieces if one.slot.name in self.own], updates, sent)
+        pieces = [one for one in combined.buffers.store.pieces if one.slot.name in self.own]
+        self._take_pieces(pieces, updates, sent, follow)
         for name, of_name in lists.items():  # they have no update
             if self._goes_along(name):
                 apply_lists(*self._flat(name), of_name, sent[name])
@@ -519,7 +524,9 @@ class UnsentInParameters(SharedParameters):
         if whole:
             torch._foreach_copy_([self.own[n].detach() for n in whole], [self.base[n] for n in whole])
 
-    def _take_pieces(self, pieces: Sequence[ReadPiece], updates: Tensors, sent: dict[str, list[Piece]]) -> None:
+    def _take_pieces(
+        self, pieces: Sequence[ReadPiece], updates: Tensors, sent: dict[str, list[Piece]], follow: Follow | None
+    ) -> None:
         """Apply the pieces of quantized tensors one by one, or add them to ``updates`` and ``sent`` for an outer step.
 
         ``base`` moves by what arrives, and a worker's own by as much less what it has sent of that.
@@ -537,7 +544,9 @@ class UnsentInParameters(SharedParameters):
             if not (base.is_contiguous() and own.is_contiguous()):
                 base, own = strided.setdefault(name, (base.contiguous(), own.contiguous()))
             base.view(-1)[elements].sub_(moved)
-            own.view(-1)[elements].sub_(moved.sub_(gone))
+            own.view(-1)[elements].add_(torch.sub(gone, moved, out=moved))
+            if follow is not None:
+                follow(self.own[name], elements, moved)
         for name, (base, own) in strided.items():
             self.base[name].copy_(base)
             self.own[name].detach().copy_(own)
@@ -593,7 +602,7 @@ class UnsentInResidual(SharedParameters):
         # A node's residual lies in shards on its ranks: this rank's own share of it cannot be separated.
         return residual if self._exchange.group.shard is not None else self.displacement(name) + residual
 
-    def apply(self, combined: Combined) -> None:
+    def apply(self, combined: Combined, follow: Follow | None = None) -> None:
         updates = {name: update for name, update in combined.updates.items() if update is not None}
         self._move_base(updates)
         for name in updates:

@@ -240,7 +240,8 @@ def _follow_one(optimizer: Any, together: _Together) -> Callable[[], None]:
         together.check(optimizer)
         args, kwargs = _closed(args, kwargs)
         together.begin()
-        step.begin()
+        if step.begin():
+            together.reducer.stepping(optimizer)
         return args, kwargs
 
     def after(*_: object) -> None:
@@ -325,8 +326,11 @@ class _Step:
         self._is_made = True  # False: nothing moves
         self._is_scaled = False  # a GradScaler steps
 
-    def begin(self) -> None:
-        """Withhold all gradients from the optimizer if one is infinite or NaN. Waits once for a device."""
+    def begin(self) -> bool:
+        """Withhold all gradients from the optimizer if one is infinite or NaN; return whether it has them.
+
+        Waits once for a device.
+        """
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         attributes = vars(self._optimizer)
         self._is_scaled, self._bad = "found_inf" in attributes, ()
@@ -344,6 +348,7 @@ class _Step:
         self._gradients = [(parameter, parameter.grad) for parameter in held]
         for parameter in held:
             parameter.grad = None
+        return self._is_made
 
     def end(self) -> OwnStep:
         """Put gradients and attributes back; return the result of the step."""

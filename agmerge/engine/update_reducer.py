@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,13 +27,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from agmerge.backends import status
 from agmerge.engine.averaged_steps import AveragedTwice
 from agmerge.engine.local_replica import DeltaTable, LocalReplica, OwnStep, own_step
+from agmerge.engine.mean_moments import MeanMoments
 from agmerge.engine.participation import Participation, check_not_averaged, open_exchange
 from agmerge.engine.sharded_steps import ShardedSteps
 from agmerge.exchanges.message.format import Flag
 from agmerge.planning.replanner import Replanner
 from agmerge.runtime import workers
 from agmerge.step.config import Config, planner_for
-from agmerge.step.gradient_exchange import Due, GradientExchange
+from agmerge.step.gradient_exchange import Combined, Due, GradientExchange
+from agmerge.tensors.arena import Difference
 from agmerge.tensors.parameters import ParameterTable
 
 
@@ -50,6 +52,9 @@ class UpdateReducer:
         if self.updates.may_overlap and self._table.is_narrow:
             self.updates = replace(self.updates, overlap=0)
             config = config.changed(updates=self.updates)
+        self._moments = MeanMoments(members, self.updates) if self.updates.mean_moments else None
+        if self._moments is not None:
+            self._table = DeltaTable(members, self._moments.measurement)
         config = self._with_planner(config)
         self.exchange = open_exchange(
             members,
@@ -125,11 +130,18 @@ class UpdateReducer:
         A rank that loads it sends that message again: the parameters are as they were when it left.
         """
         is_under_way = self._receive_at is not None and self.updates.overlap == 1
-        return {**self.replica.saved(), "under_way": is_under_way}
+        saved = {**self.replica.saved(), "under_way": is_under_way}
+        return saved if self._moments is None else {**saved, "moments": self._moments.saved()}
 
-    def restart(self, *, is_under_way: bool) -> None:
-        """Begin after a checkpoint, with a message under way if there was one: the next step sends it first."""
-        self._receive_at, self._sends_again = None, is_under_way and self.updates.overlap == 1
+    def restart(self, saved: Mapping[str, Any] | None) -> None:
+        """Begin after a checkpoint, with a message under way if there was one: the next step sends it first.
+
+        ``saved``: a result of :meth:`saved`; None: without it.
+        """
+        is_under_way = bool(saved and saved.get("under_way")) and self.updates.overlap == 1
+        self._receive_at, self._sends_again = None, is_under_way
+        if saved is not None and saved.get("moments") and self._moments is not None:
+            self._moments.restore(saved["moments"], self._table.parameters(), is_under_way=is_under_way)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -141,7 +153,7 @@ class UpdateReducer:
         """
         self.before_step()
         self._averaged_twice.stepping()
-        own = own_step(self.members, wrapper, self._sharded.noting(closure))
+        own = own_step(self.members, wrapper, self._sharded.noting(closure), self.stepping)
         self.after_step(own)
         self._averaged_twice.judge()
         return own.result
@@ -200,6 +212,8 @@ class UpdateReducer:
             self.exchange.agreed.totals.passed(sum(tensor.numel() for tensor in self.replica.shared.base.values()))
             return
         status.current().enter("is in step()", self.exchange.agreed.step)
+        if self._moments is not None:
+            self._moments.measure(steps.count, stepped=own.stepped)
         self._send(due)
 
     def _send(self, due: Due | None) -> None:
@@ -207,12 +221,24 @@ class UpdateReducer:
         steps = self.replica.own_steps
         self._due, self._announced = due, steps.drain()
         self._receive_at = steps.count + self.updates.overlap
+        if self._moments is not None:
+            self._moments.depart()
         if self.updates.overlap:
             self.exchange.agree()
             self._polls.attach(self.members.name_all())
-            self.exchange.start(self.replica.shared.delta, self.participation.flag, self._due, self._announced)
+            self.exchange.start(self._delta, self.participation.flag, self._due, self._announced)
         else:
             self._receive()
+
+    def stepping(self, optimizer: Any) -> None:
+        """Prepare moments for a step of ``optimizer``, of finite gradients, which follows at once."""
+        if self._moments is not None and not self.exchange.group.alone:
+            self._moments.stepping(optimizer)
+
+    @property
+    def norm_ratio(self) -> float:
+        """Return the ratio of the mean gradient's energy to that of the workers' own, in [1 / workers, 1]."""
+        return 1.0 if self._moments is None else self._moments.norm_ratio
 
     def exchange_alone(self) -> int:
         """Collective. Make the exchange due after others' step; return all ranks' flags, without one ``ACTIVE``."""
@@ -223,13 +249,25 @@ class UpdateReducer:
     def _receive(self, *, plans: bool = True) -> None:
         """Collective. Receive and apply the exchange that is due, or under way. ``plans``: plan anew, where due."""
         announced, self._announced, self._receive_at = self._announced, (), None
-        for combined in self.participation.finish(self.connect, self.replica.shared.delta, self._due, announced):
+        for combined in self.participation.finish(self.connect, self._delta, self._due, announced):
             with self.exchange.fault.recording():
                 self.exchange.commit()
-                self.replica.shared.apply(combined)
+                self._apply(combined)
                 combined.buffers.forget_round()
             self.flags_of_all = combined.flags or int(Flag.ACTIVE)  # without a message all are active
         self.participation.end_exchange(plans=plans)
+
+    def _delta(self, name: str) -> torch.Tensor | Difference:
+        """Return what is sent of a tensor of the table: a parameter's delta, or the measurement of moments."""
+        measured = None if self._moments is None else self._moments.sent(name)
+        return self.replica.shared.delta(name) if measured is None else measured
+
+    def _apply(self, combined: Combined) -> None:
+        """Apply combined deltas to the parameters, to momenta and to the ratios of moments."""
+        moments, comm = self._moments, self.exchange.group.comm
+        self.replica.shared.apply(combined, None if moments is None else moments.follow)
+        if moments is not None and comm is not None:
+            moments.take(combined.updates, comm.size)
 
     @torch.no_grad()
     def flush(self) -> None:

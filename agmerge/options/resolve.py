@@ -41,7 +41,10 @@ from agmerge.step.config import (
     CARRIES,
     GRADIENTS,
     HOLD,
+    MEAN,
     MERGING,
+    MOMENTS,
+    OWN_MOMENTS,
     SYNCS,
     TWO_LEVEL,
     UPDATES,
@@ -67,6 +70,7 @@ _OWN = {
     "overlap": (None, 0),
     "decay": (1.0,),
     "outer": (None,),
+    "moments": (None,),
 }
 
 
@@ -99,17 +103,33 @@ def parse_updates(options: Options) -> Updates | None:
             f"outer={options.outer!r}: expected agmerge.Nesterov(), or a function that returns a "
             "torch.optim.Optimizer for a list of parameters"
         )
+    if options.moments is not None:
+        check_choice("moments", options.moments, MOMENTS)
     _check_together(options, carry)
     given = {name: getattr(options, name) for name in ("every", "fragments", "outer")}
     return Updates(carry=carry, decay=float(options.decay), overlap=options.overlap or 0, **given)
 
 
-def _fitting(updates: Updates, overlap: int | None, compressor: sparsifiers.Compressor) -> Updates:
-    """Return how updates of ``compressor`` are exchanged. ``overlap``: as the script gives it."""
+def _fitting(updates: Updates, overlap: int | None, moments: str | None, compressor: sparsifiers.Compressor) -> Updates:
+    """Return how updates of ``compressor`` are exchanged. ``overlap``, ``moments``: as the script gives them."""
     if not compressor.kinds <= {Kind.QUANTISED, Kind.DENSE} or Kind.QUANTISED not in compressor.kinds:
+        if moments == MEAN:
+            raise ValueError(
+                f"moments='mean' is not supported with compression={compressor.name!r}. It requires a quantizer, such "
+                "as 'eden-2': with sparsifiers it increased the loss."
+            )
         return updates
-    is_late = overlap is None and updates.carry == APPLY and updates.outer is None
-    return replace(updates, interleaved=True, may_overlap=is_late, overlap=1 if is_late else updates.overlap)
+    stays = updates.carry == APPLY and updates.outer is None
+    if moments == MEAN and not stays:
+        raise ValueError("moments='mean' requires carry='apply' and no outer=. Remove moments=, or these.")
+    is_late = overlap is None and stays
+    return replace(
+        updates,
+        interleaved=True,
+        may_overlap=is_late,
+        overlap=1 if is_late else updates.overlap,
+        mean_moments=stays and moments != OWN_MOMENTS,
+    )
 
 
 def _refused(options: Options) -> Iterable[tuple[str, str]]:
@@ -184,7 +204,7 @@ def resolve(options: Options) -> Config:
     guards, sync = _guards(options), _sync(options, updates)  # in this order: the first mistake of several is told
     compression = _compression(options, updates)
     if updates is not None:
-        sync = replace(sync, updates=_fitting(updates, options.overlap, compression.compressor))
+        sync = replace(sync, updates=_fitting(updates, options.overlap, options.moments, compression.compressor))
     config = Config(compression=compression, merging=_merging(options), sync=sync, guards=guards)
     check_dear(config)
     _check_two_level(config)

@@ -59,6 +59,7 @@ class Options:
     every: Any = 1  # steps
     fragments: Any = 1
     overlap: Any = None  # steps; None: 1 with quantizers, else 0
+    moments: Any = None  # or "mean", or "own"; None: "mean" with quantizers, else "own"
     decay: float = 1.0
     outer: Any = None  # a function of parameters that makes an optimizer of them, or None
 
@@ -196,6 +197,7 @@ Nonfinite = Literal["raise", "skip"]
 Unused = Literal["none", "zero"]
 Sync = Literal["gradients", "updates"]
 Carry = Literal["apply", "hold"]
+Moments = Literal["mean", "own"]
 
 
 class _Common(TypedDict, total=False):
@@ -215,7 +217,8 @@ class _Common(TypedDict, total=False):
     check_every: int
     carry: Carry | None
     fragments: int
-    overlap: int
+    overlap: int | None
+    moments: Moments | None
     decay: float
     outer: Any
 

@@ -82,6 +82,7 @@ class Groups:
 
 GRADIENTS, UPDATES = SYNCS = ("gradients", "updates")
 APPLY, HOLD = CARRIES = ("apply", "hold")
+MEAN, OWN_MOMENTS = MOMENTS = ("mean", "own")
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
@@ -96,6 +97,7 @@ class Updates:
     decay: float  # of residuals, from one exchange to the next
     outer: Outer | None  # makes the optimizer that steps with the combined updates; None: they are taken as they are
 
+    mean_moments: bool = False  # the optimizer's moments are in the scale of the mean gradient, and follow it
     may_overlap: bool = False  # the script has not set `overlap`: it is 0 where parameters have 16 bits
     interleaved: bool = False  # fragments are runs of blocks, which the exchange chooses: each has all merge buffers
 
@@ -132,6 +134,7 @@ class Updates:
         yield "every", str(self.every)
         yield "fragments", str(self.fragments)
         yield "overlap", str(self.overlap)
+        yield "moments", MEAN if self.mean_moments else OWN_MOMENTS
         yield "decay", str(self.decay)
         # Without addresses, which differ from process to process.
         yield "outer", re.sub(r" at 0x[0-9a-fA-F]+", "", str(getattr(self.outer, "__qualname__", repr(self.outer))))
