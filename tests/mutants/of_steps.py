@@ -20,6 +20,9 @@ SCRIPTS_OUTER = "tests/agmerge/engine/test_scripts_outer.py"
 OUTERMOST = "tests/agmerge/engine/test_outermost_step.py"
 OWN_STEP = "tests/agmerge/engine/test_own_step.py"
 SCALED_DOWN = "tests/agmerge/engine/test_scaled_down.py"
+MOMENTS = "tests/agmerge/engine/test_moments.py"
+SCALES = "tests/agmerge/engine/test_moment_scales.py"
+OF_DEVICE = "tests/agmerge/device/test_device_moments.py"
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "momentum of values that travel in a codec is not cleared",
@@ -246,5 +249,54 @@ MUTANTS: tuple[Mutant, ...] = (
         "relative = 2 * max(of_dtype.eps, EXACT) * abs(factor)",
         "relative = 0.0",
         (SCALED_DOWN,),
+    ),
+    Mutant(
+        "a moment in the worker's own scale is scaled in every step",
+        "agmerge/engine/moments.py",
+        "                    self._own.discard(parameter)",
+        "                    pass",
+        (f"{MOMENTS}::test_a_parameter_that_comes_later_is_scaled_once",),
+    ),
+    Mutant(
+        "more is subtracted from a second moment than the optimizer adds",
+        "agmerge/engine/moments.py",
+        "                of_mean = max(of_mean, 1 - kept)",
+        "                pass",
+        (f"{MOMENTS}::test_no_second_moment_becomes_negative_where_numbers_underflow",),
+    ),
+    Mutant(
+        "the decay of an optimizer that maximizes is added",
+        "agmerge/engine/moments.py",
+        'return -decay if group.get("maximize") else decay',
+        "return decay",
+        (f"{MOMENTS}::test_second_moments_count_the_share_of_the_mean",),
+    ),
+    Mutant(
+        "a momentum counted twice is followed in full",
+        "agmerge/engine/moments.py",
+        "return ALMOST_HALF if overlap >= period else 1.0",
+        "return 1.0",
+        (f"{MOMENTS}::test_workers_stray_less_when_momenta_follow",),
+    ),
+    Mutant(
+        "steps on a device since the departure are not counted",
+        "agmerge/engine/moments.py",
+        "return steps + self._steps() - self._left_at",
+        "return steps",
+        (f"{OF_DEVICE}::test_a_momentum_that_follows",),
+    ),
+    Mutant(
+        "workers without a gradient count as zeros",
+        "agmerge/engine/moment_scales.py",
+        "self._sums(samples.square()) / share.square()",
+        "self._sums(samples.square())",
+        (f"{SCALES}::test_ratios_are_those_of_moving_averages_by_hand",),
+    ),
+    Mutant(
+        "an overflow counts",
+        "agmerge/engine/moment_scales.py",
+        "        out.copy_(torch.where(squares.sum().isfinite(), out, 0.0))",
+        "        pass",
+        (f"{SCALES}::test_an_overflow_does_not_count",),
     ),
 )

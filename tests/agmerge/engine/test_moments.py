@@ -69,6 +69,7 @@ def squared(optimizer: Any, group: dict[str, Any], parameter: Tensor) -> Tensor:
     return gradient if is_decoupled else gradient + group["weight_decay"] * parameter.detach().double()
 
 
+@pytest.mark.whole  # maximize matters with decay alone
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("kind, options", [each[1:] for each in CASES], ids=[each[0] for each in CASES])
 def test_second_moments_count_the_share_of_the_mean(kind: Any, options: dict[str, Any], decay: float) -> None:
