@@ -24,6 +24,7 @@ from agmerge.backends import status
 from agmerge.engine.averaged_steps import AveragedTwice
 from agmerge.engine.local_replica import DeltaTable, LocalReplica, OwnStep, own_step
 from agmerge.engine.participation import Participation, check_not_averaged, open_exchange
+from agmerge.engine.plain_clipping import PlainClipping
 from agmerge.engine.sharded_steps import ShardedSteps
 from agmerge.exchanges.message.format import Flag
 from agmerge.planning.replanner import Replanner
@@ -55,6 +56,7 @@ class UpdateReducer:
         self._due: Due | None = None  # which merge buffers these are of
         self._sharded = ShardedSteps(members, self.exchange)
         self._averaged_twice = AveragedTwice(members, self.exchange)
+        self._plain_clipping = PlainClipping(members, self.exchange)
 
     def _with_planner(self, config: Config) -> Config:
         """Return ``config`` with a planner that makes as many merge buffers as take turns."""
@@ -105,6 +107,21 @@ class UpdateReducer:
         self.participation.reconfigure(config, what, advice)
         self.replica.refit()
 
+    # -- clipping ---------------------------------------------------------------------------------------------------
+
+    @property
+    def norm_ratio(self) -> float:
+        """Return the norm of the mean gradient of all workers, relative to that of this worker's own gradient.
+
+        In [1 / sqrt(workers), 1]: averaging leaves out a part of the noise, which makes up most of a small batch's
+        gradient.
+        """
+        return 1.0
+
+    def prepare_clipping(self, optimizer: object) -> None:
+        """Prepare for a clipping of the gradients, which stay this worker's own."""
+        self._plain_clipping.forget()
+
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, wrapper: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
@@ -127,6 +144,7 @@ class UpdateReducer:
         self.replica.end_between()
         self.participation.connected(self.connect)
         self.exchange.fault.check()
+        self._plain_clipping.look(self.norm_ratio)
         self._sharded.note()
         if self.exchange.group.alone:
             self.replica.absorb_residuals()
@@ -231,6 +249,7 @@ class UpdateReducer:
         world, is_ahead = self.exchange.group.world, self.replica.strayed.ahead
         if is_ahead and not self.exchange.fault and workers.current(world) and sys.exc_info()[1] is None:
             self.consolidate()
+        self._plain_clipping.end()
         self.exchange.close()
 
 
