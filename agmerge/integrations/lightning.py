@@ -117,7 +117,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
     def _clip_as_mean(self) -> None:
         """Make ``gradient_clip_val`` bound the norm of the averaged gradient, where updates are exchanged."""
-        plugin = self.precision_plugin
+        plugin: Any = self.precision_plugin
         if self._options.get("sync") != UPDATES or plugin is self._clips_through:
             return
         clip = plugin.clip_grad_by_norm

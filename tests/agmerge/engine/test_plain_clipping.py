@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support import loss_of, mlp, on_ranks, seeded
+from support import gradients, loss_of, mlp, on_ranks, seeded
 from support.updates import updating
 from torch import nn
 
@@ -67,12 +67,12 @@ def frameworks(optimizer: Any, model: nn.Module, step: int) -> object:
 
 
 def constant(optimizer: Any, model: nn.Module, step: int) -> object:
-    return [parameter.grad.div_(3.0) for parameter in model.parameters()]
+    return [one.div_(3.0) for one in gradients(model).values() if one is not None]
 
 
 def changing(optimizer: Any, model: nn.Module, step: int) -> object:
     """As by the number of tokens of a batch."""
-    return [parameter.grad.div_(2.0 + step % 3) for parameter in model.parameters()]
+    return [one.div_(2.0 + step % 3) for one in gradients(model).values() if one is not None]
 
 
 def wide(optimizer: Any, model: nn.Module, step: int) -> object:
