@@ -10,7 +10,7 @@ The model is a transformer of 0.25 million parameters on bytes of Python's stand
 a step for all workers together; the rate rises for a tenth of the steps and falls by a cosine; gradients are clipped by
 ``optimizer.clip_grad_norm_(1.0)``. Workers are ranks in memory, of one process, with the library's own optimizers,
 exchanges and codecs. Dense training is one worker with the whole batch. The loss is that of the shared parameters on
-the last tenth of the text. Each run is a line of ``--out``; what is there is not run again, and ``--jobs`` run at a time.
+the last tenth of the text. Each run is a line of ``--out``; what is there is not run again.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ OTHERS = {
     "no_sync", "_get_train_sampler", "ignore_data_skip", "process_index", "local_process_index", "epoch",
     "is_world_process_zero", "is_local_process_zero", "should_training_stop", "should_save", "should_evaluate",
     "should_log", "eval_on_start", "best_model_checkpoint", "_save_checkpoint", "_maybe_log_save_evaluate",
-    "get_state_dict",
+    "get_state_dict", "clip_grad_norm_", "clip_grad_by_norm",
 }  # fmt: skip
 THREADS = ("_of_thread", "_thread")  # threading.local
 

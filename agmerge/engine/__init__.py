@@ -12,7 +12,8 @@
 * ``optimizer_wrapper``: attributes of the inner optimizer. ``optimizer_group``: several that step as one.
 * ``step_hooks``: the work around steps that others call; ``seen_steps``: these steps.
 * ``reporting``: figures, tables and traces, and five lines for people.
-* ``clipping_watch``, ``averaged_steps``, ``sharded_steps``, ``script_access``:
+* ``gradient_clipping``: ``clip_grad_norm_()``, by the norm that the averaged gradient has.
+* ``clipping_watch``, ``plain_clipping``, ``averaged_steps``, ``sharded_steps``, ``script_access``:
   warnings of what a script does to gradients and parameters.
 
 May import planning/, options/ and below.

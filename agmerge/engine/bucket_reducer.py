@@ -384,6 +384,21 @@ class BucketReducer:
             if not waits:
                 self._end_exchange()
 
+    def prepare_clipping(self, optimizer: object) -> None:
+        """Unscale the gradients, which will be clipped: backward passes have combined them.
+
+        Raises ``ValueError`` for velocities, and where a scaler is used with an optimizer that is not known.
+        """
+        self._clipping.check_gradients()
+        if self.scaling.scaler is not None and self._optimizer is None:
+            raise ValueError(
+                "clip_grad_norm_() requires optimizer= with a scaler, because the scaler unscales the gradients of one "
+                "optimizer. Pass both to compress()."
+            )
+        for each in () if self._optimizer is None else optimizers_of(self._optimizer):
+            self.scaling.unscale(each)
+        self._clipping.forget()
+
     def _average_whole(self) -> None:
         """Collective. Average the gradients of this pass uncompressed, with infinities and NaN where ranks have them.
 

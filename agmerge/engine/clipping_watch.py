@@ -66,10 +66,11 @@ def places_in(buffers: MergeBuffers) -> list[Place]:
         if parameter.is_floating_point() and parameter.is_contiguous() and parameter.numel():
             by_kind.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
     candidates = max(by_kind.values(), key=len, default=[])
-    return [_place(*one) for one in candidates[:: max(1, len(candidates) // TENSORS)][:TENSORS]]
+    return [place_of(*one) for one in candidates[:: max(1, len(candidates) // TENSORS)][:TENSORS]]
 
 
-def _place(name: str, parameter: torch.Tensor) -> Place:
+def place_of(name: str, parameter: torch.Tensor) -> Place:
+    """Return the place of elements in the middle of a parameter."""
     size = parameter.numel()
     count = min(size, ELEMENTS)
     return Place(name, parameter, size, (size - count) // 2, count)
@@ -173,6 +174,11 @@ VELOCITY = (
     "up to ten times a gradient. No parameter was stepped. To clip, pass memory=sparsifiers.memory({memory!r}, "
     "clipping=...). To scale, scale the loss. Or use compression='eden' or memory='residual'."
 )
+NOT_CLIPPED = (
+    "AGM125: clip_grad_norm_() is not supported with memory={memory!r}, which makes p.grad a velocity, up to ten times "
+    "a gradient. To clip, remove the call and pass memory=sparsifiers.memory({memory!r}, clipping=...). Or use "
+    "compression='eden' or memory='residual'."
+)
 SELECTED = (
     "AGM125: Step {step}: the script scaled p.grad down from norm {norm:.4g} to {bound:.4g}. With {compressor}, it "
     "holds values of up to {steps} steps. An uncompressed gradient's norm is between {low:.4g} and {norm:.4g}, so "
@@ -232,6 +238,16 @@ class ClippingWatch:
                     self._seen = (before, after, self._norms() if self._is_scaled else None)
         if self._refusal:
             raise ValueError(self._refusal)
+
+    def check_gradients(self) -> None:
+        """Raise ``ValueError``, on every rank, where ``p.grad`` is to be clipped and will be a velocity."""
+        memory = self._exchange.agreed.config.compression.memory
+        if memory.has_momentum:
+            raise ValueError(NOT_CLIPPED.format(memory=memory.name))
+
+    def forget(self) -> None:
+        """Leave this step out: this library changes the gradients, as the script has asked."""
+        self._sample = None
 
     @contextmanager
     def looking(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:

@@ -367,6 +367,10 @@ class DearReducer(Reducer):
         """Refuse, with ``ValueError``: combined gradients exist in the next forward only."""
         raise ValueError(f"synchronize(): {TOGETHER}")
 
+    def prepare_clipping(self, optimizer: Any) -> None:
+        """Refuse, with ``ValueError``, as :meth:`synchronize`."""
+        raise ValueError(f"clip_grad_norm_(): {TOGETHER}")
+
     def step(self, wrapper: torch.optim.Optimizer, closure: Any) -> Any:
         """Collective. Wait for the reduce-scatters; leave the update to the next forward. Return None.
 

@@ -161,7 +161,7 @@ class LossScale:
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.scaler = scaler
-        self.combined = False  # the gradients of this step were combined because the scaler asked
+        self.combined = False  # the gradients of this step were combined because the scaler asked, or for a clipping
         self._divided: set[int] = set()  # by identity of the parameter: a repeated attempt asks again
         self._inverses: dict[torch.device, torch.Tensor] = {}  # 1 / scale, of this step
 
@@ -187,8 +187,16 @@ class LossScale:
         self._divided, self._inverses, self.combined = set(), {}, False
 
     def mark_combined(self) -> None:
-        """Record that the gradients of this step were combined because the scaler asked."""
+        """Record that the gradients of this step were combined because the scaler asked, or for a clipping."""
         self.combined = True
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the scaler, if there is one, unscale the gradients of ``optimizer``, once a step."""
+        if self.scaler is None:
+            return
+        state = self.scaler._per_optimizer_states.get(id(optimizer), {"stage": OptState.READY})
+        if state["stage"] is OptState.READY:
+            self.scaler.unscale_(optimizer)
 
     def check_step(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
         """Raise unless ``optimizer`` steps because the scaler, if there is one, calls it."""

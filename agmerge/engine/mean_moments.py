@@ -35,6 +35,7 @@ class MeanMoments:
         self._scales = MomentScales({})
         self._numels: dict[str, int] = {}
         self._measurement: ParameterInfo | None = None
+        self._measured = -1  # the step that was measured last
         self._loss_scale: torch.Tensor | None = None  # that gradients still contain, of a fused optimizer
         self._departures: list[Departure] = []  # of the message under way, by optimizer
         self._rates: list[list[float]] | None = None  # learning rates of a saved departure
@@ -60,14 +61,15 @@ class MeanMoments:
         measurement = self._measurement
         return measurement.parameter if measurement is not None and measurement.name == name else None
 
-    def measure(self, step: int, *, stepped: bool) -> None:
-        """Measure this worker's gradients of a step; one that has not ``stepped`` does not count."""
-        if self._measurement is None:
+    def measure(self, step: int, *, counts: bool = True) -> None:
+        """Measure this worker's gradients of a step, once; one with an overflow, or left out, does not count."""
+        if self._measurement is None or (counts and step == self._measured):
             return
+        self._measured = step
         members, device = self._members, self._measurement.device
         given = {members.name_of(p): local_of(p.grad) for p in members.name_all() if p.grad is not None}
-        gradients = {name: gradient for name, gradient in given.items() if gradient.device == device}
-        self._scales.measure(gradients if stepped else {}, step, self._measurement.parameter, self._loss_scale)
+        gradients = {name: gradient for name, gradient in given.items() if counts and gradient.device == device}
+        self._scales.measure(gradients, step, self._measurement.parameter, self._loss_scale)
 
     def take(self, updates: Mapping[str, torch.Tensor | None], workers: int) -> None:
         """Count the average over ``workers`` of a measurement, if it is among the combined ``updates``."""
@@ -79,7 +81,7 @@ class MeanMoments:
         self._measurement.parameter.zero_()  # until the next step it does not count again
 
     @property
-    def norm_ratio(self) -> float:
+    def energy_ratio(self) -> float:
         """Return the ratio of the mean gradient's energy to that of the workers' own, in [1 / workers, 1]."""
         return self._scales.overall
 

@@ -194,6 +194,17 @@ class Reducer:
             set_gradient(parameter, update)
         self.passes.scaling.multiply(parameter.grad for parameter in updated if parameter.grad is not None)
 
+    def prepare_clipping(self, optimizer: Any) -> None:
+        """Collective. Combine and unscale the gradients, which will be clipped; the next step takes them as they are.
+
+        ``optimizer``: the one that a GradScaler is given. Raises ``ValueError`` for velocities.
+        """
+        self._clipping.check_gradients()
+        self.synchronize()
+        self.passes.scaling.mark_combined()
+        self.passes.scaling.unscale(optimizer)
+        self._clipping.forget()
+
     @contextmanager
     def taking_combined(self) -> Iterator[None]:
         """Make steps inside use the gradients as they are: they are combined already."""

@@ -14,6 +14,7 @@ far a worker's x may deviate from that mean.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -29,6 +30,7 @@ from agmerge.engine.averaged_steps import AveragedTwice
 from agmerge.engine.local_replica import DeltaTable, LocalReplica, OwnStep, own_step
 from agmerge.engine.mean_moments import MeanMoments
 from agmerge.engine.participation import Participation, check_not_averaged, open_exchange
+from agmerge.engine.plain_clipping import PlainClipping
 from agmerge.engine.sharded_steps import ShardedSteps
 from agmerge.exchanges.message.format import Flag
 from agmerge.planning.replanner import Replanner
@@ -72,6 +74,7 @@ class UpdateReducer:
         self._polls = BackwardPolls(self.exchange)
         self._sharded = ShardedSteps(members, self.exchange)
         self._averaged_twice = AveragedTwice(members, self.exchange)
+        self._plain_clipping = PlainClipping(members, self.exchange)
 
     def _with_planner(self, config: Config) -> Config:
         """Return ``config`` with a planner that makes as many merge buffers as take turns."""
@@ -143,6 +146,23 @@ class UpdateReducer:
         if saved is not None and saved.get("moments") and self._moments is not None:
             self._moments.restore(saved["moments"], self._table.parameters(), is_under_way=is_under_way)
 
+    # -- clipping ---------------------------------------------------------------------------------------------------
+
+    @property
+    def norm_ratio(self) -> float:
+        """Return the norm of the mean gradient of all workers, relative to that of this worker's own gradient.
+
+        In [1 / sqrt(workers), 1]: averaging leaves out a part of the noise, which makes up most of a small batch's
+        gradient.
+        """
+        return 1.0 if self._moments is None else math.sqrt(self._moments.energy_ratio)
+
+    def prepare_clipping(self, optimizer: object) -> None:
+        """Prepare for a clipping of the gradients, which stay this worker's own: measure them before it."""
+        self._plain_clipping.forget()
+        if self._moments is not None:
+            self._moments.measure(self.replica.steps + 1)
+
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, wrapper: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
@@ -165,6 +185,7 @@ class UpdateReducer:
         self.replica.end_between()
         self.participation.connected(self.connect)
         self.exchange.fault.check()
+        self._plain_clipping.look(self.norm_ratio)
         self._sharded.note()
         if self.exchange.group.alone:
             self.replica.absorb_residuals()
@@ -213,7 +234,7 @@ class UpdateReducer:
             return
         status.current().enter("is in step()", self.exchange.agreed.step)
         if self._moments is not None:
-            self._moments.measure(steps.count, stepped=own.stepped)
+            self._moments.measure(steps.count, counts=own.stepped)
         self._send(due)
 
     def _send(self, due: Due | None) -> None:
@@ -234,11 +255,6 @@ class UpdateReducer:
         """Prepare moments for a step of ``optimizer``, of finite gradients, which follows at once."""
         if self._moments is not None and not self.exchange.group.alone:
             self._moments.stepping(optimizer)
-
-    @property
-    def norm_ratio(self) -> float:
-        """Return the ratio of the mean gradient's energy to that of the workers' own, in [1 / workers, 1]."""
-        return 1.0 if self._moments is None else self._moments.norm_ratio
 
     def exchange_alone(self) -> int:
         """Collective. Make the exchange due after others' step; return all ranks' flags, without one ``ACTIVE``."""
@@ -308,6 +324,7 @@ class UpdateReducer:
         if is_ahead and not self.exchange.fault and workers.current(world) and sys.exc_info()[1] is None:
             self.consolidate()
         self._polls.remove()
+        self._plain_clipping.end()
         self.exchange.close()
 
 

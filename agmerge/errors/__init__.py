@@ -27,7 +27,8 @@ CHANGED = (
     "agmerge.integrations.ddp.compress(model, optimizer=optimizer) instead."
 )
 SYNCHRONIZE = (
-    "To clip, mask or scale gradients, call optimizer.synchronize() first, then step inside `with "
+    "To clip by the norm, call optimizer.clip_grad_norm_(max_norm). To mask or scale gradients, or to clip them "
+    "otherwise, call optimizer.synchronize() first, then step inside `with "
     "optimizer.skip_synchronize():`. To drop them, call optimizer.synchronize(), then optimizer.zero_grad()."
 )
 BETWEEN = "AGM111: {what} was called between backward() and step(). Call it after step()."

@@ -124,7 +124,8 @@ IN_TRAINING: tuple[Row, ...] = (
         "AGM103",
         "gradients changed after backward()",
         "agmerge sends gradients during `backward()`, so a later change, such as clipping, would have no effect.",
-        "Call `optimizer.synchronize()`, change the gradients, then step inside `optimizer.skip_synchronize()`.",
+        "To clip, call `optimizer.clip_grad_norm_()`. For other changes, call `optimizer.synchronize()`, change the "
+        "gradients, then step inside `optimizer.skip_synchronize()`.",
         "with_pytorch.md",
     ),
     (
@@ -282,6 +283,13 @@ IN_TRAINING: tuple[Row, ...] = (
         "The script clips or scales selected values, or values that contain momentum, instead of a gradient.",
         "Clip as the text says, raise the bound, or remove `compression=`.",
         "compressors.md",
+    ),
+    (
+        "AGM126",
+        "the script clips a worker's own gradients",
+        "With `sync='updates'` a worker's own gradients are noisier than the average, so a bound acts too often.",
+        "Call `optimizer.clip_grad_norm_()`, which estimates the norm of the average.",
+        "with_pytorch.md",
     ),
     (
         "AGM131",

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator, DistributedType
 
+from agmerge.engine.gradient_clipping import clipping_as_mean
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
 from agmerge.integrations import ddp, files
 from agmerge.integrations.logged import LoggedFigures
@@ -84,6 +85,7 @@ def distribute_elastic(
     check_elastic(accelerator)
     distributed = ElasticOptimizer(optimizer, model.named_parameters(), **options)
 
+    accelerator.clip_grad_norm_ = clipping_as_mean(accelerator.clip_grad_norm_, lambda: distributed._reducer)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         setattr(accelerator, name, _combining(accelerator, distributed, getattr(accelerator, name)))
     accelerator.no_sync = distributed.accumulating  # that of one process does nothing
@@ -164,6 +166,8 @@ def compress(
             "the model together with its optimizer."
         )
     compressed = ddp.compress(inner, optimizer=optimizers or None, scaler=accelerator.scaler, **options)
+    if are_updates:
+        accelerator.clip_grad_norm_ = clipping_as_mean(accelerator.clip_grad_norm_, lambda: compressed._reducer)
     _keep_in_checkpoints(accelerator, numbers[-1], compressed, are_updates=are_updates)
     _add_to_log(accelerator, numbers[-1], compressed)
     return compressed

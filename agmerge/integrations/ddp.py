@@ -26,6 +26,7 @@ from agmerge.engine import participation
 from agmerge.engine.averaged_steps import AveragedModel
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.grad_scaler import LossScale, check_dtypes, refuse_unknown
+from agmerge.engine.gradient_clipping import ClippingMixin
 from agmerge.engine.optimizer_group import OneOrSeveral, followed, inner_of, load_state
 from agmerge.engine.optimizer_wrapper import OptimizerHolder, SharingMixin, SwappingMixin
 from agmerge.engine.reporting import ReportingMixin
@@ -364,7 +365,7 @@ class _OneGroup:
     param_groups: list[dict[str, Any]]
 
 
-class Compressed(ReportingMixin, SharingMixin, SwappingMixin, OptimizerHolder):
+class Compressed(ReportingMixin, SharingMixin, SwappingMixin, ClippingMixin, OptimizerHolder):
     """Handle of a model that :func:`compress` has prepared. Its methods are those of a DistributedOptimizer.
 
     ``optimizer`` is the plain optimizer, or None if you did not pass it. ``optimizers`` is the list of several.

@@ -14,6 +14,7 @@ This works with the package that the script has imported, ``lightning`` or ``pyt
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from agmerge.engine.gradient_clipping import begin_clipping
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper
 from agmerge.integrations import ddp, files
 from agmerge.integrations.logged import LoggedFigures
@@ -80,6 +82,7 @@ class CompressedDDPStrategy(DDPStrategy):
         self.compressed: ddp.Compressed | None = None  # of the last fit(); None before there was one
         self._figures = _Figures()
         self._fitting = False  # and the model is in DDP
+        self._clips_through: Any = None  # the precision plugin that clips by the norm of the averaged gradient
         self._options = own
         self._loading: Where | None = None  # the checkpoint that this fit() resumes from
         self._evaluating = ExitStack()  # inside, parameters are those that all ranks have in common
@@ -108,8 +111,25 @@ class CompressedDDPStrategy(DDPStrategy):
         optimizers = self.optimizers or None
         self.compressed = ddp.compress(self.model, optimizer=optimizers, scaler=scaler, **self._options)
         self._fitting = True
+        self._clip_as_mean()
         if self._figures not in trainer.callbacks:
             trainer.callbacks.append(self._figures)
+
+    def _clip_as_mean(self) -> None:
+        """Make ``gradient_clip_val`` bound the norm of the averaged gradient, where updates are exchanged."""
+        plugin: Any = self.precision_plugin
+        if self._options.get("sync") != UPDATES or plugin is self._clips_through:
+            return
+        clip = plugin.clip_grad_by_norm
+
+        @functools.wraps(clip)
+        def clipped(optimizer: Any, clip_val: float) -> None:
+            assert self.compressed is not None
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            clip(optimizer, clip_val / begin_clipping(self.compressed._reducer, parameters))
+
+        plugin.clip_grad_by_norm = clipped
+        self._clips_through = plugin
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Stop DDP from averaging where updates are exchanged: manual optimisation asks it to, after every forward."""

@@ -20,6 +20,7 @@ import torch
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from agmerge.engine.gradient_clipping import clipping_as_mean
 from agmerge.integrations import ddp, files, transformers_exchange
 from agmerge.integrations.transformers_elastic import ElasticTraining
 from agmerge.integrations.transformers_exchange import TrainerExchange
@@ -71,6 +72,7 @@ class Compression(TrainerExchange):
     def __init__(self, trainer: Trainer, options: dict[str, Any]) -> None:
         super().__init__(trainer, options)
         self._model: torch.nn.Module | None = None  # that `compressed` is of
+        self._clips_through: Any = None  # the Accelerator that clips by the norm of the averaged gradient
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -94,8 +96,19 @@ class Compression(TrainerExchange):
             self.compressed = ddp.compress(model, optimizer=prepared.optimizer, scaler=scaler, **self._options)
             self._model = model
         assert self.compressed is not None
+        self._clip_as_mean()
         if self._folder is not None:
             files.load(self.compressed, self._folder)
+
+    def _clip_as_mean(self) -> None:
+        """Make ``max_grad_norm`` bound the norm of the averaged gradient, where updates are exchanged."""
+        accelerator = self._trainer.accelerator
+        if self._options.get("sync") != UPDATES or accelerator is self._clips_through:
+            return
+        accelerator.clip_grad_norm_ = clipping_as_mean(
+            accelerator.clip_grad_norm_, lambda: None if self.compressed is None else self.compressed._reducer
+        )
+        self._clips_through = accelerator
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Collective. Write this rank's file into the checkpoint; ranks communicate only with ``overlap=``."""

@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from agmerge.checkpoint import horovod_elastic, rank_state, torch_helpers
 from agmerge.engine import dear_modules, grad_scaler, reducer
+from agmerge.engine.gradient_clipping import ClippingMixin
 from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
 from agmerge.engine.optimizer_wrapper import OptimizerWrapper, SharingMixin, SwappingMixin
 from agmerge.engine.reducer import Reducer
@@ -48,7 +49,8 @@ ZERO_GRAD = (
 )
 NOT_OF_UPDATES = (
     "{call} is not supported with sync='updates', because gradients are never combined: p.grad is this worker's own. "
-    "Clip or change p.grad between backward() and step(). To accumulate, call backward() several times before step()."
+    "Clip with optimizer.clip_grad_norm_(), or change p.grad, between backward() and step(). To accumulate, call "
+    "backward() several times before step()."
 )
 INFERENCE = (
     "optimizer.step() in torch.inference_mode() is not supported, because residuals could not be changed later. Call "
@@ -56,7 +58,7 @@ INFERENCE = (
 )
 
 
-class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMixin, OptimizerWrapper):
+class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMixin, ClippingMixin, OptimizerWrapper):
     """Collective. Wrap an optimizer so that it steps with gradients averaged over all workers.
 
     Your optimizer object does not change: ``param_groups``, ``state`` and ``defaults`` are the inner optimizer's, and
@@ -343,8 +345,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
     def synchronize(self) -> None:
         """Collective. Wait until every ``p.grad`` is the average over all workers, or the sum with ``op=Sum``.
 
-        Call it between ``backward()`` and ``step()`` to clip or read gradients, then step inside
-        :meth:`skip_synchronize`.
+        Call it between ``backward()`` and ``step()`` to change or read gradients, then step inside
+        :meth:`skip_synchronize`. To clip by the norm, :meth:`clip_grad_norm_` is enough.
 
         Raises:
             ValueError: With ``sync="updates"``, which does not average gradients.
@@ -361,7 +363,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         Example::
 
             optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
             with optimizer.skip_synchronize():
                 optimizer.step()
         """

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from agmerge.checkpoint import rank_state
+from agmerge.engine.gradient_clipping import ClippingMixin
 from agmerge.engine.optimizer_group import OneOrSeveral, as_state, check_state, inner_of, load_state
 from agmerge.engine.optimizer_wrapper import OptimizerHolder, SharingMixin
 from agmerge.engine.reporting import ReportingMixin
@@ -67,7 +68,7 @@ class LocalOptimizer(DistributedOptimizer):
         super().__init__(optimizer, named_parameters, **settings)
 
 
-class LocalSync(ReportingMixin, SharingMixin, OptimizerHolder):
+class LocalSync(ReportingMixin, SharingMixin, ClippingMixin, OptimizerHolder):
     """Exchange the updates of a plain optimizer every few steps, inside a ``with`` block.
 
     The optimizer is not wrapped: hooks on its step do the work. Use this class for scripts that use torchft's

@@ -145,7 +145,7 @@ _MEANT = {
     # OMGS-SGD and its family
     "is_sparse": "pass compression='topk', or 'none' for uncompressed gradients",
     "fp16": "pass compression='fp16'",
-    "norm_clip": "clip in the script: call synchronize(), clip, then step() inside skip_synchronize()",
+    "norm_clip": "call optimizer.clip_grad_norm_(max_norm) between backward() and step()",
     "layerwise_times": _MEASURED,
     "seq_layernames": _MEASURED,
     "rdma": _MEASURED,

@@ -94,7 +94,7 @@ LINES: list[tuple[dict[str, Any], str]] = [
     ({"comm_params": {"compressor": "topk"}}, "pass **agmerge.from_params(comm_params)"),
     ({"compress_ratio": 0.01}, "pass density=0.01"),
     ({"compressor": "topk"}, "pass compression='topk'"),
-    ({"norm_clip": 1.0}, "clip in the script: call synchronize"),
+    ({"norm_clip": 1.0}, "call optimizer.clip_grad_norm_(max_norm)"),
     ({"layerwise_times": [1.0]}, "leave it out: agmerge measures times"),
     ({"densty": 0.1}, "did you mean 'density'?"),
     ({"exchnage": "sparse"}, "did you mean 'exchange'?"),
