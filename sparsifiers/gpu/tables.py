@@ -176,6 +176,11 @@ class BlockTable:
         """Return the table of some runs, by their numbers."""
         return BlockTable([self.runs[one] for one in chosen])
 
+    @cached_property
+    def singles(self) -> list[BlockTable]:
+        """Return a table of each run alone."""
+        return [BlockTable([run]) for run in self.runs]
+
     def send(
         self,
         device: torch.device,

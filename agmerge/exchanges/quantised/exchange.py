@@ -207,6 +207,8 @@ class QuantisedExchange(Exchange):
         self._squares[name].zero_()
         handle, received = self._send(name, layout, message)
         elements = sum(load.segment.numel for load in loads)
+        if self._fragments > 1:
+            elements -= sum(slot.numel for slot in quantised_slots(segments)) - layout.elements
         return InFlight(
             name, loads, control, handle, layout.size, elements, message, received, state,
             codecs=self._codecs({}, layout.first, layout.size),
@@ -270,7 +272,7 @@ class QuantisedExchange(Exchange):
         if rows.device.type == "cpu":
             room = self.keep((what,), max(lengths, default=0), torch.float32, rows.device)
             for number, length in enumerate(lengths):
-                yield partial(self._read, table.part([number]), rows, keys, scale, room[:length])
+                yield partial(self._read, table.singles[number], rows, keys, scale, room[:length])
             return
         outs = torch.split(self.keep((what,), sum(lengths), torch.float32, rows.device), lengths)
         self.quantiser.decode_all(table, rows, keys, scale, outs)
@@ -576,7 +578,7 @@ class TwoPhaseExchange(QuantisedExchange):
         That is error feedback of the second phase: with C the sum and what is owed, Q(C) is sent, and C - Q(C) owed.
         """
         for number, (piece, _) in enumerate(shard.records):
-            table = shard.table.part([number])
+            table = shard.table.singles[number]
             owed = self.store.owed_of(piece.slot)[piece.elements]
             total, read = (self.keep((what,), len(owed), torch.float32, rows.device) for what in ("owing", "read"))
             self.quantiser.decode_all(table, rows, keys, self.scale * self._factor, [total])

@@ -252,6 +252,11 @@ class MessageLayout:
         return [piece for shard in self.first for piece, _ in shard.records]
 
     @cached_property
+    def elements(self) -> int:
+        """Return how many elements of quantised tensors the message has."""
+        return sum(piece.elements.stop - piece.elements.start for piece in self.pieces)
+
+    @cached_property
     def table(self) -> BlockTable:
         """Return the records of what a rank sends in the first phase, for a quantiser."""
         return self._table(self.first, self.starts)
