@@ -200,6 +200,8 @@ class ReportingMixin:
         ``exchange``             str     exchange of selected values now
         ``exchange_why``         str     reason for this exchange
         ``planning``             str     state of the planner, see below
+        ``moments``              dict    only with ``sync="updates"``: ``"kept"`` as ``"mean"`` or ``"own"``, and the
+                                         ``energy_ratio`` of the mean gradient and own ones
         ``selection``            dict    figures of selections, only while :meth:`measure_selection` is on
         ``elastic``              dict    only in elastic jobs: workers ``lost``, ``left``, ``arrived``, steps
                                          ``repeated`` at least in part, and ``seconds`` of that (docs/elastic.md)
@@ -251,6 +253,7 @@ class ReportingMixin:
             "quantiser_why": now.quantiser_why,
             "norm_inflation": exchange.norm.inflation(),
             "residual_norm": sum(norm**2 for norm in norms) ** 0.5,
+            **({} if self._reducer.combines_gradients else {"moments": self._reducer.moments}),
             **({"selection": figures} if figures else {}),
             **({} if exchange.group.kept is None else {"elastic": dict(self._reducer.participation.changes)}),
         }

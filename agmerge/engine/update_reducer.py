@@ -146,6 +146,11 @@ class UpdateReducer:
         if saved is not None and saved.get("moments") and self._moments is not None:
             self._moments.restore(saved["moments"], self._table.parameters(), is_under_way=is_under_way)
 
+    @property
+    def moments(self) -> dict[str, Any]:
+        """Return how the optimizer's moments are kept, for statistics."""
+        return {"kept": "own"} if self._moments is None else self._moments.status()
+
     # -- clipping ---------------------------------------------------------------------------------------------------
 
     @property
@@ -284,6 +289,7 @@ class UpdateReducer:
         self.replica.shared.apply(combined, None if moments is None else moments.follow)
         if moments is not None and comm is not None:
             moments.take(combined.updates, comm.size)
+            moments.tell(comm.rank)
 
     @torch.no_grad()
     def flush(self) -> None:

@@ -250,4 +250,11 @@ OF_SETTINGS: tuple[Row, ...] = (
         "Set `compression=` to the name that the warning shows, or remove the argument.",
         "compressors.md",
     ),
+    (
+        "AGM714",
+        "moments stay a worker's own",
+        'With `sync="updates"`, agmerge cannot change the moments of this optimizer, so its steps are too short.',
+        'Use Adam, AdamW, NAdam, RAdam or RMSprop, or `sync="gradients"`. Pass `moments="own"` to silence this.',
+        "adaptive.md",
+    ),
 )
