@@ -12,7 +12,43 @@ DEVICE_ROUNDS = "tests/agmerge/device/test_device_rounds.py"
 EXCHANGES = "tests/agmerge/exchanges/test_exchanges.py"
 ERRORS = "tests/agmerge/exchanges/test_exchange_errors.py"
 ROUTING = "tests/agmerge/exchanges/test_routing.py"
+FEW_BITS = "tests/agmerge/engine/test_updates_in_few_bits.py"
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "what owners owe is forgotten",
+        "agmerge/exchanges/quantised/exchange.py",
+        "            total.add_(owed)\n",
+        "            pass\n",
+        (f"{FEW_BITS}::test_the_mean_moves_by_the_workers_steps_alone",),
+    ),
+    Mutant(
+        "what a worker has sent stays in its parameters, and is sent again",
+        "agmerge/engine/shared_parameters.py",
+        "own.view(-1)[elements].add_(torch.sub(gone, moved, out=moved))",
+        "own.view(-1)[elements].sub_(moved)",
+        (f"{FEW_BITS}::test_something_is_learned",),
+    ),
+    Mutant(
+        "error feedback reads the unbiased scale",
+        "agmerge/exchanges/quantised/exchange.py",
+        "return 1.0 / (1.0 + quantiser.noise) if quantiser.unbiased else 1.0",
+        "return 1.0",
+        (f"{FEW_BITS}::test_error_feedback_forgets_least_with_the_factor_of_a_quantizer",),
+    ),
+    Mutant(
+        "one fragment is sent for ever",
+        "agmerge/exchanges/quantised/exchange.py",
+        "return self._layouts[name, step % self._fragments]",
+        "return self._layouts[name, 0]",
+        (f"{FEW_BITS}::test_something_is_learned",),
+    ),
+    Mutant(
+        "a message that was under way is not sent again",
+        "agmerge/engine/update_reducer.py",
+        "self._receive_at, self._sends_again = None, is_under_way",
+        "self._receive_at, self._sends_again = None, False",
+        (f"{FEW_BITS}::test_resumed_between_any_two_steps_it_goes_on_to_the_bit",),
+    ),
     Mutant(
         "an owner does not announce a damaged shard",
         "agmerge/exchanges/quantised/exchange.py",

@@ -91,7 +91,7 @@ def _replace(file: Path, text: str) -> None:
 
 def _built(mutant: Mutant | None) -> Path | None:
     """Return a folder with the library of loops that has the mutant's line; None if it does not compile."""
-    native, changed = ROOT / "sparsifiers" / "native", ROOT / mutant.file if mutant else None
+    native, changed = ROOT / "sparsifiers" / "csrc", ROOT / mutant.file if mutant else None
     folder = Path(tempfile.mkdtemp(prefix="mutant-", dir=os.environ["MUTANTS_FOLDER"]))
     for source in native.glob("*.[ch]"):
         text = source.read_text(encoding="utf-8")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ import torch
 from torch import nn
 
 import agmerge
+import sparsifiers
 from agmerge import testing
+from agmerge.exchanges.quantised.exchange import contraction
+from sparsifiers.quantising.draws import Draws
 
 RATE = 0.05
 SPECS: dict[str, dict[str, Any]] = {
@@ -140,3 +144,68 @@ def test_resumed_between_any_two_steps_it_goes_on_to_the_bit(workers: int, spec:
     for ends in testing.run(workers, train):
         for name in ends[0]:
             assert torch.equal(ends[0][name], ends[1][name]) and torch.equal(ends[0][name], ends[2][name])
+
+
+@pytest.mark.parametrize("name", sparsifiers.quantisers())
+def test_error_feedback_forgets_least_with_the_factor_of_a_quantizer(name: str) -> None:
+    """Of normal blocks; a factor a tenth off either way leaves more."""
+    quantizer = sparsifiers.quantiser(name)
+    values = torch.randn(512 * 256, generator=torch.Generator().manual_seed(7))
+    out, read = torch.zeros(512 * quantizer.record_bytes(256), dtype=torch.uint8), torch.zeros_like(values)
+    quantizer.encode(values, 256, Draws(3), out)
+
+    def left(factor: float) -> float:
+        quantizer.decode_sum([out], [Draws(3)], 256, factor, read)
+        return float((values - read).square().sum() / values.square().sum())
+
+    best = contraction(quantizer)
+    assert left(best) < 1 and (left(best) < min(left(0.9 * best), left(1.1 * best)) or not quantizer.unbiased)
+    if quantizer.unbiased:
+        assert abs(left(best) - quantizer.noise / (1 + quantizer.noise)) < 0.02
+
+
+def test_more_than_two_workers_send_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice (W - 1) / W of a message leaves a worker, and not W - 1 of it: owners add up, and owe what they round."""
+
+    def train(rank: int) -> Any:
+        run = Run(rank, {"exchange": "sparse"})
+        for _ in range(6):
+            run.step()
+        owed = run.optimizer._reducer.saved()["owed"]
+        return run.optimizer.stats()["link_bytes"], sum(float(tensor.square().sum()) for tensor in owed.values())
+
+    two, four = testing.run(2, train), testing.run(4, train)
+    assert max(sent for sent, _ in four) < 2.2 * max(sent for sent, _ in two)
+    assert all(owed == 0 for _, owed in two) and all(owed > 0 for _, owed in four)
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"moments": "mean", "compression": "topk"}, "requires a quantizer"),
+        ({"moments": "mean", "carry": "hold", "compression": "eden-2"}, "requires carry='apply'"),
+        ({"moments": "mine"}, "moments"),
+        ({"moments": "mean", "sync": "gradients"}, "requires sync='updates'"),
+        ({"compression": "eden-2", "fragments": 3, "every": 2}, "must not exceed"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options: dict[str, Any], why: str) -> None:
+    net = Net()
+    with pytest.raises(ValueError, match=why):
+        agmerge.DistributedOptimizer(
+            torch.optim.AdamW(net.parameters()), net.named_parameters(), **{"sync": "updates", **options}
+        )
+
+
+def test_an_optimizer_that_cannot_be_reached_is_named_once() -> None:
+    def train(rank: int) -> list[str]:
+        run = Run(rank, {"exchange": "sparse"}, torch.optim.Adamax)
+        for _ in range(4):
+            run.step()
+        names: list[str] = run.optimizer.stats()["moments"]["unreachable"]
+        return names
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert testing.run(2, train) == [["Adamax"], ["Adamax"]]
+    assert sum("AGM714: The moments of Adamax" in str(one.message) for one in said) == 1
