@@ -30,6 +30,8 @@ from sparsifiers.quantising.base import NONE
 
 ABOUT = 1.05  # times the fastest step: a trial cannot tell such steps from it
 HOPELESS = 1.5  # times the fastest predicted step: slower candidates are not tried
+# The same, if messages travel under the next step: predictions add to a step what it hides, as long as itself at most.
+HOPELESS_LATE = 2.0
 MOST = 3  # modes that are tried, beside other exchanges of selections
 CLEAR = 1.2  # times as fast, in two trials, has a less exact candidate to be to replace the one in use
 AGAIN = 1000  # steps after the choice of a quantiser until there may be another one
@@ -353,7 +355,9 @@ class Search:
         choice = self._choice
         fastest = min(found, key=self._seconds)
         exact = min(found, key=lambda each: exactness(each, choice.names))
-        limit = HOPELESS * self._seconds(fastest)
+        updates = self._buffers.config.sync.updates
+        is_late = updates is not None and updates.overlap > 0
+        limit = (HOPELESS_LATE if is_late else HOPELESS) * self._seconds(fastest)
         near = [each for each in found if each is fastest or self._seconds(each) < limit or choice.is_on(each)]
         while len(near) > MOST:
             between = [each for each in near if each not in (fastest, exact) and not choice.is_on(each)]
