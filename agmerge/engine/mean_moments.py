@@ -42,6 +42,8 @@ class MeanMoments:
         self._measurement: ParameterInfo | None = None
         self._has_told = False  # of optimizers of which moments cannot be reached
         self._measured = -1  # the step that was measured last
+        # Of the next message: with clipping it is made while another message is under way.
+        self._next: torch.Tensor | None = None
         self._loss_scale: torch.Tensor | None = None  # that gradients still contain, of a fused optimizer
         self._departures: list[Departure] = []  # of the message under way, by optimizer
         self._rates: list[list[float]] | None = None  # learning rates of a saved departure
@@ -75,7 +77,9 @@ class MeanMoments:
         members, device = self._members, self._measurement.device
         given = {members.name_of(p): local_of(p.grad) for p in members.name_all() if p.grad is not None}
         gradients = {name: gradient for name, gradient in given.items() if counts and gradient.device == device}
-        self._scales.measure(gradients, step, self._measurement.parameter, self._loss_scale)
+        if self._next is None or self._next.shape != self._measurement.shape or self._next.device != device:
+            self._next = torch.zeros_like(self._measurement.parameter)
+        self._scales.measure(gradients, step, self._next, self._loss_scale)
 
     def take(self, updates: Mapping[str, torch.Tensor | None], workers: int) -> None:
         """Count the average over ``workers`` of a measurement, if it is among the combined ``updates``."""
@@ -84,7 +88,7 @@ class MeanMoments:
         mean = updates.get(self._measurement.name)
         if mean is not None:
             self._scales.take(mean, workers)
-        self._measurement.parameter.zero_()  # until the next step it does not count again
+        self._measurement.parameter.zero_()  # it does not count again
 
     @property
     def energy_ratio(self) -> float:
@@ -108,7 +112,10 @@ class MeanMoments:
             self._moments[id(one)].before_step(self._ratio, self._loss_scale, attributes.get("found_inf"))
 
     def depart(self) -> None:
-        """Record the settings of the step after which a message leaves."""
+        """Record the settings of the step after which a message leaves, and put its measurement into that."""
+        measured, self._next = self._next, None
+        if self._measurement is not None and measured is not None and len(measured) == self._scales.length:
+            self._measurement.parameter.copy_(measured)
         rates, self._rates = self._rates, None
         self._departures = [
             moments.departing(() if rates is None else rates[number])

@@ -247,10 +247,11 @@ class UpdateReducer:
         steps = self.replica.own_steps
         self._due, self._announced = due, steps.drain()
         self._receive_at = steps.count + self.updates.overlap
+        if self.updates.overlap:
+            self.exchange.agree()
         if self._moments is not None:
             self._moments.depart()
         if self.updates.overlap:
-            self.exchange.agree()
             self._polls.attach(self.members.name_all())
             self.exchange.start(self._delta, self.participation.flag, self._due, self._announced)
         else:

@@ -59,9 +59,9 @@ class Options:
     every: Any = 1  # steps
     fragments: Any = 1
     overlap: Any = None  # steps; None: 1 with quantizers, else 0
-    moments: Any = None  # or "mean", or "own"; None: "mean" with quantizers, else "own"
     decay: float = 1.0
     outer: Any = None  # a function of parameters that makes an optimizer of them, or None
+    moments: Any = None  # or "mean", or "own"; None: "mean" with quantizers, else "own"
 
     def __post_init__(self) -> None:
         """Read iterators, and copy lists and dictionaries: later changes of the script's have no effect."""
@@ -218,9 +218,9 @@ class _Common(TypedDict, total=False):
     carry: Carry | None
     fragments: int
     overlap: int | None
-    moments: Moments | None
     decay: float
     outer: Any
+    moments: Moments | None
 
 
 class SyncOptions(_Common, total=False):

@@ -38,15 +38,17 @@ def by_hand(
     *,
     summed: bool = False,
     gathered: bool = False,
+    factor: float = 1.0,
 ) -> Tensor:
     """The update of one tensor by references/two_phase.py, from those of all ranks; None: a rank has none.
 
-    ``summed``: no mean. ``gathered``: each rank reads all messages, as two do in any case.
+    ``summed``: no mean. ``gathered``: each rank reads all messages, as two do in any case. ``factor``: of values read,
+    where the error is kept.
     """
     like = next(tensor for tensor in tensors if tensor is not None)
     if len(tensors) == 1:
         return like
-    size, scale = block_size(like.shape), 1.0 if summed else 1 / len(tensors)
+    size, scale = block_size(like.shape), factor * (1.0 if summed else 1 / len(tensors))
     # Zeros fill up the last block. What is read of them may not be zero, and is quantised again with the rest.
     padding = -like.numel() % size
     whole = [F.pad((torch.zeros_like(like) if each is None else each).reshape(-1), (0, padding)) for each in tensors]

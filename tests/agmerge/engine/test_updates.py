@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -145,9 +145,9 @@ def test_where_nothing_is_carried_parameters_are_the_common_ones_to_the_bit(comp
                 shared = reducer_of(optimizer).replica.shared
                 apply = shared.apply
 
-                def remembered(combined: Combined, apply: Callable[[Combined], None] = apply) -> None:
+                def remembered(combined: Combined, follow: Any = None, apply: Any = apply) -> None:
                     sent.update(pieces_by_name(combined.buffers.store.sent))
-                    apply(combined)
+                    apply(combined, follow)
 
                 shared.apply = remembered
                 continue

@@ -209,3 +209,24 @@ def test_an_optimizer_that_cannot_be_reached_is_named_once() -> None:
         warnings.simplefilter("always")
         assert testing.run(2, train) == [["Adamax"], ["Adamax"]]
     assert sum("AGM714: The moments of Adamax" in str(one.message) for one in said) == 1
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("clips", [True, False])
+def test_gradients_are_measured_whether_they_are_clipped_or_not(clips: bool, overlap: int) -> None:
+    """Four workers with gradients of noise: their mean has about a quarter of the energy."""
+
+    def train(rank: int) -> tuple[float, float]:
+        run = Run(rank, {"compression": "eden-2", "every": 2, "fragments": 2, "overlap": overlap}, torch.optim.AdamW)
+        for step in range(8):
+            for number, parameter in enumerate(run.model.parameters()):
+                source = torch.Generator().manual_seed(1000 * step + 10 * number + rank)
+                parameter.grad = torch.randn(parameter.shape, generator=source)
+            norm = float(run.optimizer.clip_grad_norm_(1e9)) if clips else 0.0
+            run.optimizer.step()
+        return run.optimizer.stats()["moments"]["energy_ratio"], norm
+
+    elements = sum(parameter.numel() for parameter in Net().parameters())
+    for ratio, norm in testing.run(4, train):
+        assert 0.25 <= ratio < 0.35
+        assert not clips or abs(norm - (ratio * elements) ** 0.5) < 0.1 * norm

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import sparsifiers
+from agmerge.exchanges.quantised.exchange import contraction
 from agmerge.step.config import is_small
 from sparsifiers.quantising import base
 from sparsifiers.quantising.base import block_size, blocks_in
@@ -251,7 +252,7 @@ def test_the_mean_of_many_updates_is_the_mean_gradient(size: int) -> None:
 def test_what_rounding_leaves_is_kept_on_request(size: int, compression: Any) -> None:
     """Messages are gathered then. What a rank has sent is what others read of it, and the rest is its residual."""
     quantiser, quantised = sparsifiers.quantiser("eden"), ["up.weight", "down.weight", "conv.weight"]
-    names = quantised if compression == "eden" else quantised[:1]
+    names, factor = quantised if compression == "eden" else quantised[:1], contraction(quantiser)
 
     def body(rank: int, model: Net) -> list[tuple[dict[str, Tensor], Step]]:
         optimizer = wrap(model, compression=compression, memory="residual", check_every=1)
@@ -266,12 +267,13 @@ def test_what_rounding_leaves_is_kept_on_request(size: int, compression: Any) ->
                 message = torch.zeros(blocks_in(own.numel(), size_) * quantiser.record_bytes(size_), dtype=torch.uint8)
                 read = torch.empty_like(own)
                 quantiser.encode(own, size_, draws(name, step.number, 0, rank), message)
-                quantiser.decode_sum([message], [draws(name, step.number, 0, rank)], size_, 1.0, read)
+                quantiser.decode_sum([message], [draws(name, step.number, 0, rank)], size_, factor, read)
                 assert torch.equal(residuals(optimizer)[name].reshape(-1), own - read), name
             seen.append((there, step))
         return seen
 
     for steps in zip(*on_ranks(size, MODEL, body), strict=True):
         for name in names:
-            wanted = by_hand(name, [there[name] for there, _ in steps], steps[0][1].number, quantiser, gathered=True)
+            tensors = [there[name] for there, _ in steps]
+            wanted = by_hand(name, tensors, steps[0][1].number, quantiser, gathered=True, factor=factor)
             assert all(torch.equal(step.updates[name], wanted) for _, step in steps), name

@@ -336,7 +336,7 @@ def test_every_argument_has_an_effect_or_is_refused() -> None:
         "gradient_predivide_factor", "num_groups", "groups", "sparse_as_dense", "process_set", "density", "warmup",
         "memory", "dense", "merging", "sparsify", "exchange", "wire", "dense_sum", "scaler",
         "nonfinite", "timeout", "check_every", "unused", "model", "sync", "carry", "every", "fragments", "overlap",
-        "decay", "outer", "rank", "unknown",
+        "decay", "outer", "moments", "rank", "unknown",
     }  # fmt: skip
     with pytest.raises(TypeError, match="unexpected keyword argument 'densty': did you mean 'density'"):
         wrap(MODEL, densty=0.1)
