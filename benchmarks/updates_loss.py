@@ -45,9 +45,9 @@ SCHEME: dict[str, Any] = {"compression": "eden-2", "every": 2, "fragments": 2}
 WAYS: dict[str, dict[str, Any]] = {
     DENSE: {},
     "default": {"exchange": "sparse"},
-    "own moments": {**SCHEME, "moments": "own"},  # without 2a and 2b
-    "no following": {**SCHEME},  # see FOLLOWS
-    "no scaling": {**SCHEME},  # see SCALES
+    "own moments": {**SCHEME, "moments": "own"},
+    "no following": {**SCHEME},
+    "no scaling": {**SCHEME},
     "in time": {**SCHEME, "overlap": 0},
     "one fragment": {"compression": "eden-2"},
     "three fragments": {"compression": "eden-2", "every": 3, "fragments": 3},
@@ -55,7 +55,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "one bit, three fragments": {"compression": "eden-1", "every": 3, "fragments": 3},
     "four bits": {"compression": "eden-4"},
     "four bits, two fragments": {"compression": "eden-4", "every": 2, "fragments": 2},
-    "unbiased scale": {**SCHEME},  # see UNBIASED
+    "unbiased scale": {**SCHEME},
+    "eight bits, in time": {"compression": "int8", "overlap": 0},
+    "eight bits": {"compression": "int8"},
     "signs": {"compression": "topk", "exchange": "sparse"},
     "gradients, eden-2": {"sync": "gradients", "compression": "eden-2"},
 }

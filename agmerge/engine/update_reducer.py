@@ -246,12 +246,13 @@ class UpdateReducer:
         """Collective. Make the exchange that is due, or begin it, with ``overlap``. ``due``: which merge buffers."""
         steps = self.replica.own_steps
         self._due, self._announced = due, steps.drain()
-        self._receive_at = steps.count + self.updates.overlap
-        if self.updates.overlap:
+        overlap = self.updates.overlap if steps.count > self.updates.in_time else 0
+        self._receive_at = steps.count + overlap
+        if overlap:
             self.exchange.agree()
         if self._moments is not None:
             self._moments.depart()
-        if self.updates.overlap:
+        if overlap:
             self._polls.attach(self.members.name_all())
             self.exchange.start(self._delta, self.participation.flag, self._due, self._announced)
         else:

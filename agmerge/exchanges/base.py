@@ -286,14 +286,17 @@ class Exchange(ABC):
     def expect(self, name: str, segments: Sequence[Segment]) -> None:  # noqa: B027  most need not know
         """Learn which segments message ``name`` will have, before its tensors are prepared."""
 
-    def prepare(self, slot: Slot, work: torch.Tensor | Difference | None, step: int) -> bool | None:
+    def prepare(self, slot: Slot, work: torch.Tensor | None, step: int) -> bool | None:
         """Process one complete tensor of a message to come, before the others of it are complete.
 
-        ``work``: as in :class:`SegmentBuffers`, in the tensor's shape, contiguous; a difference where
-        :meth:`Store.takes_pieces` says so; None: it is zero. ``step``: committed exchanges so far. Returns whether all
-        of it is finite; None: not checked.
+        ``work``: as in :class:`SegmentBuffers`, in the tensor's shape, contiguous; None: it is zero. ``step``:
+        committed exchanges so far. Returns whether all of it is finite; None: not checked.
         """
         return None
+
+    def prepare_difference(self, slot: Slot, work: Difference, step: int) -> bool | None:
+        """Do what :meth:`prepare` does, for a tensor of which :meth:`Store.takes_pieces` is told the pieces."""
+        return self.prepare(slot, work.tensor().contiguous(), step)
 
     def complete(self, name: str, step: int) -> torch.Tensor | None:
         """Process what :meth:`prepare` has only noted of message ``name``: on a device, all tensors together.

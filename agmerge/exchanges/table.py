@@ -11,7 +11,8 @@ from agmerge.exchanges.dense import DenseExchange
 from agmerge.exchanges.low_rank.exchange import LowRankExchange
 from agmerge.exchanges.masked import MaskedExchange
 from agmerge.exchanges.oktopk.exchange import OkTopkExchange
-from agmerge.exchanges.quantised.exchange import AloneExchange, GatheredExchange, TwoPhaseExchange
+from agmerge.exchanges.quantised.exchange import AloneExchange, GatheredExchange
+from agmerge.exchanges.quantised.two_phase import TwoPhaseExchange
 from agmerge.exchanges.sparse import SparseExchange
 from sparsifiers import Kind
 

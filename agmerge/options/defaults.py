@@ -45,6 +45,7 @@ MEASURED = {
 # Words in the names of optimizers with steps that mix the elements of a tensor.
 MIXING = ("muon", "shampoo", "soap", "dion", "lbfgs", "galore", "kfac", "psgd")
 ASKS = "AGM713: {given} requires a sparsifier; using compression={name!r}. Set compression= to silence this warning."
+IN_TIME = 40  # first steps in which updates arrive before the next one, see docs/adaptive.md
 FRAGMENTS = 2  # of updates in few bits: a step codes, sends and applies every second run of blocks
 DENSITY_OF_UPDATES = 0.05  # see benchmarks/notebook/parity.md, as for the next two
 WIRE_OF_UPDATES = "sign"  # where an exchange has codecs

@@ -99,6 +99,7 @@ class Updates:
 
     mean_moments: bool = False  # the optimizer's moments are in the scale of the mean gradient, and follow it
     may_overlap: bool = False  # the script has not set `overlap`: it is 0 where parameters have 16 bits
+    in_time: int = 0  # so many first steps are exchanged without overlap
     interleaved: bool = False  # fragments are runs of blocks, which the exchange chooses: each has all merge buffers
 
     @property

@@ -8,6 +8,7 @@ residuals are as they were, so a round can be discarded and repeated after a new
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 
@@ -402,18 +403,14 @@ class Round:
 
     def _prepare_in_place(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         """Prepare a tensor from where its gradient lies: its class has no residual."""
-        if isinstance(gradient, Difference) and self.buffers.flat.takes_pieces(slot):
-            finite = self.buffers.prepared[slot.index].prepare(slot, gradient, self.step)
-            self._prepared.add(slot.index)
-            if finite is not None:
-                if not finite:
-                    self.guard.inspect(slot, gradient.tensor(), finite)
-                return
-            values: torch.Tensor | None = gradient.subtrahend
+        exchange, values = self.buffers.prepared[slot.index], None
+        if gradient is not None and self.buffers.flat.takes_pieces(slot):
+            difference = cast("Difference", gradient)  # of parameters, which no gradient is
+            values, finite = difference.subtrahend, exchange.prepare_difference(slot, difference, self.step)
         else:
             values = self.buffers.flat.in_place.hold(slot, as_tensor(gradient))
-            finite = self.buffers.prepared[slot.index].prepare(slot, values, self.step)
-            self._prepared.add(slot.index)
+            finite = exchange.prepare(slot, values, self.step)
+        self._prepared.add(slot.index)
         if values is None or finite:
             return
         if slot.tensor_class.on_device:

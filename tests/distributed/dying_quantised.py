@@ -17,7 +17,7 @@ from faulty import FAILS, TIMEOUT, Plain, fail
 from torch import nn
 
 import agmerge
-from agmerge.exchanges.quantised.exchange import TwoPhaseExchange
+from agmerge.exchanges.quantised.two_phase import TwoPhaseExchange
 
 AT = 1  # the step
 

@@ -15,8 +15,9 @@ from support import digest, seeded, sgd
 from torch import nn
 
 import agmerge
-from agmerge.exchanges.quantised.exchange import QuantisedExchange, TwoPhaseExchange
+from agmerge.exchanges.quantised.exchange import QuantisedExchange
 from agmerge.exchanges.quantised.layout import ShardLayout
+from agmerge.exchanges.quantised.two_phase import TwoPhaseExchange
 
 LAYERS, SIDE = 4, 64
 PATIENCE = 60.0  # seconds until what only needs time counts as never happening

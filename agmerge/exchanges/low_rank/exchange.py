@@ -16,7 +16,6 @@ from agmerge.exchanges.low_rank.bases import LEFT, RIGHT, Bases, Basis, Product
 from agmerge.exchanges.message import bits
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
-from agmerge.tensors.arena import Difference
 from agmerge.tensors.layout import Segment, Slot
 from agmerge.tensors.nonfinite import is_finite
 from sparsifiers import Kind, Selection
@@ -167,9 +166,9 @@ class LowRankExchange(MultiRoundExchange):
 
     # -- 1. factors leave -----------------------------------------------------------------------------------------
 
-    def prepare(self, slot: Slot, work: torch.Tensor | Difference | None, step: int) -> None:
+    def prepare(self, slot: Slot, work: torch.Tensor | None, step: int) -> None:
         """Project one tensor of a message to come on its basis; commit the product if no second factor follows."""
-        assert isinstance(work, torch.Tensor)
+        assert work is not None
         self._project(slot, work, self.store.update_of(slot))
 
     def _project(self, slot: Slot, work: torch.Tensor, update: torch.Tensor) -> None:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges of gradients of which every element travels in few bits, in one phase or in two."""
+"""Exchanges of gradients of which every element travels in few bits; those in which all ranks read all messages."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -14,9 +13,8 @@ import torch
 from torch import Tensor
 
 from agmerge.backends import Handle
-from agmerge.errors import MessageError, NoAnswer
+from agmerge.errors import MessageError
 from agmerge.exchanges.base import (
-    AHEAD,
     Exchange,
     ExchangeContext,
     InFlight,
@@ -37,7 +35,7 @@ from agmerge.exchanges.quantised.layout import (
     fragment_of,
     number_of,
 )
-from agmerge.tensors.arena import Difference, as_tensor
+from agmerge.tensors.arena import Difference
 from agmerge.tensors.layout import Segment, Slot
 from sparsifiers import Kind, Quantiser, Selection
 from sparsifiers.gpu.tables import BlockTable
@@ -55,6 +53,9 @@ class State:
     # By slot: where to write the update of a tensor that was not prepared; the others': see Store.update_of.
     outputs: dict[int, Tensor] = field(default_factory=dict)
     sums: Tensor | None = None  # uint8[W * longest]: the second phase, by owner; None: not begun
+
+
+Values = Callable[[slice], Tensor] | None  # returns elements of a tensor, flat in C order; None: they are zeros
 
 
 class QuantisedExchange(Exchange):
@@ -109,13 +110,21 @@ class QuantisedExchange(Exchange):
         """Return the layout of message ``name`` at a step: that of the fragment whose turn it is."""
         return self._layouts[name, step % self._fragments]
 
-    def prepare(self, slot: Slot, work: Tensor | Difference | None, step: int) -> bool | None:
+    def prepare(self, slot: Slot, work: Tensor | None, step: int) -> bool | None:
         """Quantise one tensor into its message; on a device, note it. Return whether it is finite; None: not checked.
 
         On a device ``work`` is to stay as it is until the message has left.
         """
+        return self._prepare(slot, None if work is None else work.view(-1).__getitem__, step)
+
+    def prepare_difference(self, slot: Slot, work: Difference, step: int) -> bool | None:
+        """Quantise one tensor as :meth:`prepare` does; only what is sent of it is computed."""
+        if not all(each.is_contiguous() for each in work):
+            return super().prepare_difference(slot, work, step)
+        return self._prepare(slot, Difference(work.minuend.view(-1), work.subtrahend.view(-1)).part, step)
+
+    def _prepare(self, slot: Slot, values: Values, step: int) -> bool | None:
         name, place = self._places[slot.index]
-        values = _flat(work)
         if slot.tensor_class.device.type != "cpu":
             self._waiting[name][slot.index] = slot, values
             return None
@@ -134,34 +143,35 @@ class QuantisedExchange(Exchange):
         chosen = [number for number, piece in enumerate(layout.pieces) if piece.slot.index in waiting]
         table = layout.table if len(chosen) == len(layout.pieces) else layout.table.part(chosen)
         pieces = [layout.pieces[number] for number in chosen]
-        values = [_part(waiting[piece.slot.index][1], piece.elements) for piece in pieces]
+        given = [waiting[piece.slot.index][1] for piece in pieces]
+        values = [None if of is None else of(piece.elements) for of, piece in zip(given, pieces, strict=True)]
         message = self._messages[name]
         self.quantiser.encode_all(table, values, self._key(None, step, 0, self.comm.rank), message, squares)
-        for slot, given in waiting.values():
+        for slot, own in waiting.values():
             self._prepared.add(slot.index)
-            self._commit(slot, given, step, message)
+            self._commit(slot, own, step, message)
         return squares[0]
 
     def _encode(self, slot: Slot, values: Values, step: int, squares: Tensor) -> None:
-        """Write the records of one tensor on the host, and its squares. ``values``: 1-D; None: zeros."""
+        """Write the records of one tensor on the host, and its squares."""
         name, _ = self._places[slot.index]
         layout, message = self._layout(name, step), self._messages[name]
         if slot.index in self._prepared:  # in a round that came to nothing
             squares.zero_()
         key = self._key(slot, step, 0, self.comm.rank)
         for piece, where in layout.pieces_of.get(slot.index, ()):
-            part = _part(values, piece.elements)
-            if part is None:
+            if values is None:
                 message[where] = 0
             else:
-                self.quantiser.encode(part, piece.size, Draws(key, piece.first), message[where], squares)
+                own = Draws(key, piece.first)
+                self.quantiser.encode(values(piece.elements), piece.size, own, message[where], squares)
         self._prepared.add(slot.index)
         self._commit(slot, values, step, message)
 
     def _commit(self, slot: Slot, values: Values, step: int, message: Tensor) -> None:
         """Tell the store what was written of a tensor."""
         if self.store.counts_zeros:
-            self.store.count_zeros(slot, as_tensor(values))
+            self.store.count_zeros(slot, None if values is None else values(slice(0, slot.numel)))
         segment = Segment(slot.tensor_class, (slot,))
         if self.store.takes_pieces(slot):  # it hears of that with the sum, see :meth:`_decode`
             return
@@ -359,25 +369,6 @@ def refuse_damaged(name: str, ranks: Sequence[int]) -> None:
         )
 
 
-Values = Tensor | Difference | None  # of a tensor, 1-D; None: zeros
-
-
-def _flat(work: Tensor | Difference | None) -> Values:
-    """Return ``work`` in one dimension, in C order: of a difference views, or a new tensor."""
-    if isinstance(work, Difference):
-        if all(each.is_contiguous() for each in work):
-            return Difference(work.minuend.view(-1), work.subtrahend.view(-1))
-        work = work.tensor()
-    return None if work is None else work.reshape(-1)
-
-
-def _part(values: Values, elements: slice) -> Tensor | None:
-    """Return some elements of 1-D ``values``: a view, or a new tensor of a difference."""
-    if isinstance(values, Difference):
-        return values.minuend[elements] - values.subtrahend[elements]
-    return None if values is None else values[elements]
-
-
 def contraction(quantiser: Quantiser) -> float:
     """Return the factor of values read with which error feedback forgets least, in (0, 1].
 
@@ -441,10 +432,9 @@ class AloneExchange(GatheredExchange):
         super().__init__(context)
         self._exact: dict[int, Tensor | None] = {}  # by slot: the work of a tensor, 1-D; None: it is zero
 
-    def prepare(self, slot: Slot, work: Tensor | Difference | None, step: int) -> bool | None:
+    def prepare(self, slot: Slot, work: Tensor | None, step: int) -> bool | None:
         """Note where the values of one tensor lie. Return None: they are not checked."""
-        values = as_tensor(work)
-        self._exact[slot.index] = None if values is None else values.reshape(-1)
+        self._exact[slot.index] = None if work is None else work.view(-1)
         self._prepared.add(slot.index)
         return None
 
@@ -466,190 +456,3 @@ class AloneExchange(GatheredExchange):
 
     def noise(self, pending: InFlight) -> Noise | None:
         return None
-
-
-# Two phases: each rank adds up its shard of all messages, and sends the mean to all.
-
-
-class TwoPhaseExchange(QuantisedExchange):
-    """All-to-all of shards, then an all-gather of their means: a rank sends 2 (W-1)/W times its message.
-
-    Each owner is sent its shard of all messages, adds them up in rank order, and quantises the mean once more; that is
-    gathered. The second phase has a communicator of its own, ``ranks.second``, where all ranks call in plan order. It
-    begins wherever arrivals are polled, as soon as the first one has ended; on devices when ``AHEAD`` later messages
-    have left.
-
-    Sources: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023
-    (arXiv 2306.10209); Li et al., "THC: Accelerating Distributed Deep Learning Using Tensor Homomorphic Compression",
-    NSDI 2024.
-    """
-
-    def __init__(self, context: ExchangeContext) -> None:
-        super().__init__(context, shards=context.ranks.comm.size)
-        assert context.ranks.second is not None
-        self._second = context.ranks.second
-        self._first_phase: deque[InFlight] = deque()  # messages without a second phase so far, in plan order
-
-    def start(
-        self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
-    ) -> InFlight:
-        """Collective. Send a message; tensors that were not prepared are quantised first."""
-        if any(pending.name == name for pending in self._first_phase):
-            # Of an attempt that came to nothing: other ranks may have started these second phases.
-            self._add_up_all()
-        pending = super().start(name, loads, offers, control)
-        self._first_phase.append(pending)
-        if pending.on_device:
-            self.advance()
-        return pending
-
-    def _send(self, name: str, layout: MessageLayout, message: Tensor) -> tuple[Handle, Tensor]:
-        splits = [shard.size for shard in layout.first]
-        own = [splits[self.comm.rank]] * self.comm.size
-        received = self.keep(("received", name), sum(own), torch.uint8, message.device)
-        return self.comm.all_to_all(received, message, own, splits, name), received
-
-    # -- owners add their shards up -----------------------------------------------------------------------------------
-
-    def arrived(self, pending: InFlight) -> bool:
-        """Collective. Return whether the exchange has ended; start second phases of which the first one has.
-
-        Waits for nothing.
-        """
-        self.advance()
-        return pending.extra.sums is not None and pending.handle.done()
-
-    def advance(self) -> None:
-        """Collective. Start second phases, in plan order, of which the first one has ended; on devices, see ``AHEAD``.
-
-        There it does nothing but in :meth:`start`.
-        """
-        while self._first_phase and self._is_due(self._first_phase[0]):
-            self._add_up_next()
-
-    def _is_due(self, pending: InFlight) -> bool:
-        return len(self._first_phase) > AHEAD if pending.on_device else pending.handle.done()
-
-    def _add_up_all(self) -> None:
-        """Collective. Start all second phases; the host waits for the first ones, or a device that has streams does."""
-        try:
-            while self._first_phase:
-                self._add_up_next()
-        except NoAnswer:  # an elastic group may end them with the results of others
-            raise
-        except BaseException:
-            self._first_phase.clear()  # their second phases would be calls that other ranks do not make
-            raise
-
-    def _add_up_next(self) -> None:
-        """Collective. Start the next second phase. After an error it is the next one still."""
-        self._add_up(self._first_phase[0])
-        self._first_phase.popleft()
-
-    def _add_up(self, pending: InFlight) -> None:
-        """Collective. Add up this rank's shard of a message after its first phase, and start the second one."""
-        wait_for(pending.handle, self.timeout, on_stream=pending.has_streams)
-        state: State = pending.extra
-        rank, size, step = self.comm.rank, self.comm.size, pending.control.step
-        shard, summed, longest = state.layout.first[rank], state.layout.second[rank], state.layout.longest
-        rows = pending.received.view(size, -1)
-        message = self.keep(("sum", pending.name), longest, torch.uint8, rows.device)
-        keys, key = self._keys(step, 0, size), self._key(None, step, 1, 0)
-        if self.context.feedback:
-            self._encode_owing(shard, rows, keys, key, message)
-        else:
-            self.quantiser.encode_sum_all(shard.table, rows, keys, self.scale, self.quantiser, key, message)
-        for (run, where), (_, out) in zip(shard.plain, summed.plain, strict=True):
-            self._write_sum(run, rows[:, where], message[out].view(run.segment.tensor_class.dtype))
-        if pending.has_streams:
-            summed.merge_headers(message[: summed.size], rows, rank, key=key)
-        else:
-            control, fault = self._checked(shard, rows, pending)
-            squares = shard.squares(rows).sum(dim=0, keepdim=True)  # in any order: the others read this rank's sum
-            summed.write_header(message[: summed.size], control, fault=fault, key=key, squares=squares)
-        state.sums = self.keep(("sums", pending.name), size * longest, torch.uint8, rows.device)
-        pending.handle = self._second.all_gather(state.sums, message, f"{pending.name}/sum")
-        pending.bytes += longest
-        pending.codecs = self._codecs(pending.codecs, [summed], longest)
-
-    def _encode_owing(self, shard: ShardLayout, rows: Tensor, keys: Sequence[int], key: int, message: Tensor) -> None:
-        """Quantise this owner's sums and what it owes of earlier ones; what that rounds it owes from now on.
-
-        That is error feedback of the second phase: with C the sum and what is owed, Q(C) is sent, and C - Q(C) owed.
-        """
-        for number, (piece, _) in enumerate(shard.records):
-            table = shard.table.singles[number]
-            owed = self.store.owed_of(piece.slot)[piece.elements]
-            total, read = (self.keep((what,), len(owed), torch.float32, rows.device) for what in ("owing", "read"))
-            self.quantiser.decode_all(table, rows, keys, self.scale * self._factor, [total])
-            total.add_(owed)
-            self.quantiser.encode_all(table, [total], key, message)
-            self.quantiser.decode_all(table, message.view(1, -1), [key], self._factor, [read])
-            self.store.owe(piece.slot, piece.elements, total - read)
-
-    def _checked(self, shard: ShardLayout, rows: Tensor, pending: InFlight) -> tuple[RoundHeader, int]:
-        """Return the merged header of the first phase, and 1 + the first rank of a damaged message, or 0.
-
-        Raises nothing: the other ranks have to learn of the fault.
-        """
-        control = pending.control
-        for sender in range(len(rows)):
-            row = rows[sender : sender + 1]
-            try:
-                control = control.merged([control, shard.header.read_headers(row, pending.control, pending.name)])
-            except MessageError:
-                return pending.control, 1 + sender
-        damaged = self._damaged(shard, rows, pending)
-        return control, 1 + damaged[0] if damaged else 0
-
-    # -- and updates come back ----------------------------------------------------------------------------------------
-
-    def arrive(self, pending: InFlight, *, on_stream: bool = False) -> None:
-        """Collective. Wait for a message. Starts all second phases first."""
-        self._add_up_all()
-        wait_for(pending.handle, self.timeout, on_stream=on_stream)
-
-    def announced(self, pending: InFlight) -> list[Tensor]:
-        rows = self._sums(pending)
-        return [rows[:, : pending.extra.layout.second[0].announced] if pending.on_device else rows]
-
-    def check(self, pending: InFlight, announced: Sequence[Tensor]) -> RoundHeader:
-        """Return the merged header of what all owners have sent.
-
-        Raises :class:`agmerge.MessageError`, the same on every rank, for a message that has changed on its way.
-        """
-        (rows,), sealed = announced, not pending.on_device
-        state: State = pending.extra
-        shards, key = state.layout.second, self._key(None, pending.control.step, 1, 0)
-        damaged, faults = [], []
-        for owner, shard in enumerate(shards):
-            row = rows[owner : owner + 1]
-            damaged += [owner] if shard.damaged(row, lambda _: key, sealed=sealed) else []
-            faults += [fault - 1 for fault in shard.faults(row) if fault]
-        if faults and not damaged:  # headers that do not belong together are told by who has sent them
-            refuse_damaged(pending.name, faults)
-        control = shards[0].header.read_headers(rows, pending.control, pending.name, sealed=sealed)
-        refuse_damaged(pending.name, damaged)
-        state.squares = shards[0].squares(rows[:1])
-        return control
-
-    def finish(self, pending: InFlight) -> None:
-        update_of, places, sums = {load.segment: load.update for load in pending.loads}, list[Tensor](), list[Tensor]()
-        layout: MessageLayout = pending.extra.layout
-        self._decode(pending, layout.sums, self._sums(pending).view(1, -1), 1, self._factor)
-        for shard, row in zip(layout.second, self._sums(pending), strict=True):
-            for run, where in shard.plain:
-                places.append(update_of[run.segment][run.start : run.stop])
-                sums.append(row[where].view(run.segment.tensor_class.dtype))
-        copy_all(places, sums)
-
-    def noise(self, pending: InFlight) -> Noise:
-        noise = self.quantiser.noise
-        return Noise(pending.extra.squares.clone(), noise * self.scale**2, noise)
-
-    def _sums(self, pending: InFlight) -> Tensor:
-        """Return what owners have sent: uint8[W, longest]."""
-        sums = pending.extra.sums
-        assert sums is not None
-        rows: Tensor = sums.view(self.comm.size, -1)
-        return rows

@@ -20,7 +20,7 @@ from agmerge.exchanges import ExchangeContext, Ranks, SegmentBuffers
 from agmerge.exchanges.base import InFlight
 from agmerge.exchanges.dense import LARGE
 from agmerge.exchanges.message.format import RoundHeader
-from agmerge.exchanges.quantised.exchange import TwoPhaseExchange
+from agmerge.exchanges.quantised.two_phase import TwoPhaseExchange
 from agmerge.exchanges.routing import group_into_messages
 from agmerge.runtime import process_sets, workers
 from agmerge.tensors.layout import Layout, TensorClass
