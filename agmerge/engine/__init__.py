@@ -3,9 +3,10 @@
 
 * ``reducer``: gradients of backward passes, and ``join()``. ``reducers``: choice of the reducer.
 * ``bucket_reducer``: buckets of DistributedDataParallel; ``averaged_steps``: are gradients averaged, and once?
-* ``update_reducer``: deltas of parameters, ``sync="updates"``; ``local_replica``, ``shared_parameters``: a
-  worker that steps by itself, and the shared parameters with their outer optimizer.
-* ``moments``, ``moment_scales``: moments of workers' own optimizers, brought to those of the mean gradient.
+* ``update_reducer``: deltas of parameters, ``sync="updates"``; ``local_replica``, ``shared_parameters``: a worker that
+  steps by itself, and the shared parameters; ``outer_steps``: their outer optimizer.
+* ``mean_moments``, ``moments``, ``moment_scales``: moments of workers' own optimizers, brought to those of the mean
+  gradient.
 * ``dear``: ``merging="dear"``, updates in the next forward; ``dear_modules``: modules that read parameters.
 * ``participation``: connects, compares replicas, plans anew, leaves.
 * ``grad_hooks``: gradients on their way from backward. ``grad_scaler``: AMP, and sparse gradients.

@@ -9,7 +9,7 @@
 May import checkpoint/, engine/ and below.
 """
 
-from agmerge.engine.shared_parameters import Nesterov
+from agmerge.engine.outer_steps import Nesterov
 from agmerge.optimizer.distributed import DistributedOptimizer
 from agmerge.optimizer.local import LocalOptimizer, LocalSync
 

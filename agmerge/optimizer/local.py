@@ -16,8 +16,8 @@ from agmerge.checkpoint import rank_state
 from agmerge.engine.gradient_clipping import ClippingMixin
 from agmerge.engine.optimizer_group import OneOrSeveral, as_state, check_state, inner_of, load_state
 from agmerge.engine.optimizer_wrapper import OptimizerHolder, SharingMixin
+from agmerge.engine.outer_steps import ScriptsOuter
 from agmerge.engine.reporting import ReportingMixin
-from agmerge.engine.shared_parameters import ScriptsOuter
 from agmerge.engine.step_hooks import follow
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import and_more

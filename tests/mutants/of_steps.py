@@ -217,7 +217,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a script's parameters keep the shared values",
-        "agmerge/engine/shared_parameters.py",
+        "agmerge/engine/outer_steps.py",
         "                parameter.data, parameter.grad = data, gradient",
         "                parameter.grad = gradient",
         (f"{SCRIPTS_OUTER}::test_parameters_and_gradients_are_the_scripts_again_behind_it",),
