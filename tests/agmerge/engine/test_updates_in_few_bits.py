@@ -15,12 +15,14 @@ import agmerge
 import sparsifiers
 from agmerge import testing
 from agmerge.exchanges.quantised.exchange import contraction
+from agmerge.options import defaults
 from sparsifiers.quantising.draws import Draws
 
 RATE = 0.05
 SPECS: dict[str, dict[str, Any]] = {
     "the default": {"exchange": "sparse"},
-    "in time": {"compression": "eden-4"},
+    "late from the first step": {"exchange": "sparse", "overlap": 1},
+    "in time": {"compression": "eden-4", "overlap": 0},
     "one bit": {"compression": "eden-1", "every": 3, "fragments": 3},
     "two bits, in time": {"compression": "eden-2", "every": 2, "fragments": 2, "overlap": 0},
     "rarely": {"compression": "int8", "every": 4, "fragments": 2},
@@ -29,6 +31,14 @@ SPECS: dict[str, dict[str, Any]] = {
     "held": {"compression": "eden-2", "carry": "hold", "every": 2, "fragments": 2},
 }
 EACH = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+
+
+@pytest.fixture(autouse=True)
+def soon_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After four steps messages travel under the next step, not after forty."""
+    monkeypatch.setattr(defaults, "IN_TIME", 4)
+
+
 WORKERS = pytest.mark.parametrize("workers", [2, 3])
 
 
