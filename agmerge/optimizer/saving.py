@@ -32,9 +32,9 @@ class SavingMixin:
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state, with this rank's residuals and the plan under the key ``"agmerge"``.
 
-        The plain optimizer can load it, too. With several optimizers ``"optimizers"`` is the list of their states. With
-        ``overlap=``, call :meth:`flush` on all ranks first, to resume bitwise identically. Otherwise updates that are
-        under way count as unsent.
+        The plain optimizer can load it, too. With several optimizers ``"optimizers"`` is the list of their states. A
+        message under way with ``overlap=1`` is sent again after loading, so that training resumes bitwise identically.
+        With a larger ``overlap``, call :meth:`flush` on all ranks first, or updates under way count as unsent.
 
         Returns:
             A dictionary for :meth:`load_state_dict`.

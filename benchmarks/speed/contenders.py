@@ -100,7 +100,7 @@ ADAPTIVE = {
         "powersgd": CONTENDERS["agmerge powersgd"],
         "acpsgd": CONTENDERS["agmerge acpsgd"],
         "updates": CONTENDERS["agmerge updates"],
-        "updates, signs": CONTENDERS["agmerge updates, signs"],
+        "signs": CONTENDERS["agmerge updates, signs"],
         "LocalOptimizer": replace(
             ours(exchange="sparse", sync="updates", every=8, density=1.0, wire="int4", compression="topk"), every=8
         ),

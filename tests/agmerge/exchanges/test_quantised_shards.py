@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agmerge.exchanges.quantised.layout import cut_blocks, cut_plain, fragment_of, whole_pieces
+from agmerge.exchanges.quantised.layout import RUN, cut_blocks, cut_plain, fragment_of, whole_pieces
 from agmerge.tensors.layout import ALIGNMENT, Layout, TensorClass
 from sparsifiers import Kind
 from sparsifiers.quantising.base import block_size, blocks_in
@@ -80,5 +80,5 @@ def test_fragments_are_equally_long_and_share_large_tensors() -> None:
     for fragments in (2, 3, 8):
         rows = [fragment_of(slots, fragments, number) for number in range(fragments)]
         for row in rows:
-            assert abs(sum(piece.blocks * piece.size for piece in row) - total / fragments) <= 2 * (1 << 16)
+            assert abs(sum(piece.blocks * piece.size for piece in row) - total / fragments) <= RUN
             assert {piece.slot.name for piece in row} >= {"t0", "t1"}

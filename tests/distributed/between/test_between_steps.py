@@ -41,8 +41,8 @@ HOROVOD = {
 REFUSED = {("wrapper", act, way): text for act, text in HOROVOD.items() for way in ("none", "default", "topk")}
 # Cells in which plain DistributedDataParallel ends in an error of torch's; the same error is right then.
 ENDS = {"replace same shape", "replace ten times", "replace longer"}
-# With updates a layer goes on for a while when it is frozen: some of its updates have not been sent yet.
-GOES_ON = {("freeze", "updates"), ("toggle requires grad", "updates")}
+# With updates a layer goes on for a while when it is frozen or has no gradient: some updates have not been sent yet.
+GOES_ON = {("freeze", "updates"), ("toggle requires grad", "updates"), ("gradient none", "updates")}
 # Roads on which a group cannot be added while a scheduler of the framework's counts them.
 NO_GROUPS = {("trainer", "add a group"), ("trainer", "unfreeze")}
 
