@@ -199,7 +199,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         model (torch.nn.Module): The model whose forward pass applies the updates. Only for ``merging="dear"``.
 
         sync (str): ``"gradients"`` averages gradients. With ``"updates"`` each worker steps with its own gradients, and
-            the resulting changes of parameters are exchanged. Use it to send very little with AdamW and other adaptive
+            the resulting changes of parameters are exchanged. Use it to hide messages with AdamW and other adaptive
             optimizers (docs/adaptive.md). The arguments below require ``sync="updates"``.
 
         carry (str): Where unsent updates stay. ``"apply"`` keeps them in the worker's own parameters, so models differ

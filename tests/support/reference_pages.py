@@ -23,7 +23,7 @@ GROUPS = {  # heading, and its arguments
     "Merge and exchange": "merging groups num_groups model sparsify exchange wire dense_sum",
     "Accumulate and average": "backward_passes_per_step op gradient_predivide_factor sparse_as_dense unused",
     "Checks and timeouts": "scaler nonfinite timeout check_every",
-    "Exchange updates instead of gradients": "sync carry every fragments overlap decay outer",
+    "Exchange updates instead of gradients": "sync carry every fragments overlap decay outer moments",
 }
 ENTRY = re.compile(r"^(\w+) \(([^)]+)\): (.*?)(?=^\w+ \(|\Z)", re.MULTILINE | re.DOTALL)
 ROLE = re.compile(r":\w+:`([^`]*)`")
