@@ -18,14 +18,14 @@ DIGITS = Case(task="digits", optimizer="adamw")
 
 
 @pytest.mark.parametrize("case", [parity_updates.updates(DIGITS), parity_updates.local(DIGITS)])
-def test_what_the_cases_write_out_are_the_librarys_defaults(case: Case) -> None:
+def test_what_the_cases_write_out_are_the_librarys_defaults_with_a_density(case: Case) -> None:
     def settings(rank: int) -> list[dict[str, str]]:
         model = nn.Linear(64, 64)
         inner, options = parity_tasks.inner_optimizers(case, model)[0], {"exchange": "sparse"}
         usual = (
             agmerge.LocalOptimizer(inner, model.named_parameters(), **options)
             if case.every > 1
-            else agmerge.DistributedOptimizer(inner, model.named_parameters(), sync="updates", **options)
+            else agmerge.DistributedOptimizer(inner, model.named_parameters(), sync="updates", density=0.05, **options)
         )
         return [parity_tasks.wrapped(case, model).settings, usual.settings]
 

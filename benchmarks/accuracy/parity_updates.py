@@ -17,7 +17,7 @@ LISTED = 10  # pairs; of more only the mean and the intervals are printed
 
 
 def updates(base: Case, density: float = 0.05, wire: str = "sign", **more: object) -> Case:
-    """Return ``base`` with the defaults of ``sync="updates"``, written out, or with other options."""
+    """Return ``base`` with ``sync="updates", density=0.05``, written out, or with other options."""
     options = {"compressor": "topk", "memory": "residual", "sync": "updates", "carry": "apply", **more}
     return replace(base, density=density, wire=wire, **options)
 
