@@ -61,7 +61,7 @@ class MeanMoments:
             length = self._scales.length
             values = torch.zeros(length, device=device)
             name = NAME.format(length=length)
-            self._measurement = ParameterInfo(name, values, values.dtype, device, (length,))
+            self._measurement = ParameterInfo(name, values, values.dtype, device, (length,), is_figure=True)
         return self._measurement
 
     def sent(self, name: str) -> torch.Tensor | None:

@@ -31,6 +31,8 @@ def assign_classes(config: Config, members: Iterable[ParameterInfo]) -> list[Par
 
 def _kind_of(config: Config, member: ParameterInfo) -> Kind:
     """Return how a parameter's gradient is sent."""
+    if member.is_figure:
+        return Kind.DENSE
     compressor = config.compression.compressor.of_tensor(member.name)
     exempt = config.compression.dense(member.name, member.local)
     compressed = compressor.is_for(member.dtype) and compressor.shrinks(member.name, member.shape)

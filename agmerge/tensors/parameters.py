@@ -196,6 +196,7 @@ class ParameterInfo:
     shape: tuple[int, ...]  # of `local`
     kind: Kind = Kind.DENSE  # of its tensor class
     density: float | None = None  # of its own, where the script gives densities by pattern
+    is_figure: bool = False  # no parameter: numbers of each rank, whole ones, that are averaged with the others
 
     @property
     def local(self) -> torch.Tensor:
@@ -256,7 +257,7 @@ def why_not_usable(parameter: torch.Tensor) -> str:
 def check_spread_alike(members: Sequence[ParameterInfo]) -> None:
     """Raise ``ValueError`` where only some are DTensors: plain ones would not be averaged over the shards."""
     spread = [member.name for member in members if is_dtensor(member.parameter)]
-    plain = [member.name for member in members if not is_dtensor(member.parameter)]
+    plain = [member.name for member in members if not is_dtensor(member.parameter) and not member.is_figure]
     if spread and plain:
         raise ValueError(
             f"parameter {spread[0]!r} is a DTensor but {plain[0]!r} is not (ignored_params= of fully_shard?), so FSDP "
