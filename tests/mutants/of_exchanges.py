@@ -40,7 +40,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "agmerge/exchanges/quantised/exchange.py",
         "return self._layouts[name, step % self._fragments]",
         "return self._layouts[name, 0]",
-        (f"{FEW_BITS}::test_something_is_learned",),
+        (f"{FEW_BITS}::test_every_fragment_has_its_turn",),
     ),
     Mutant(
         "a message that was under way is not sent again",

@@ -240,3 +240,23 @@ def test_gradients_are_measured_whether_they_are_clipped_or_not(clips: bool, ove
     for ratio, norm in testing.run(4, train):
         assert 0.25 <= ratio < 0.35
         assert not clips or abs(norm - (ratio * elements) ** 0.5) < 0.1 * norm
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 3])
+def test_every_fragment_has_its_turn(fragments: int) -> None:
+    """As many exchanges as there are fragments move every element that workers share; one less leaves some."""
+
+    def train(rank: int) -> list[float]:
+        options = {"compression": "eden-2", "every": fragments, "fragments": fragments, "overlap": 0}
+        run, moved = Run(rank, options, torch.optim.AdamW), []
+        for _ in range(fragments):
+            run.step()
+            with run.optimizer.shared():
+                pairs = [(value, run.start[name]) for name, value in run.values().items() if value.dim() > 1]
+            changed = sum(int((value != start).sum()) for value, start in pairs)
+            moved.append(changed / sum(value.numel() for value, _ in pairs))
+        return moved
+
+    for shares in testing.run(2, train):
+        assert shares == sorted(shares) and shares[-1] > 0.99
+        assert all(abs(share - (number + 1) / fragments) < 0.2 for number, share in enumerate(shares))
