@@ -20,6 +20,7 @@ import os
 import subprocess
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -52,6 +53,18 @@ def pytest_configure() -> None:
     if worker and os.environ.get(ONE_CORE) and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(worker[2:]) % len(cores)]})
+
+
+@pytest.fixture
+def device() -> Iterator[Any]:
+    """A pretended device of this thread (``pretend.device.Device``)."""
+    from pretend import streams  # not before a test asks for it: it imports torch
+    from pretend.device import Device
+
+    device = Device()
+    device.use()
+    with streams.installed():
+        yield device
 
 
 @pytest.fixture(scope="session", autouse=True)

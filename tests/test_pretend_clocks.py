@@ -4,25 +4,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
-from pretend import kernels, streams
+from pretend import kernels
 from pretend.device import Device
 from pretend.tensors import put
 from torch import Tensor
 
 from agmerge.backends.streams import Streams, streams_of
-
-
-@pytest.fixture
-def device() -> Iterator[Device]:
-    """A device of this thread."""
-    device = Device()
-    device.use()
-    with streams.installed():
-        yield device
 
 
 @pytest.fixture

@@ -3,22 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from pretend import streams
 from pretend.device import Device
 from pretend.tensors import DeviceTensor, put
-
-
-@pytest.fixture
-def device() -> Iterator[Device]:
-    """A device of this thread."""
-    device = Device()
-    device.use()
-    with streams.installed():
-        yield device
 
 
 def on(device: Device, *values: float) -> torch.Tensor:

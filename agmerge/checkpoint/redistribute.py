@@ -50,7 +50,7 @@ def redistribute(sections: Sequence[Section], rank: int, size: int, op: ReduceOp
 def displacements(updates: Mapping[str, Any], residuals: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the differences between a rank's expected and own parameters, by name; ``residuals`` are not included.
 
-    What the rank owes to all counts as its own. ``updates``: a result of
+    The debt of the rank to all ranks counts as its own. ``updates``: a result of
     :meth:`agmerge.engine.local_replica.LocalReplica.saved`.
     """
     shown = residuals if updates["carry"] == APPLY else {}

@@ -30,7 +30,7 @@ def clip(
 ) -> torch.Tensor:
     """Scale gradients down, in place, where ``ratio`` times their total norm exceeds ``max_norm``; return the product.
 
-    As ``torch.nn.utils.clip_grad_norm_``, to the bit where ``ratio`` is 1. Sparse gradients count too, with duplicate
+    Equals ``torch.nn.utils.clip_grad_norm_`` bitwise if ``ratio`` is 1. Sparse gradients count too, with duplicate
     indices added up. Of DTensors the norm is that of the full tensors, which is a collective among their ranks. Returns
     a tensor of shape (), on the device of the first gradient. Raises ``RuntimeError`` for a norm that is not finite, if
     ``error_if_nonfinite``.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moments of a worker's optimizers that are kept in the scale of the mean gradient and follow the mean of all workers.
 
-A worker that steps by itself has the noise of its own gradient in both moments of Adam. What the exchange of updates
-brings anyway says how the mean differs, see :mod:`agmerge.engine.moments`; and a small measurement travels with each
-message as one more dense tensor, see :mod:`agmerge.engine.moment_scales`.
+A worker that steps by itself has the noise of its own gradient in both moments of Adam. The averaged updates say how
+the mean differs, see :mod:`agmerge.engine.moments`. A small measurement travels with each message as one more dense
+tensor, see :mod:`agmerge.engine.moment_scales`.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class MeanMoments:
             warn(UNREACHABLE.format(names=" and ".join(names)), rank)
 
     def status(self) -> dict[str, Any]:
-        """Return what is kept in the scale of the mean gradient, for statistics."""
+        """Return how the moments are kept, for statistics."""
         return {"kept": "mean", "energy_ratio": self.energy_ratio, "unreachable": list(self.unreachable)}
 
     # -- checkpoints --------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -231,25 +230,3 @@ class MomentScales:
         self._arriving, self._workers = None, int(workers)
         self._of_mean, self._of_own = of_mean.clone(), of_own.clone()
         self._divide()
-
-
-# Clipping.
-
-
-@overload
-def clip_factor(max_norm: float, norm: Tensor, ratio: float) -> Tensor: ...
-@overload
-def clip_factor(max_norm: float, norm: float, ratio: float) -> float: ...
-def clip_factor(max_norm: float, norm: Tensor | float, ratio: float) -> Tensor | float:
-    """Return the factor by which a worker clips its own gradient, so that their mean has at most ``max_norm``.
-
-    It is that of ``torch.nn.utils.clip_grad_norm_`` for a gradient of the mean's norm, ``sqrt(ratio) * norm``.
-
-    Args:
-        max_norm: bound on the norm of the mean gradient.
-        norm: norm of the worker's own gradient. A tensor gives a tensor, on its device, without a wait.
-        ratio: :attr:`MomentScales.overall`.
-    """
-    factor = max_norm / (math.sqrt(ratio) * norm + 1e-6)
-    # A norm that is NaN gives NaN, as torch's does: hence this order of arguments.
-    return factor.clamp(max=1.0) if isinstance(factor, Tensor) else min(factor, 1.0)

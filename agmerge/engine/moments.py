@@ -20,7 +20,7 @@ from torch import Tensor
 from agmerge.backends.streams import HostCopies, streams_of
 from agmerge.tensors.parameters import optimizers_of
 
-# What is known of the classes of torch.optim.
+# Facts about the classes of torch.optim.
 
 ADAM = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 WITHOUT_SQUARES = frozenset(("SGD", "ASGD", "Lion", "Muon"))  # classes of any library; they have no second moment
@@ -78,7 +78,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Squares:
-    """Second moment of one parameter in a step, and what is squared in it: the gradient, and the L2 decay."""
+    """Second moment of one parameter in a step, with the gradient and the L2 decay that the optimizer squares."""
 
     moment: Tensor
     gradient: Tensor
@@ -87,7 +87,10 @@ class _Squares:
     factor: float  # of the square, which is subtracted
 
     def summand(self, scale: Tensor | float | None, left_out: Tensor | None) -> Tensor:
-        """Return what the optimizer squares, in the moment's dtype. ``scale``, ``left_out``: as in `lowered`."""
+        """Return the sum that the optimizer squares, in the moment's dtype; 0 if ``left_out``.
+
+        ``scale``: loss scale that the gradient still contains.
+        """
         value = self.gradient.to(self.moment.dtype)
         if scale is not None:
             value = value / (scale.to(value.device) if isinstance(scale, Tensor) else scale)

@@ -281,7 +281,7 @@ class SharedParameters(ABC):
     def apply(self, combined: Combined, follow: Follow | None = None) -> None:
         """Move ``base`` and the parameters by the combined updates. The exchange has been committed.
 
-        ``follow``: called with what the mean of all workers has moved a parameter by, beside its own.
+        ``follow``: called with the movement of a parameter towards the mean of all workers.
         """
 
     @abstractmethod

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -71,7 +71,7 @@ class UpdateReducer:
         self._sends_again = False  # a message was under way in the checkpoint that was loaded
         self._receive_at: int | None = None  # the step after which messages under way are applied
         self._due: Due | None = None  # which merge buffers these are of
-        self._polls = BackwardPolls(self.exchange)
+        self._polls = BackwardPolls(members, self.exchange)
         self._sharded = ShardedSteps(members, self.exchange)
         self._averaged_twice = AveragedTwice(members, self.exchange)
         self._plain_clipping = PlainClipping(members, self.exchange)
@@ -253,7 +253,7 @@ class UpdateReducer:
         if self._moments is not None:
             self._moments.depart()
         if overlap:
-            self._polls.attach(self.members.name_all())
+            self._polls.attach()
             self.exchange.start(self._delta, self.participation.flag, self._due, self._announced)
         else:
             self._receive()
@@ -342,16 +342,16 @@ class BackwardPolls:
     Without them owners would add up their shards when the updates are due. Only of more than two workers, on the host.
     """
 
-    def __init__(self, exchange: GradientExchange) -> None:
-        self._exchange = weakref.ref(exchange)
+    def __init__(self, members: ParameterTable, exchange: GradientExchange) -> None:
+        self._members, self._exchange = members, weakref.ref(exchange)
         self._handles: MutableMapping[torch.Tensor, RemovableHandle] = WeakTensorKeyDictionary()  # by parameter
 
-    def attach(self, parameters: Iterable[torch.Tensor]) -> None:
+    def attach(self) -> None:
         """Hook every parameter that requires a gradient and has no hook yet, if there is a second phase."""
         exchange = self._exchange()
         if exchange is None or exchange.group.second is None:
             return
-        for parameter in parameters:
+        for parameter in self._members.name_all():
             if parameter.requires_grad and parameter.device.type == "cpu" and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._poll)  # type: ignore[no-untyped-call]
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from pretend import streams
 from pretend.device import Device
 from pretend.tensors import put
 from torch import Tensor
@@ -79,15 +78,6 @@ def test_what_is_read_is_the_same_where_subnormals_are_zeros(name: str) -> None:
         finally:
             torch.set_flush_denormal(False)
         assert torch.equal(again.view(torch.int32), got.view(torch.int32)) and torch.equal(written, records)
-
-
-@pytest.fixture
-def device() -> Iterator[Device]:
-    """A device of this thread."""
-    device = Device()
-    device.use()
-    with streams.installed():
-        yield device
 
 
 @pytest.mark.parametrize("size", [64, 256])
