@@ -32,6 +32,7 @@ from agmerge.errors import (
     RankMismatchError,
     TooFewWorkers,
 )
+from agmerge.integrations.grace import grace
 from agmerge.ops import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
 from agmerge.optimizer import DistributedOptimizer, LocalOptimizer, LocalSync, Nesterov
 from agmerge.options.compressors import ladder
@@ -131,6 +132,7 @@ __all__ = [
     "from_params",
     "gather_state",
     "global_process_set",
+    "grace",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
