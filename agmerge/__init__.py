@@ -32,11 +32,10 @@ from agmerge.errors import (
     RankMismatchError,
     TooFewWorkers,
 )
-from agmerge.integrations.grace import grace
 from agmerge.ops import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
 from agmerge.optimizer import DistributedOptimizer, LocalOptimizer, LocalSync, Nesterov
 from agmerge.options.compressors import ladder
-from agmerge.options.from_params import from_params
+from agmerge.options.from_params import from_params, grace
 from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters
 from agmerge.runtime.collectives import (
     allgather,

@@ -24,11 +24,11 @@ class Custom(Compressor):
     decompresses the tensors of every rank, and combines the results.
 
     Args:
-        compressor: Object with ``compress(tensor, name)``, which returns a list of tensors, of any dtypes and shapes,
+        compressor (object): With ``compress(tensor, name)``, which returns a list of tensors, of any dtypes and shapes,
             and a context, and ``decompress(tensors, ctx)``, which returns a tensor in the shape of the gradient.
             It may have ``aggregate(tensors)``, which combines what was decompressed of all ranks (default: the sum),
             and ``average`` (default: True), whether the result is divided by the number of ranks.
-        memory: Object with ``compensate(tensor, name)``, which returns what is compressed, and ``update(tensor, name,
+        memory (object): With ``compensate(tensor, name)``, which returns what is compressed, and ``update(tensor, name,
             compressor, tensors, ctx)``, which keeps what was not sent. None: nothing is kept.
         sums (bool): Add up the tensors of all ranks, position by position, then decompress once. They need the same
             shapes and dtypes on all ranks.
@@ -126,12 +126,10 @@ def adapted(given: Any) -> Any:
     Such a holder has its memory as ``memory``. If the name of its class says "allreduce", tensors are added up.
     Anything else is returned as it is.
     """
-    if isinstance(given, (str, type, Compressor)) or given is None:
-        return given
     if is_compressor(given):
         return Custom(given)
     inner = getattr(given, "compressor", None)
-    if inner is not None and not isinstance(inner, Compressor) and is_compressor(inner):
+    if inner is not None and is_compressor(inner):
         return Custom(inner, getattr(given, "memory", None), sums="allreduce" in type(given).__name__.lower())
     return given
 

@@ -409,14 +409,14 @@ def memory_for(memory: Any, compressor: sparsifiers.Compressor) -> sparsifiers.M
     Raises ``ValueError`` or ``TypeError`` for one that does not fit.
     """
     memory = compressor.memory if memory is None else memory
+    if Kind.CUSTOM in compressor.kinds and memory != "none":
+        raise ValueError(
+            f"memory={memory!r} is not supported with a compressor of your own. Pass its memory with it: "
+            "agmerge.grace(compressor, memory)."
+        )
     given = sparsifiers.memory(memory) if isinstance(memory, str) else memory
     if not isinstance(given, sparsifiers.Memory):
         raise TypeError(f"memory={memory!r}: expected a name or a sparsifiers.Memory")
-    if Kind.CUSTOM in compressor.kinds and given.name != "none":
-        raise ValueError(
-            f"memory={given.name!r} is not supported with a compressor of your own. Pass its memory with it: "
-            "agmerge.grace(compressor, memory)."
-        )
     if given.has_momentum and compressor.kinds != {sparsifiers.Kind.SPARSE}:
         text = f"memory={memory!r} applies momentum to the values that a sparsifier selects. Use it with a sparsifier"
         if compressor.selects:

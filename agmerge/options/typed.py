@@ -136,7 +136,7 @@ _MEANT = {
     "planner": "pass merging={value}",
     # GRACE, ADTopk and FGBuff
     "comm_params": _FROM,
-    "grace": _FROM,
+    "grace": f"pass compression={{name}} if it is an object with compress() and decompress(); {_FROM}",
     "params": _FROM,
     "compressor": "pass compression={value}",
     "compression_name": "pass compression={value}",

@@ -183,7 +183,7 @@ def test_an_object_is_taken_as_it_is_and_a_holder_brings_its_memory() -> None:
         own, held = wrapped(model, TopK()), None
         first = repr(own._reducer.exchange.agreed.config.compression.compressor)
         own.close()
-        held = wrapped(model, Allreduce())
+        held = agmerge.DistributedOptimizer(sgd(model), model.named_parameters(), grace=Allreduce())
         return first, repr(held._reducer.exchange.agreed.config.compression.compressor)
 
     first, held = agreed(on_ranks(2, MODEL, body))
@@ -251,6 +251,7 @@ def test_tensors_of_other_shapes_are_not_added_up() -> None:
         ({"exchange": "two-level"}, "two-level"),
         ({"merging": "mgwfbp"}, "To time messages, it would compress made-up gradients"),
         ({"memory": "residual"}, "Pass its memory with it"),
+        ({"memory": Residuals()}, "Pass its memory with it"),
         ({"wire": "fp16"}, "wire='fp16' has no effect"),
         ({"warmup": "dgc"}, "warmup='dgc' has no effect"),
     ],
