@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain, compress
+from typing import cast
 
 import torch
 
@@ -29,7 +30,7 @@ from agmerge.step.group import CountedBackend, Note, SideStreams, clock_for, nob
 from agmerge.tensors.arena import table_of
 from agmerge.tensors.layout import Segment, Slot, TensorClass
 from agmerge.tensors.parameters import ParameterInfo
-from sparsifiers import Compressor, Kind, native
+from sparsifiers import Compressor, Custom, Kind, native
 from sparsifiers.gpu import LargestKey, Scratch, TensorTable, is_fused
 from sparsifiers.largest import Candidates, TensorNotes
 
@@ -244,6 +245,7 @@ class MergeBuffers:
             cast=config.compression.compressor.dtype,
             rounds_dense=config.rounds_dense,
             quantiser=self.quantiser,
+            custom=cast(Custom | None, config.compression.compressor.part(Kind.CUSTOM)),
             feedback=memory.has_residual or memory.hands_back,
             owes=memory.hands_back,
             fragments=config.fragments,
