@@ -107,7 +107,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", help="cpu, or a GPU such as cuda:0; a GPU if there is one")
     add("--record", type=Path, metavar="FILE", help="train nothing: add the run to a file of runs")
     add("--page", action="store_true", help="train nothing: write the figures of docs/evidence.md")
-    add("--job", metavar="DEVICE", help=argparse.SUPPRESS)
+    add("--job", metavar="NUMBER:DEVICE", help=argparse.SUPPRESS)
     return parser.parse_args(line)
 
 

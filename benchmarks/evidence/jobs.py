@@ -42,7 +42,7 @@ class Job:
         self.step = 0  # of it
         self.began = 0.0  # when it began
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, str(Path(__file__).parents[1] / "prove.py"), "--job", device]
+        command = [sys.executable, str(Path(__file__).parents[1] / "prove.py"), "--job", f"{number}:{device}"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         threading.Thread(target=self._listen, args=(number, heard), daemon=True).start()
 
@@ -211,9 +211,20 @@ class Jobs:
 # In the process of a job.
 
 
-def serve(device: str, source: TextIO, answers: TextIO) -> None:
-    """Make the trainings that lines of ``source`` ask for, until it ends."""
+def serve(job: str, source: TextIO, answers: TextIO) -> None:
+    """Make the trainings that lines of ``source`` ask for, until it ends.
+
+    Args:
+        job: number of the job and its device, such as "0:cpu".
+        source: a line of JSON for each training.
+        answers: where lines of JSON go.
+    """
+    number, _, device = job.partition(":")
     torch.set_num_threads(1)
+    if device == "cpu" and hasattr(os, "sched_setaffinity"):
+        # Ranks are threads of which one has Python's lock at a time: it must not wander between cores.
+        allowed = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {allowed[int(number) % len(allowed)]})
     asked: queue.Queue[dict[str, Any]] = queue.Queue()
     stop = threading.Event()
 

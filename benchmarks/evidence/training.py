@@ -171,8 +171,7 @@ def train_rank(
     size, steps, share = SIZES[training.size], training.steps, training.batch // SIZES[training.size].context
     model = copy.deepcopy(first).to(device)
     inner = models.optimizers_of(training.optimizer, model, training.rate)
-    groups = [group for one in inner for group in one.param_groups]
-    highest = [group["lr"] for group in groups]
+    highest = [group["lr"] for one in inner for group in one.param_groups]
     whole = training.contender == DENSE
     optimizer = None if whole else contenders.wrapped(training.contender, inner, model, **more)
     begin, curve, seconds = 0, [], 0.0
@@ -181,6 +180,7 @@ def train_rank(
         model.load_state_dict(kept["model"])
         for one, state in zip([optimizer] if optimizer else inner, kept["optimizers"], strict=True):
             one.load_state_dict(state)
+    groups = [group for one in inner for group in one.param_groups]  # loading has replaced them
     data, held_out = corpus.part("train"), corpus.part("held_out")
     every = -(-steps // POINTS)
     for step in range(begin, steps):
