@@ -32,7 +32,7 @@ import checkout  # noqa: F401 - first: it says where this checkout's packages ar
 # isort: split
 
 import torch
-from evidence import report, text
+from evidence import page, report, text
 from evidence.contenders import DENSE, OPTIONS, options_of, told
 from evidence.jobs import Failed, Jobs, serve
 from evidence.models import OPTIMIZERS, SIZES, optimizers_of
@@ -105,7 +105,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     add("--name", help="of the folder in runs/prove; size and optimizer if not given")
     add("--jobs", type=count, metavar="N", help="trainings side by side; one for each core, or one on a GPU")
     add("--device", help="cpu, or a GPU such as cuda:0; a GPU if there is one")
-    add("--record", type=Path, metavar="FILE", help="train nothing: add the run to a file of runs")
+    add("--record", metavar="RUNG", help="train nothing: copy the run to benchmarks/prove/RUNG.json, for the page")
     add("--page", action="store_true", help="train nothing: write the figures of docs/evidence.md")
     add("--job", metavar="NUMBER:DEVICE", help=argparse.SUPPRESS)
     return parser.parse_args(line)
@@ -214,7 +214,9 @@ class Run:
         rows = report.with_dense(self.rows, self.best)
         content = {"commands": self.commands, "settings": self.settings, "data": self.data, "best": self.best}
         self.folder.mkdir(parents=True, exist_ok=True)
-        text.written(self.file, json.dumps({**content, "rows": rows}, indent=1).encode())
+        lines = ",\n".join(json.dumps(row) for row in rows)
+        whole = json.dumps({**content, "rows": []}, indent=1).removesuffix("[]\n}") + f"[\n{lines}\n]\n}}\n"
+        text.written(self.file, whole.encode())
 
     def missing(self, trainings: Sequence[Training]) -> list[Training]:
         """Return the trainings that have no row yet."""
@@ -394,9 +396,9 @@ def main() -> None:
         answers, sys.stdout = sys.stdout, sys.stderr
         serve(args.job, sys.stdin, answers)
     elif args.page:
-        report.write_page()
+        page.write_page()
     elif args.record:
-        report.record(folder_of(args).file, args.record)
+        page.record(folder_of(args).file, args.record)
     else:
         prove(args)
 

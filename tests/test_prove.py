@@ -14,7 +14,7 @@ from typing import Any
 import prove
 import pytest
 import torch
-from evidence import report, text
+from evidence import page, report, text
 from evidence.contenders import DENSE, OPTIONS, options_of, told
 from evidence.models import SIZES, optimizers_of, rate_factor
 from evidence.training import Stopped, Training, first_model, train_in_memory
@@ -240,3 +240,41 @@ def test_every_contender_is_told_with_its_arguments() -> None:
     assert lines["default"] == "DistributedOptimizer(compression='eden-2')"
     assert lines["local-30"] == "LocalOptimizer(every=30, exchange='sparse')"
     assert len(set(lines.values())) == len(lines)
+
+
+# The page.
+
+
+def test_the_page_has_the_figures_of_the_recorded_runs() -> None:
+    """``python benchmarks/prove.py --page`` makes them."""
+    written = page.PAGE.read_text(encoding="utf-8")
+    assert page.written_page(written, page.recorded()) == written
+    assert page.digest_of(page.ladder(page.recorded())) in page.LADDER.read_text(encoding="utf-8")
+
+
+def test_a_rung_shows_each_batch_each_number_of_workers_and_the_rates() -> None:
+    rows = []
+    for seed, batch in ((0, 2048), (1, 2048), (0, 512)):
+        steps = {"batch": batch, "steps": 1_000_000 // batch, "parameters": 260_000, "seed": seed}
+        rows += [row("dense", loss=2.0, workers=1, **steps), row("dense", loss=2.4, workers=1, rate=0.008, **steps)]
+        rows += [row("topk", loss=2.1 + seed / 50, workers=workers, **steps) for workers in (2, 8)]
+        rows += [row("topk", loss=2.3, rate=0.0028, **steps)]
+    best = {f"0.25m, adamw, batch {batch}": 0.004 for batch in (2048, 512)}
+    run = {"rows": rows, "best": best, "commands": ["a", "b"], "data": {"digest": "d1", "train": 400_000}}
+    lines = page.figures({"rung1": run}).splitlines()
+    assert (
+        lines[0] == "### 0.26 million parameters" and "```bash" in lines and lines.count("a") == lines.count("b") == 1
+    )
+    about = [line for line in lines if line.startswith("AdamW, 1 M tokens, ")]
+    assert [line.split()[4:9] for line in about] == [
+        ["488", "steps", "of", "2048", "tokens"],
+        ["1953", "steps", "of", "512", "tokens"],
+    ]
+    assert "is 0.004, the best of 2 that we tried (0.004 to 0.008). The text is read 2.5 times." in about[0]
+    cells = [line for line in lines if line.startswith("| `topk`")]
+    assert cells[0] == "| `topk` | +5.50 % ± 6.35 (2) | +5.50 % ± 6.35 (2) |"
+    assert cells[1] == "| `topk` | +5.00 % (1) | +5.00 % (1) |"
+    assert cells[2].startswith("| `topk`, 2 workers | +15.00 % ± 0.00 (2)")
+    assert cells[-1] == "| `topk` | 50 kB | 20x | 2 / 0.4 / 0.04 ms |"
+    assert page.ladder({"rung1": run}) == {"topk": [(260_000.0, pytest.approx(5.5), pytest.approx(6.353, abs=1e-3))]}
+    assert page.figures({}) == page.NONE

@@ -3,26 +3,20 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agmerge.metrics.paired import Interval, excess_percent, mean_interval
-from evidence import text
 from evidence.contenders import DENSE
 
-LINKS = {"200 Mbit/s": 2e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}  # bits in a second
 SAME = ("size", "optimizer", "tokens", "batch", "seed")  # what a pair has in common
 CELL = ("size", "optimizer", "tokens", "batch", "workers", "factor", "contender")  # what a mean over seeds is of
 LIMITS = (
     "This does not show times on a network, larger models, longer trainings or more workers than the table has, nor "
     "other data."
 )
-ROOT = Path(__file__).resolve().parents[2]
-PAGE, RECORDS, LADDER = ROOT / "docs/evidence.md", ROOT / "benchmarks/prove", ROOT / "docs/pictures/evidence.svg"
-MARKS = "<!-- figures: begin -->", "<!-- figures: end -->"
 COLORS = ("black", "tab:blue", "tab:orange", "tab:red", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:gray")
 
 
@@ -157,15 +151,3 @@ def picture(rows: Sequence[dict[str, Any]], best: Mapping[str, float], folder: P
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
     pyplot.close(figure)
     return files
-
-
-# Records and the page.
-
-
-def record(run: Path, file: Path) -> None:
-    """Add a run to a file of runs, in place of one with the same settings. Curves stay."""
-    runs = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    new = json.loads(run.read_text(encoding="utf-8"))
-    same = {name: value for name, value in new["settings"].items() if name not in ("tokens", "seeds")}
-    kept = [old for old in runs if {name: old["settings"][name] for name in same} != same]
-    text.written(file, json.dumps([*kept, new], indent=1).encode())
