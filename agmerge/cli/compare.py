@@ -88,14 +88,14 @@ def compressor_in(module: ModuleType, wanted: str | None) -> Any:
     except TypeError as error:
         raise Refused(f"{path}: {wanted}: {error}. Set {WORD} = {wanted}(...) in the file.") from error
     made = adapted(made)
-    if not isinstance(made, sparsifiers.Compressor):
+    if not hasattr(made, "kinds"):
         raise Refused(f"{path}: {wanted} has no compress(tensor, name) and decompress(tensors, ctx)")
     return made
 
 
 def _compresses(kind: type) -> bool:
     """Return whether objects of a class compress. Methods of a class take the object itself, too."""
-    return issubclass(kind, sparsifiers.Compressor) or is_compressor(kind, bound=False)
+    return hasattr(kind, "kinds") or is_compressor(kind, bound=False)
 
 
 def _remembers(kind: type) -> bool:
@@ -237,25 +237,28 @@ def markdown(rows: Sequence[Row]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def picture(rows: Sequence[Row], path: Path) -> bool:
-    """Draw the excess losses with their intervals; return False if matplotlib is not installed."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        return False
-    tasks = list(dict.fromkeys(row.task for row in rows))
-    figure, axes = pyplot.subplots(1, len(tasks), figsize=(4 * len(tasks), 3), squeeze=False, layout="constrained")
-    for axis, task in zip(axes[0], tasks, strict=True):
-        shown = [row for row in rows if row.task == task and row.contender != DENSE]
-        axis.errorbar(
-            [row.excess.mean for row in shown], [row.contender for row in shown],
-            xerr=[row.excess.half or 0.0 for row in shown], fmt="o", capsize=3,
-        )  # fmt: skip
-        axis.axvline(0.0, color="gray", linewidth=1)
-        axis.set(title=task, xlabel="excess loss, %")
-    figure.savefig(path)
-    pyplot.close(figure)
-    return True
+WIDE, HIGH, NAMES = 640, 26, 200  # pixels of the picture, of a line of it, of the names
+
+
+def picture(rows: Sequence[Row]) -> str:
+    """Return the excess losses with their intervals, as SVG: a line for each contender, a block for each task."""
+    shown = [row for row in rows if row.contender != DENSE]
+    ends = [abs(row.excess.mean) + (row.excess.half or 0.0) for row in shown]
+    scale = (WIDE - NAMES) / 2.2 / max([*ends, 1.0])
+    zero, parts = NAMES + (WIDE - NAMES) / 2, []
+    for number, row in enumerate(shown):
+        y, half = HIGH * (number + 1), (row.excess.half or 0.0) * scale
+        x = zero + row.excess.mean * scale
+        parts.append(f'<text x="8" y="{y + 4}">{row.task}, {row.contender}</text>')
+        parts.append(f'<path d="M{x - half:.1f} {y}H{x + half:.1f}" stroke="currentColor" stroke-width="2"/>')
+        parts.append(f'<circle cx="{x:.1f}" cy="{y}" r="4"><title>{row.excess.mean:+.2f} %</title></circle>')
+    height = HIGH * (len(shown) + 2)
+    parts.append(f'<path d="M{zero} 8V{height - HIGH}" stroke="gray"/>')
+    parts.append(
+        f'<text x="{zero - 60}" y="{height - 8}">excess loss; line: 0 %, span: {max([*ends, 1.0]):.1f} %</text>'
+    )
+    size = f'width="{WIDE}" height="{height}" viewBox="0 0 {WIDE} {height}" font-family="sans-serif" font-size="13"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n' + "\n".join(parts) + "\n</svg>\n"
 
 
 # The command.
@@ -331,7 +334,7 @@ def check(tasks: Sequence[str], against: Sequence[str], seeds: int, workers: int
     if any(TASKS[task].batch % workers for task in tasks):
         raise Refused(f"--workers {workers}: choose a number that divides 32")
     if importlib.util.find_spec("sklearn") is None and set(tasks) - {"gpt-small"}:
-        raise Refused("the digits are part of scikit-learn: pip install scikit-learn, or pass --task gpt-small")
+        raise Refused("the digits are a file of scikit-learn: pip install scikit-learn, or pass --task gpt-small")
 
 
 def report(rows: Sequence[Row], folder: Path, rate: str, missing: int) -> int:
@@ -340,10 +343,8 @@ def report(rows: Sequence[Row], folder: Path, rate: str, missing: int) -> int:
     (folder / "compare.md").write_text(f"{table}\n{LEGEND}\nLink: {rate} for each worker.\n", encoding="utf-8")
     with (folder / "compare.csv").open("w", newline="", encoding="utf-8") as out:
         csv.writer(out).writerows([HEAD, *map(cells, rows)])
-    drawn = picture(rows, folder / "compare.svg")
+    (folder / "compare.svg").write_text(picture(rows), encoding="utf-8")
     sys.stdout.write(f"\n{table}\n{LEGEND}\nLink: {rate} for each worker. Tables are in {folder}.\n")
-    if not drawn:
-        sys.stdout.write("For a picture: pip install matplotlib, then run the same command again.\n")
     if missing:
         sys.stdout.write(f"{missing} trainings are missing. Run the same command again to continue.\n")
     return 0 if rows else 1

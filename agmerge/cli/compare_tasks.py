@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 import sysconfig
 import time
@@ -12,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import agmerge
 from agmerge import testing
-from agmerge.optimizer import DistributedOptimizer
 
 Pair = tuple[Tensor, Tensor]  # inputs and targets
 POINTS = 12  # evaluations of a training
@@ -98,12 +100,14 @@ class Language(nn.Module):
 
 def digits() -> tuple[Pair, Pair]:
     """Return pictures of digits, for training and for evaluation. Raises ModuleNotFoundError without scikit-learn."""
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-
-    data = load_digits()
-    pictures = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16.0
-    order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0))
-    pictures, labels = pictures[order], torch.tensor(data.target)[order]
+    found = importlib.util.find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("the digits are a file of scikit-learn: pip install scikit-learn")
+    rows = torch.from_numpy(
+        np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    )
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    pictures, labels = rows[:, :-1].float().view(-1, 1, 8, 8) / 16.0, rows[:, -1].long()
     return (pictures[:-360], labels[:-360]), (pictures[-360:], labels[-360:])
 
 
@@ -174,7 +178,9 @@ def train(task: Task, options: Mapping[str, Any], workers: int, seed: int, steps
 
     def body(rank: int) -> tuple[list[float], float, float]:
         own, arguments = copies[rank]
-        optimizer = DistributedOptimizer(task.optimizer(own), own.named_parameters(), timeout=3600.0, **arguments)
+        optimizer = agmerge.DistributedOptimizer(
+            task.optimizer(own), own.named_parameters(), timeout=3600.0, **arguments
+        )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, steps))
         losses: list[float] = []
         spent = 0.0
