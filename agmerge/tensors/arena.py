@@ -46,10 +46,6 @@ class Difference(NamedTuple):
         """Return the difference as a new tensor, in the strides of the minuend."""
         return self.minuend - self.subtrahend
 
-    def part(self, elements: slice) -> torch.Tensor:
-        """Return some elements of the difference as a new tensor; both tensors have one dimension."""
-        return self.minuend[elements] - self.subtrahend[elements]
-
 
 def as_tensor(gradient: torch.Tensor | Difference | None) -> torch.Tensor | None:
     """Return a gradient as a tensor: a new one of a difference; None stays None."""
