@@ -278,6 +278,13 @@ class FlatBuffers:
         keeps = arena.memory.has_residual or arena.memory.has_momentum
         return not self._has_shards and not keeps and arena.tensor_class.kind is Kind.QUANTISED
 
+    def release_unused(self) -> None:
+        """Return memory that was used once to the system: of arenas whose tensors are sent from where they lie."""
+        for arena in self.arenas.values():
+            if all(slot.index in self.in_place.slots for slot in arena.slots):
+                arena.release()
+        trim()
+
     def takes_pieces(self, slot: Slot) -> bool:
         """Return whether the owner of a tensor takes its pieces as they arrive: no memory of its size is needed."""
         return slot.index in self.in_place.slots and self.arena_of[slot.index].memory.hands_back
