@@ -75,7 +75,7 @@ class UpdateReducer:
     def _fitted(self, config: Config) -> Config:
         """Return ``config`` as it fits the parameters, with as many merge buffers as take turns."""
         updates = _updates_of(config)
-        if updates.may_overlap and self._table.is_narrow:
+        if updates.may_overlap and (self._table.is_narrow or workers.can_regroup()):
             updates = replace(updates, overlap=0)
         elements = sum(member.local.numel() for member in self._table.parameters())
         return config.changed(updates=updates, planner=planner_for(updates, config.merging.planner, elements))
