@@ -215,7 +215,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
 
         overlap (int): Number of steps after which sent updates are received. They travel during these steps. Use 1 if
             steps wait for messages. At most ``every / fragments``, and only with ``carry="apply"``. Default: 1 with
-            quantizers, if parameters have 32 bits, else 0.
+            quantizers, if parameters have 32 bits and the job is not elastic, else 0.
 
         decay (float): Factor, above 0 and at most 1, for unsent updates at each exchange. Only with ``carry="hold"``.
 

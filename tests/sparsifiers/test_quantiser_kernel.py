@@ -15,6 +15,7 @@ from torch import Tensor
 
 import sparsifiers
 from sparsifiers import conformance, native
+from sparsifiers.quantising import loops
 from sparsifiers.quantising.base import Quantiser, blocks_in
 from sparsifiers.quantising.draws import Draws, key_of
 from sparsifiers.quantising.linear import Int8
@@ -137,6 +138,18 @@ def test_any_length_and_any_place(level: int, name: str, size: int, dtype: torch
         check(made, source[number : number + numel], size)
 
 
+@pytest.mark.parametrize("name", [*COMPILED, "onebit"])
+def test_a_difference_is_written_as_its_values_are(level: int, name: str) -> None:
+    made = sparsifiers.quantiser(name)
+    source = next(iter(hard(256)))[1].repeat(2)
+    for numel in (1, 255, 256, 1000, TILE, TILE + 333):
+        values, less = source[:numel], source[numel : 2 * numel].flip(0).contiguous()
+        expected, right = written(made, values - less, 256)
+        got, squares = torch.zeros_like(expected), torch.zeros(1, dtype=torch.float64)
+        made.encode_difference(values, less, 256, draws_of(0), got, squares)
+        assert torch.equal(got, expected) and squares.item() == right
+
+
 def test_large_vectors_are_written_past_the_caches(level: int) -> None:
     for name in COMPILED:
         made = sparsifiers.quantiser(name)
@@ -236,17 +249,17 @@ def test_what_the_loops_cannot_read_is_torchs(level: int) -> None:
     values, out = torch.ones(300), torch.full((2 * made.record_bytes(256),), 0x5A, dtype=torch.uint8)
     given = (made.loops(), made.record_bytes(256))
     for wrong in (values.double(), torch.ones(600)[::2], values[:0], values[:200]):
-        assert not native.quantize(wrong, 256, draws, out, None, given)
-    assert not native.quantize(values, 256, draws, out, None, (0, given[1]))
-    assert not native.quantize(values, 256, draws, out.repeat(2)[::2], None, given)
-    assert not native.quantize(values, 256, draws, out, torch.zeros(1), given)
+        assert not loops.quantize(wrong, 256, draws, out, None, given)
+    assert not loops.quantize(values, 256, draws, out, None, (0, given[1]))
+    assert not loops.quantize(values, 256, draws, out.repeat(2)[::2], None, given)
+    assert not loops.quantize(values, 256, draws, out, torch.zeros(1), given)
     assert (out == 0x5A).all()
     for messages in ([], [out, out[:-1]], [out.float()]):
-        assert not native.add_quantized(messages, [draws] * len(messages), 256, 1.0, values, given)
-    assert not native.add_quantized([out], [draws] * 2, 256, 1.0, values, given)
-    assert not native.add_quantized([out], [draws], 256, 1.0, values.double(), given)
-    assert not native.quantize_sum([out], [draws], 256, 1.0, draws, out[:-1], given, given)
-    assert not native.quantize_sum([out], [draws], 256, 1.0, draws, out, given, (0, given[1]))
+        assert not loops.add_quantized(messages, [draws] * len(messages), 256, 1.0, values, given)
+    assert not loops.add_quantized([out], [draws] * 2, 256, 1.0, values, given)
+    assert not loops.add_quantized([out], [draws], 256, 1.0, values.double(), given)
+    assert not loops.quantize_sum([out], [draws], 256, 1.0, draws, out[:-1], given, given)
+    assert not loops.quantize_sum([out], [draws], 256, 1.0, draws, out, given, (0, given[1]))
     assert (values == 1).all()
 
 
