@@ -47,6 +47,7 @@ def test_cifar_10_is_read_with_the_digits_as_classes(written: Path) -> None:
     assert np.array_equal(train_x, small_pictures.coloured(train, 32))
 
 
+@pytest.mark.long
 def test_one_command_writes_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("data.small_text")
     from data import small

@@ -146,10 +146,9 @@ def test_what_is_held_out_is_shared_by_workers_and_all_of_it_is_counted(small: P
     assert figures["perplexity"] == pytest.approx(alone.text.vocabulary, rel=0.2)  # it knows nothing yet
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, part", [("transformer-wikitext2", 0.7), pytest.param(SHUFFLED, 0.7, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name, part", [("transformer-wikitext2", 0.7), (SHUFFLED, 0.7)])
 def test_a_tiny_network_learns_more_than_how_frequent_words_are(small: Path, name: str, part: float) -> None:
     task = made(JOBS[name], small, batch_size=8)
     optimizer = torch.optim.Adam(task.model.parameters(), lr=0.005)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsifiers
-from sparsifiers import conformance, native
+from sparsifiers import native
 from sparsifiers.quantising.base import Quantiser, blocks_in
 from sparsifiers.quantising.draws import Draws, key_of
 from sparsifiers.quantising.linear import Int8
@@ -238,11 +238,6 @@ def test_any_bits_of_a_vector_and_of_a_message(data: st.DataObject) -> None:
             assert alike(read(made, [message] * 2, size, 0.5, numel, torch.float32), readings)
     finally:
         native.set_level(before)
-
-
-@pytest.mark.parametrize("name", COMPILED)
-def test_the_contract_is_kept(level: int, name: str) -> None:
-    conformance.check(name)
 
 
 def test_what_the_loops_cannot_read_is_torchs(level: int) -> None:
