@@ -31,7 +31,9 @@ JOB ?= $(if $(strip $(DATA)$(DENSITY)$(EXCHANGE)$(MERGING)$(EPOCHS)$(ARGS)$(filt
 
 VENV := .venv
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --no-input
+# What is installed is compiled when it is first imported, by whichever process: to compile all of it takes a minute.
+PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --no-input --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 
 # A set-up is known by what it was made from: the files' content, the Python, and the place (the package is
 # installed editable). Its stamp is written last, so what was interrupted has none and is made again.
@@ -126,6 +128,7 @@ $(BASE):
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps --editable .
+	$(RUN) -c 'import agmerge, torch._dynamo'
 	@touch $@
 
 $(EXAMPLES): $(BASE)
