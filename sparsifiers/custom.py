@@ -44,7 +44,7 @@ class Custom(Compressor):
         self.name = type(compressor).__name__
         if not is_compressor(compressor):
             raise TypeError(f"{self.name}: expected an object with compress(tensor, name) and decompress(tensors, ctx)")
-        if memory is not None and not _has(memory, compensate=2, update=5):
+        if memory is not None and not is_memory(memory):
             raise TypeError(
                 f"{type(memory).__name__}: expected a memory with compensate(tensor, name) and update(tensor, name, "
                 "compressor, tensors, ctx)"
@@ -134,19 +134,27 @@ def adapted(given: Any) -> Any:
     return given
 
 
-def is_compressor(given: Any) -> bool:
-    """Return whether an object has ``compress(tensor, name)`` and ``decompress(tensors, ctx)``."""
-    return _has(given, compress=2, decompress=2)
+def is_compressor(given: Any, *, bound: bool = True) -> bool:
+    """Return whether an object has ``compress(tensor, name)`` and ``decompress(tensors, ctx)``.
+
+    ``bound`` False: it is the class of such an object, of which the methods take the object, too.
+    """
+    return _has(given, bound, compress=2, decompress=2)
 
 
-def _has(given: Any, **methods: int) -> bool:
+def is_memory(given: Any, *, bound: bool = True) -> bool:
+    """Return whether an object has the methods of a memory, as :class:`Custom` says. ``bound``: as above."""
+    return _has(given, bound, compensate=2, update=5)
+
+
+def _has(given: Any, bound: bool, **methods: int) -> bool:
     """Return whether an object has these methods, which take so many arguments by position."""
     for name, count in methods.items():
         method = getattr(given, name, None)
         if not callable(method):
             return False
         try:
-            inspect.signature(method).bind(*[None] * count)
+            inspect.signature(method).bind(*[None] * (count + (not bound)))
         except (TypeError, ValueError):
             return False
     return True

@@ -38,7 +38,7 @@ ROOMS = {  # of agmerge/, from below to above: which of the rooms below it each 
     "optimizer": "tensors runtime options engine checkpoint",
     "integrations": "tensors runtime step options engine checkpoint optimizer",
     "agmerge": "runtime options checkpoint testing optimizer integrations",
-    "cli": "backends options step agmerge",
+    "cli": "backends options step agmerge metrics runtime testing",
     "__main__": "cli",
 }
 MOST_BOXES, MOST_LEVELS, MOST_ARROWS, MOST_SMALL = 20, 12, 90, 12  # of agmerge/; small: files below 40 lines
