@@ -55,6 +55,8 @@ class Elastic:
         suspect (float): Seconds without a sign of life after which a worker counts as failed. Default: 5. Raise it if
             workers may stall longer, for example on a busy machine.
         patience (float): Seconds to wait for the lighthouse and for ``min_workers``. Default: 600.
+        survives (bool): A step goes on without a failed worker. With False its calls raise
+            :class:`agmerge.NoAnswer`, for scripts that return to a state of their own. Default: True.
         restart (bool): If the last worker that has the job's state fails, the others start again from the beginning,
             with a warning. With False they raise an error. Default: True.
     """
@@ -64,6 +66,7 @@ class Elastic:
     suspect: float = 5.0
     patience: float = 600.0
     restart: bool = True
+    survives: bool = True
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,11 @@ class Generations:
     def newcomers_wait(self) -> bool:
         """Return whether workers wait to be let in."""
         return self._newcomers_wait
+
+    @property
+    def survives(self) -> bool:
+        """Return whether steps go on without a worker that is lost."""
+        return self._options.survives
 
     def announce_leaving(self) -> None:
         """Record that this worker will leave."""

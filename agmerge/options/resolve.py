@@ -57,7 +57,7 @@ from agmerge.step.config import (
     Updates,
 )
 from agmerge.step.density_policy import DENSITY, IMPORTANCE, DensityPolicy
-from agmerge.tensors.nonfinite import POLICIES
+from agmerge.tensors.nonfinite import KEEP, POLICIES
 from sparsifiers import Kind, catalogue
 
 # ``sync="updates"``: the optimizer's updates of parameters are exchanged, not gradients.
@@ -207,10 +207,20 @@ def resolve(options: Options) -> Config:
     if updates is not None:
         sync = replace(sync, updates=_fitting(updates, options.overlap, options.moments, compression.compressor))
     config = Config(compression=compression, merging=_merging(options), sync=sync, guards=guards)
+    _check_kept(config)
     check_dear(config)
     _check_two_level(config)
     check_send_mode(config)
     return config
+
+
+def _check_kept(config: Config) -> None:
+    """Raise ``ValueError`` where infinities and NaN shall be kept, and messages or residuals cannot have them."""
+    if config.guards.nonfinite == KEEP and (config.compression.compressor.name != "none" or config.sync.updates):
+        raise ValueError(
+            "nonfinite='keep' requires compression='none', because other messages and residuals cannot represent "
+            "infinities and NaN. Pass compression='none', or nonfinite='skip'."
+        )
 
 
 def _check_choices(options: Options) -> None:

@@ -244,8 +244,13 @@ def renew() -> None:
 
 
 def can_regroup() -> bool:
-    """Return whether the others go on without a worker that is lost."""
-    return _job is not None or getattr(_thread, "regroup", None) is not None
+    """Return whether steps of the others go on without a worker that is lost."""
+    return (_job is not None and _job.survives) or getattr(_thread, "regroup", None) is not None
+
+
+def is_elastic() -> bool:
+    """Return whether workers may come and go."""
+    return _job is not None or can_regroup()
 
 
 def newcomers_wait() -> bool:

@@ -1,0 +1,3 @@
+from agmerge.errors import NoAnswer as HorovodInternalError
+
+__all__ = ["HorovodInternalError"]

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timeline of a script's collectives, a Chrome trace with the phases that Horovod's has: ``hvd.start_timeline``.
+
+Each name has a row. ``NEGOTIATE_ALLREDUCE`` lasts until all ranks have made the call, ``ALLREDUCE`` until the call has
+returned. An asynchronous call returns when its messages have left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import agmerge
+from agmerge.runtime.collectives import operation
+
+CYCLE = "CYCLE_START"
+
+
+class Timeline:
+    """Timeline that is being recorded. ``path``: of its file. ``marks_cycles``: every agreement of ranks is an event."""
+
+    def __init__(self, path: str, marks_cycles: bool) -> None:
+        self._path, self._marks_cycles = path, marks_cycles
+        self._lock, self._rows = threading.Lock(), {CYCLE: 0}  # the number of each name's row
+        self._began, epoch = time.monotonic(), time.time()
+        self._events: list[dict[str, Any]] = [
+            {
+                "name": "process_name",
+                "ph": "M",
+                "pid": 0,
+                "args": {"start_time_since_epoch_in_micros": int(1e6 * epoch)},
+            }
+        ]
+        self._agreed: list[float] = []  # when the ranks have agreed on calls, since the last look
+        self._stop = operation.watch(lambda ranks, tensors: self._agreed.append(time.monotonic()))
+
+    def add(self, kind: str, name: str, began: float, ended: float) -> None:
+        """Record a call. ``began``, ``ended``: of ``time.monotonic``, in seconds."""
+        with self._lock:
+            agreed = min((one for one in self._agreed if began <= one <= ended), default=ended)
+            self._agreed.clear()
+            row = self._rows.setdefault(name, len(self._rows))
+            if row == len(self._rows) - 1 and not any(event.get("tid") == row for event in self._events):
+                self._events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": name}})
+            for phase, start, end in ((f"NEGOTIATE_{kind}", began, agreed), (kind, agreed, ended)):
+                event = {"name": phase, "ph": "X", "pid": 0, "tid": row, "ts": 1e6 * (start - self._began)}
+                self._events.append({**event, "dur": 1e6 * (end - start)})
+            if self._marks_cycles:
+                mark = {"name": CYCLE, "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": 1e6 * (agreed - self._began)}
+                self._events.append(mark)
+
+    def end(self) -> None:
+        """Write the file, on rank 0."""
+        self._stop()
+        if agmerge.rank() == 0:
+            with open(self._path, "w", encoding="utf-8") as file:
+                json.dump(self._events, file)
+
+
+_timeline: Timeline | None = None  # written by start_timeline and stop_timeline alone
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Record collectives until :func:`stop_timeline` or :func:`shutdown`; rank 0 then writes them to ``file_path``."""
+    global _timeline
+    stop_timeline()
+    _timeline = Timeline(os.fspath(file_path), mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the recording, if there is one, and write its file on rank 0."""
+    global _timeline
+    ended, _timeline = _timeline, None
+    if ended is not None and agmerge.is_initialized():
+        ended.end()
+
+
+def timed(kind: str, name: str | None, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``call``, of which the timeline records how long it takes, if there is one."""
+    timeline = _timeline
+    if timeline is None:
+        return call
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        began = time.monotonic()
+        result = call(*arguments, **options)
+        timeline.add(kind.upper(), f"{kind}.{name or 'noname'}", began, time.monotonic())
+        return result
+
+    return recorded
