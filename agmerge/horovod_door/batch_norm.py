@@ -55,7 +55,7 @@ class SyncBatchNorm(_BatchNorm):
 def _summed(*parts: torch.Tensor) -> list[torch.Tensor]:
     """Collective. Return the sums of ``parts``, 1-D and of one dtype, over all workers: one message."""
     total = agmerge.allreduce(torch.cat(parts), name="SyncBatchNorm", op=agmerge.Sum)
-    return list(total.split([part.numel() for part in parts]))
+    return list(torch.split(total, [part.numel() for part in parts]))
 
 
 def _per_channel(values: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class _Normalized(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, eps: float) -> tuple[torch.Tensor, ...]:
-        """Collective. Return the normalized input, and mean, biased variance and count of a channel over all workers."""
+        """Collective. Return the normalized input, and mean, variance and count of each channel over all workers."""
         wide = torch.float64 if input.device.type == "cpu" else torch.float32
         shape = (1, -1, *(1,) * (input.dim() - 2))
         values = input.to(wide)

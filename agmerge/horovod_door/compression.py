@@ -65,4 +65,5 @@ NAMES = {NoneCompressor: "none", FP16Compressor: "fp16"}  # as agmerge.Distribut
 
 def name_of(given: Any) -> str | None:
     """Return how ``agmerge.DistributedOptimizer`` names a compressor; None for a script's own."""
-    return NAMES.get(given if inspect.isclass(given) else type(given))
+    kind: type[Any] = given if inspect.isclass(given) else type(given)
+    return NAMES.get(kind)

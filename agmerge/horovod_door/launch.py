@@ -37,7 +37,10 @@ REMOTE = (
 
 def has_horovod() -> bool:
     """Return whether Horovod is installed, and not merely served by agmerge."""
-    spec = importlib.util.find_spec("horovod")
+    try:
+        spec = importlib.util.find_spec("horovod")
+    except ImportError:  # an import hook has blocked it
+        return False
     return spec is not None and spec.origin != str(arguments.STAGE / "horovod.py")
 
 
@@ -69,17 +72,12 @@ def main(given: argparse.Namespace) -> int:
 
 def main_of_one(words: Sequence[str]) -> int:
     """Become the Python of one worker, whose launcher has started this process. ``words``: of the command line."""
-    own, python = list(words), []
-    compression, instead = None, False
-    while own and not python:
-        if own[0] == "--instead":
-            instead = True
-            own.pop(0)
-        elif own[0].partition("=")[0] == "--compression":
-            word, is_there, value = own.pop(0).partition("=")
-            compression = value if is_there else own.pop(0) if own else None
-        else:
-            own, python = [], own
+    own = argparse.ArgumentParser(prog="python -m agmerge horovod", add_help=False, allow_abbrev=False)
+    own.add_argument("--instead", action="store_true")
+    own.add_argument("--compression")
+    last = next((number for number, word in enumerate(words) if not _is_own(words, number)), len(words))
+    given, python = own.parse_args(words[:last]), list(words[last:])
+    instead, compression = given.instead, given.compression
     if not python:
         sys.stderr.write("agmerge horovod: the script is missing: python -m agmerge horovod [--instead] train.py\n")
         return 2
@@ -93,6 +91,11 @@ def main_of_one(words: Sequence[str]) -> int:
         env |= arguments.serving(os.environ, compression)
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *python], env)
+
+
+def _is_own(words: Sequence[str], number: int) -> bool:
+    """Return whether a word, all before which are, is of ``agmerge horovod``, and not of the Python that follows."""
+    return words[number].startswith(("--instead", "--compression")) or words[number - 1 : number] == ["--compression"]
 
 
 def _refuse_compression(compression: str | None) -> int:
@@ -157,7 +160,7 @@ class Started:
         self.host, self.rank = host, rank
         command, env = list(given.program), {**os.environ, **variables}
         if not host.is_here:
-            command = _over_ssh(given, host, env)
+            command = _over_ssh(given, host, variables)
         if given.verbose:
             sys.stderr.write(f"agmerge horovodrun: worker {told or rank} on {host.name}: {shlex.join(command)}\n")
         try:
@@ -214,13 +217,14 @@ class Started:
             thread.join(1.0)
 
 
-def _over_ssh(given: argparse.Namespace, host: Host, env: Mapping[str, str]) -> list[str]:
-    """Return the command that runs a worker on another machine, in this folder, with the variables that matter."""
-    named = {name: value for name, value in env.items() if name.startswith(FORWARDED) or name not in os.environ}
-    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in (env | named).items() if name in named)
-    torchs = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    variables += "".join(f" {name}={shlex.quote(env[name])}" for name in torchs if name in env and name not in named)
-    remote = REMOTE.format(folder=shlex.quote(os.getcwd()), variables=variables, command=shlex.join(given.program))
+def _over_ssh(given: argparse.Namespace, host: Host, variables: Mapping[str, str]) -> list[str]:
+    """Return the command that runs a worker on another machine, in a folder of this one's name.
+
+    ``variables``: the worker's; those of this process go with them whose names begin as ``FORWARDED`` says.
+    """
+    named = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)} | dict(variables)
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in named.items())
+    remote = REMOTE.format(folder=shlex.quote(os.getcwd()), variables=settings, command=shlex.join(given.program))
     options = ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no", "-o", f"ConnectTimeout={given.start_timeout}"]
     options += ["-p", str(given.ssh_port)] if given.ssh_port else []
     options += ["-i", given.ssh_identity_file] if given.ssh_identity_file else []

@@ -21,7 +21,7 @@ CYCLE = "CYCLE_START"
 
 
 class Timeline:
-    """Timeline that is being recorded. ``path``: of its file. ``marks_cycles``: every agreement of ranks is an event."""
+    """Timeline that is being recorded. ``path``: of its file. ``marks_cycles``: agreements of ranks are events."""
 
     def __init__(self, path: str, marks_cycles: bool) -> None:
         self._path, self._marks_cycles = path, marks_cycles

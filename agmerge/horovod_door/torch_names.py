@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of ``horovod.torch`` but for its optimizer and its batch norm, and those of the modules that these come from."""
+"""Names of ``horovod.torch``, but for its optimizer and its batch norm."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 import agmerge
-from agmerge import Adasum, Average, Max, Min, Product, ProcessSet, Sum, global_process_set
+from agmerge import Adasum, Average, Max, Min, ProcessSet, Product, Sum, global_process_set
 from agmerge import barrier as _barrier
-from agmerge import remove_process_set as remove_process_set
 from agmerge.backends import registry
 from agmerge.backends.torch import built
 from agmerge.errors import NoAnswer as HorovodInternalError
@@ -152,7 +151,7 @@ def nccl_built(verbose: bool = False) -> int:
     """Return the number of the NCCL in torch, such as 22703, which moves tensors of GPUs; 0 where there is none."""
     if "nccl" not in built() or not torch.cuda.is_available():
         return 0
-    major, minor, patch = torch.cuda.nccl.version()[:3]
+    major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
     return 10_000 * int(major) + 100 * int(minor) + int(patch)
 
 
@@ -251,18 +250,21 @@ barrier = _now("barrier", _barrier, lambda *_, **__: None)
 join, sparse_allreduce_async = agmerge.join, agmerge.sparse_allreduce_async
 allgather_object, broadcast_object = agmerge.allgather_object, agmerge.broadcast_object
 broadcast_parameters = agmerge.broadcast_parameters
-broadcast_optimizer_state, add_process_set = agmerge.broadcast_optimizer_state, agmerge.add_process_set
+broadcast_optimizer_state = agmerge.broadcast_optimizer_state
+add_process_set, remove_process_set = agmerge.add_process_set, agmerge.remove_process_set
 
+# fmt: off
 __all__ = [
-    *("Adasum", "Average", "Compression", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product", "Sum"),
-    *("add_process_set", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_"),
-    *("allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_"),
-    *("broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"),
-    *("ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built"),
-    *("gloo_enabled", "gpu_available", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce"),
-    *("grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter"),
-    *("grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size"),
-    *("mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "num_rank_is_power_2", "poll", "rank"),
-    *("reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size"),
-    *("sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize"),
+    "Adasum", "Average", "Compression", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product", "Sum",
+    "add_process_set", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
+    "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
+    "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters",
+    "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built",
+    "gloo_enabled", "gpu_available", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
+    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
+    "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size",
+    "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "num_rank_is_power_2", "poll", "rank",
+    "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size",
+    "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
 ]
+# fmt: on

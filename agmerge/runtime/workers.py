@@ -238,7 +238,7 @@ def world() -> Backend:
 
 def renew() -> None:
     """Take the workers that there are now: an elastic Horovod has initialised itself anew."""
-    if _process is not None:
+    if _process is not None and _job is None:
         monitor.close()  # its ranks are other workers' now
         _set_process(_process.renewed())
 
