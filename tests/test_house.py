@@ -36,7 +36,7 @@ ROOMS = {  # of agmerge/, from below to above: which of the rooms below it each 
     "optimizer": "tensors runtime options engine checkpoint",
     "integrations": "tensors runtime step options engine checkpoint optimizer",
     "agmerge": "runtime options checkpoint testing optimizer integrations",
-    "horovod_door": "backends runtime agmerge",
+    "horovod_door": "backends runtime engine checkpoint agmerge",
     "cli": "backends options step agmerge",
     "__main__": "cli horovod_door",
 }

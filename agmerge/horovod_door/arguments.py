@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agmerge import siblings
-from agmerge.backends import addresses
+from agmerge.backends import addresses, torch_store
 from agmerge.horovod_door.optimizer import VARIABLE
 from agmerge.horovod_door.torch_names import VERSION
 
@@ -163,7 +163,7 @@ def common(given: argparse.Namespace, env: Mapping[str, str]) -> dict[str, str]:
 def of_worker(worker: Worker, workers: Sequence[Worker], address: str, port: int) -> dict[str, str]:
     """Return the variables of one worker, under torch's names and Horovod's, which scripts read too.
 
-    ``address``, ``port``: where rank 0 serves.
+    ``address``, ``port``: where the launcher serves a store.
     """
     beside = [each for each in workers if each.local_rank == worker.local_rank]
     numbers = {
@@ -177,19 +177,10 @@ def of_worker(worker: Worker, workers: Sequence[Worker], address: str, port: int
     torchs = {"RANK": "RANK", "SIZE": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_SIZE": "LOCAL_WORLD_SIZE"}
     found = {f"HOROVOD_{name}": str(number) for name, number in numbers.items()}
     found |= {torchs[name]: str(number) for name, number in numbers.items() if name in torchs}
-    places = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "HOROVOD_HOSTNAME": worker.host.name}
-    return {**found, **places, "AGMERGE_BACKEND": "torch"}
+    places = {"MASTER_ADDR": address, "MASTER_PORT": str(port), torch_store.AGENT: "True"}
+    return {**found, **places, "HOROVOD_HOSTNAME": worker.host.name, "AGMERGE_BACKEND": "torch"}
 
 
-def address_of(host: Host, hosts: Sequence[Host]) -> str:
-    """Return an address of ``host`` for workers on ``hosts``."""
-    if all(each.is_here for each in hosts):
-        return "127.0.0.1"
-    return addresses.reachable([], os.environ) if host.is_here else host.name
-
-
-def free_port() -> int:
-    """Return a TCP port that is free on this machine now."""
-    with socket.socket() as listening:
-        listening.bind(("", 0))
-        return int(listening.getsockname()[1])
+def address_for(hosts: Sequence[Host]) -> str:
+    """Return an address of this machine for workers on ``hosts``."""
+    return "127.0.0.1" if all(each.is_here for each in hosts) else addresses.reachable([], os.environ)

@@ -7,32 +7,24 @@ that wait begin, ordered by their names. A call without a name is named by its n
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import agmerge
 
 DUPLICATE = (
-    "{kind}: a call named {name!r} is already waiting: two tensors have the same name. Call synchronize() for the "
-    "first one, or use different names."
+    "{label} is already waiting: two tensors have the same name. Call synchronize() for the first one, or use "
+    "different names."
 )
-NO_HANDLE = "{call}: expected the result of an ..._async call, got {handle!r}"
 
 
 class Waiting:
-    """Asynchronous call of this rank, and the handle of its script. ``start``: begins it, and returns agmerge's handle.
+    """Asynchronous call of this rank, and the handle of its script. ``start``: begins it, and returns agmerge's."""
 
-    ``label``: the kind of call and its name.
-    """
-
-    def __init__(self, label: str, start: Callable[[], Any]) -> None:
-        self._label, self._start = label, start
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self._start = start
         self._handle: Any = None  # of agmerge; None: it has not begun
         self._error: Exception | None = None  # with which it has not
-
-    def __repr__(self) -> str:
-        return f"<{self._label}>"
 
     def begin(self) -> None:
         """Collective. Begin the call. An error is kept for :meth:`handle`."""
@@ -42,62 +34,51 @@ class Waiting:
             self._error = error
 
     def handle(self) -> Any:
-        """Return the handle of a call that has begun. Raises the error with which it has not."""
+        """Return agmerge's handle of a call that has begun. Raises the error with which it has not."""
         if self._error is not None:
             raise self._error
         return self._handle
 
 
-class Calls:
-    """Asynchronous calls of a process that wait for their turn, by label."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._waiting: dict[str, Waiting] = {}
-        self._number = 0  # of calls without a name
-
-    def add(self, kind: str, name: str | None, start: Callable[[], Any]) -> Waiting:
-        """Let a call wait, and return it. Raises ``ValueError`` where one of this kind and ``name`` waits already."""
-        with self._lock:
-            if name is None:
-                self._number += 1
-                label = f"{kind}.noname.{self._number:012d}"
-            else:
-                label = f"{kind}.{name}"
-            if label in self._waiting:
-                raise ValueError(DUPLICATE.format(kind=kind, name=name))
-            self._waiting[label] = waiting = Waiting(label, start)
-            return waiting
-
-    def begun(self, given: Any, call: str) -> Any:
-        """Collective. Begin all calls that wait, if ``given`` is one of them. Return the handle of ``given``.
-
-        ``call``: of the script, for the error where ``given`` is no handle.
-        """
-        if not isinstance(given, Waiting):
-            raise ValueError(NO_HANDLE.format(call=call, handle=given))
-        with self._lock:
-            if given in self._waiting.values():
-                for _, waiting in sorted(self._waiting.items()):
-                    waiting.begin()
-                self._waiting.clear()
-            return given.handle()
-
-    def clear(self) -> None:
-        """Forget calls that wait: the group of workers that they were for is gone."""
-        with self._lock:
-            self._waiting.clear()
-            self._number = 0
+_waiting: dict[str, Waiting] = {}  # by kind and name
+_number = 0  # of the last call without a name
 
 
-calls = Calls()  # of this process
+def add(kind: str, name: str | None, start: Callable[[], Any]) -> Waiting:
+    """Let a call wait, and return it. Raises ``ValueError`` where one of this kind and ``name`` waits already."""
+    global _number
+    _number += name is None
+    label = f"{kind}.noname.{_number:012d}" if name is None else f"{kind}.{name}"
+    if label in _waiting:
+        raise ValueError(DUPLICATE.format(label=label))
+    _waiting[label] = Waiting(start)
+    return _waiting[label]
+
+
+def clear() -> None:
+    """Forget the calls that wait: the group of workers that they were for is gone."""
+    global _number
+    _waiting.clear()
+    _number = 0
+
+
+def _begun(given: Any, call: str) -> Any:
+    """Collective. Begin all calls that wait, if ``given`` is one of them; return the handle of ``given``."""
+    if not isinstance(given, Waiting):
+        raise ValueError(f"{call}: expected the result of an ..._async call, got {given!r}")
+    if given in _waiting.values():
+        calls = [waiting for _, waiting in sorted(_waiting.items())]
+        _waiting.clear()
+        for waiting in calls:
+            waiting.begin()
+    return given.handle()
 
 
 def poll(handle: Any) -> bool:
     """Collective. Return whether the result of an asynchronous call is there. Begins calls that wait."""
-    return agmerge.poll(calls.begun(handle, "poll"))
+    return agmerge.poll(_begun(handle, "poll"))
 
 
 def synchronize(handle: Any) -> Any:
     """Collective. Wait for an asynchronous call, and return its result. Begins calls that wait."""
-    return agmerge.synchronize(calls.begun(handle, "synchronize"))
+    return agmerge.synchronize(_begun(handle, "synchronize"))

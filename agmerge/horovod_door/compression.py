@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressors in Horovod's form: its two casts, and the base of a script's own."""
+"""Compressors in Horovod's form: no change, a cast, and the base of a script's own."""
 
 from __future__ import annotations
 
@@ -12,35 +12,25 @@ __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
 class Compressor:
-    """Base of compressors: ``compress`` before tensors of all ranks are added up, and ``decompress`` afterwards."""
+    """Compressor that changes nothing, and base of others."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return the tensor that travels, whose sum over ranks has a meaning, and a context for ``decompress``."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the sum or average as a tensor of the old shape and dtype. ``ctx``: the one of ``compress``."""
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return ``tensor``."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return ``tensor``."""
+        """Return the sum or average as a tensor of the old shape and dtype. ``ctx``: the one of ``compress``."""
         return tensor
 
 
+class NoneCompressor(Compressor):
+    """Compressor that changes nothing."""
+
+
 class FP16Compressor(Compressor):
-    """Floating-point tensors in 16 bits."""
+    """Cast of floating-point tensors to 16 bits."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -60,10 +50,7 @@ class Compression:
     fp16 = FP16Compressor
 
 
-NAMES = {NoneCompressor: "none", FP16Compressor: "fp16"}  # as agmerge.DistributedOptimizer knows them
-
-
 def name_of(given: Any) -> str | None:
     """Return how ``agmerge.DistributedOptimizer`` names a compressor; None for a script's own."""
-    kind: type[Any] = given if inspect.isclass(given) else type(given)
-    return NAMES.get(kind)
+    kind: Any = given if inspect.isclass(given) else type(given)
+    return {NoneCompressor: "none", FP16Compressor: "fp16"}.get(kind)

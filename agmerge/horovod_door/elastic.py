@@ -144,6 +144,10 @@ class StateHandler:
     """Handler of one object of a :class:`TorchState`: a copy of its ``state_dict()``, made at each commit."""
 
     def __init__(self, value: Any) -> None:
+        self.set_value(value)
+
+    def set_value(self, value: Any) -> None:
+        """Handle another object, and keep its state."""
         self.value = value
         self.save()
 
@@ -156,32 +160,26 @@ class StateHandler:
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Collective. Take the state of rank 0."""
-        self.value.load_state_dict(agmerge.broadcast_object(self.value.state_dict()))
+        """Collective. Take the state of rank 0, and keep it."""
+        self._take()
         self.save()
 
-    def set_value(self, value: Any) -> None:
-        """Handle another object, and keep its state."""
-        self.value = value
-        self.save()
+    def _take(self) -> None:
+        self.value.load_state_dict(agmerge.broadcast_object(self.value.state_dict()))
 
 
 class ModelStateHandler(StateHandler):
     """Handler of a module, whose tensors travel one by one."""
 
-    def sync(self) -> None:
-        """Collective. Take the parameters and buffers of rank 0."""
+    def _take(self) -> None:
         agmerge.broadcast_parameters(self.value.state_dict(), root_rank=0)
-        self.save()
 
 
 class OptimizerStateHandler(StateHandler):
     """Handler of a plain optimizer."""
 
-    def sync(self) -> None:
-        """Collective. Take the state of rank 0."""
+    def _take(self) -> None:
         agmerge.broadcast_optimizer_state(self.value, root_rank=0)
-        self.save()
 
 
 class SamplerStateHandler(StateHandler):

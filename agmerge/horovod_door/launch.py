@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from agmerge.backends import generations
 from agmerge.horovod_door import arguments, torch_names
 from agmerge.horovod_door.arguments import Host
 
@@ -268,12 +269,13 @@ def run(given: argparse.Namespace) -> int:
     text = Path(given.hostfile).read_text(encoding="utf-8") if given.hostfile else given.hosts
     hosts = arguments.parse_hosts(text) if text else [Host("localhost", given.workers)]
     places = arguments.placed(hosts, given.workers)
-    address, port = arguments.address_of(places[0].host, [place.host for place in places]), arguments.free_port()
+    address = arguments.address_for([place.host for place in places])
+    store = generations.serve(0)  # here, so that it outlives hvd.shutdown() of the workers
     shared, workers = arguments.common(given, os.environ), list[Started]()
     try:
         with interruptible():
             for place in places:
-                variables = {**shared, **arguments.of_worker(place, places, address, port)}
+                variables = {**shared, **arguments.of_worker(place, places, address, store.port)}
                 workers.append(Started(given, place.host, place.rank, variables))
             while any(worker.code is None for worker in workers) and not any(worker.code for worker in workers):
                 time.sleep(LOOK)

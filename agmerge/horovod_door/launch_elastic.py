@@ -155,7 +155,7 @@ def run(given: argparse.Namespace) -> int:
     """
     store = generations.serve(0)
     discovery = Discovery(given)
-    address = arguments.address_of(Host("localhost", 1), discovery.hosts)
+    address = arguments.address_for(discovery.hosts)
     job = Job(given, discovery, f"{address}:{store.port}")
     try:
         with interruptible():

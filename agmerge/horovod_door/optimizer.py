@@ -3,102 +3,152 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 import agmerge
-from agmerge.errors import DivergenceError, warn
-from agmerge.horovod_door import compression as compressors
-from agmerge.horovod_door.compression import Compression
+from agmerge.engine.optimizer_wrapper import OptimizerWrapper, check_optimizer
+from agmerge.horovod_door.compression import Compression, name_of
+from agmerge.horovod_door.timeline import timed
 
 __all__ = ["DistributedOptimizer"]
 
 VARIABLE = "AGMERGE_COMPRESSION"  # a name that counts before the script's word
-TRAVEL = "agmerge: horovod.torch is agmerge {version} here. Gradients travel as {name}, as {who}.{more}"
+TRAVEL = "agmerge: horovod.torch is agmerge {version} here. Gradients travel as {what} as {who}.{more}\n"
 MORE = " `--compression default` sends up to 8 times less."
-DIVERGED = (
-    "hvd.DistributedOptimizer: {error} As with Horovod, training continues. To begin with equal models, call "
-    "hvd.broadcast_parameters(model.state_dict(), root_rank=0)."
-)
-
-_said = ""  # the line that was written last
 
 
-class DistributedOptimizer(agmerge.DistributedOptimizer):
-    """Optimizer that averages gradients over workers, for a script that knows Horovod's.
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = agmerge.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = agmerge.global_process_set,
+) -> Any:
+    """Return an optimizer that averages gradients over workers. The arguments are Horovod's, with its defaults.
 
-    The arguments are Horovod's, with its defaults: gradients travel as they are, unless ``AGMERGE_COMPRESSION`` or
-    ``compression`` names something else. As with Horovod, parameters that no rank has used get zeros, infinite
-    gradients are applied, so that a ``GradScaler`` finds them, and replicas may differ (with a warning).
+    Gradients travel as they are, unless ``AGMERGE_COMPRESSION`` or ``compression`` says otherwise. As with Horovod,
+    parameters that no rank has used get zeros, infinite gradients are applied, so that a ``GradScaler`` finds them, and
+    replicas may differ (with a warning).
     """
+    word = os.environ.get(VARIABLE)
+    name = {"default": "auto"}.get(word, word) if word else name_of(compression)
+    _say(name or type(compression).__name__ if not inspect.isclass(compression) else name or compression.__name__, word)
+    if name is None and not isinstance(compression, str):
+        factors = 1.0 / gradient_predivide_factor, gradient_predivide_factor
+        return OwnCompressed(optimizer, compression, op, factors, process_set, sparse_as_dense)
+    return Averaged(
+        optimizer,
+        named_parameters,
+        name or compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        sparse_as_dense and not isinstance(optimizer, torch.optim.SparseAdam),  # which steps with sparse ones alone
+        process_set,
+        nonfinite="keep" if name == "none" else None,
+        unused="zero",
+        diverged="warn",
+    )
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        compression: Any = Compression.none,
-        backward_passes_per_step: int = 1,
-        op: Any = agmerge.Average,
-        gradient_predivide_factor: float = 1.0,
-        num_groups: int = 0,
-        groups: Any = None,
-        sparse_as_dense: bool = False,
-        process_set: Any = agmerge.global_process_set,
-    ) -> None:
-        name = chosen(compression)
-        self._has_diverged = False
-        super().__init__(
-            optimizer,
-            named_parameters,
-            name,
-            backward_passes_per_step,
-            op,
-            gradient_predivide_factor,
-            num_groups,
-            groups,
-            sparse_as_dense and not isinstance(optimizer, torch.optim.SparseAdam),  # it steps with sparse ones alone
-            process_set,
-            nonfinite="keep" if name == "none" else None,
-            unused="zero",
-        )
-        _say(name)
+
+class Averaged(agmerge.DistributedOptimizer):
+    """Optimizer with an attribute of Horovod's that scripts read."""
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
-        """Names by parameter, an attribute that scripts read."""
+        """Names by parameter."""
         members = self._reducer.members
         return {parameter: members.name_of(parameter) for parameter in members.name_all()}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Collective. Average the gradients over all workers, then step the inner optimizer."""
+        """Collective. Average the gradients and step the inner optimizer; the timeline has a row for it."""
+        return timed("allreduce", "gradients", super().step)(closure)
+
+
+class OwnCompressed(OptimizerWrapper):
+    """Optimizer whose gradients are summed over workers as a compressor of the script's own has changed them.
+
+    All of them are exchanged in ``step()``. ``compressor``: has ``compress(tensor) -> (tensor, context)`` and
+    ``decompress(tensor, context)``. ``factors``: before and after the sum. ``process_set``: the workers.
+    """
+
+    def __init__(
+        self, optimizer: Any, compressor: Any, op: Any, factors: tuple[float, float], process_set: Any, densifies: bool
+    ) -> None:
+        check_optimizer(optimizer)
+        self._inner = optimizer
+        self._compressor, self._op, self._factors = compressor, op, factors
+        self._process_set, self._densifies = process_set, densifies
+        self._is_combined, self._combines = False, True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Accept a number of passes: whatever has been accumulated is exchanged in ``step()``."""
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Collective. Make every ``p.grad`` the combined gradient."""
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        gradients = [one.to_dense() if self._densifies and one.is_sparse else one for one in gradients]
+        pairs = [self._compressor.compress(gradient) for gradient in gradients]
+        sums = agmerge.grouped_allreduce(
+            [tensor for tensor, _ in pairs], None, "gradients", op=self._op,
+            prescale_factor=self._factors[0], postscale_factor=self._factors[1], process_set=self._process_set,
+        )  # fmt: skip
+        for parameter, total, (_, context) in zip(parameters, sums, pairs, strict=True):
+            parameter.grad = self._compressor.decompress(total, context)
+        self._is_combined = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Make ``step()`` inside use the gradients as they are."""
+        self._combines = False
         try:
-            return super().step(closure)
-        except DivergenceError as error:  # the step is made
-            if not self._has_diverged:
-                warn(DIVERGED.format(error=error), agmerge.rank())
-            self._has_diverged = True
-            return None
+            yield
+        finally:
+            self._combines = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Collective. Combine the gradients, unless they are combined already, and step the inner optimizer."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._combines and not self._is_combined:
+            self.synchronize()
+        self._is_combined = False
+        self._inner.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set the gradients of the inner optimizer to zero or to None."""
+        self._is_combined = False
+        self._inner.zero_grad(set_to_none=set_to_none)
 
 
-def chosen(compression: Any) -> Any:
-    """Return what gradients travel as: the user's word, else the script's ``compression=``, as agmerge names it."""
-    name = os.environ.get(VARIABLE)
-    if name:
-        return "auto" if name == "default" else name
-    return compressors.name_of(compression) or compression
+_said = ""  # the line that was written last; written by _say alone
 
 
-def _say(name: Any) -> None:
-    """Write what gradients travel as, on rank 0, where that was not said yet."""
+def _say(name: str, word: str | None) -> None:
+    """Write what gradients travel as, on rank 0, where that was not said yet. ``word``: the user's, if there is one."""
     global _said
-    who = f"{VARIABLE} says" if os.environ.get(VARIABLE) else "the script says"
-    shown = {"none": "they are", "auto": "agmerge's default has it"}.get(name, str(name))
-    shown = "they are, uncompressed" if name == "none" else repr(name)
-    line = TRAVEL.format(version=agmerge.__version__, name=shown, who=who, more=MORE if name == "none" else "")
+    what = {"none": "they are, uncompressed,", "auto": "agmerge's default chooses,"}.get(name, f"{name!r},")
+    who = f"{VARIABLE} says" if word else "the script says"
+    line = TRAVEL.format(version=agmerge.__version__, what=what, who=who, more=MORE if name == "none" else "")
     if agmerge.rank() == 0 and line != _said:
-        sys.stderr.write(f"{line}\n")
+        sys.stderr.write(line)
     _said = line

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import agmerge
@@ -25,47 +25,39 @@ class Timeline:
 
     def __init__(self, path: str, marks_cycles: bool) -> None:
         self._path, self._marks_cycles = path, marks_cycles
-        self._lock, self._rows = threading.Lock(), {CYCLE: 0}  # the number of each name's row
-        self._began, epoch = time.monotonic(), time.time()
-        self._events: list[dict[str, Any]] = [
-            {
-                "name": "process_name",
-                "ph": "M",
-                "pid": 0,
-                "args": {"start_time_since_epoch_in_micros": int(1e6 * epoch)},
-            }
-        ]
+        self._began, self._rows = time.monotonic(), {CYCLE: 0}  # numbers of rows, by what they are about
+        about = {"name": "agmerge", "start_time_since_epoch_in_micros": int(1e6 * time.time())}
+        self._events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": about}]
         self._agreed: list[float] = []  # when the ranks have agreed on calls, since the last look
         self._stop = operation.watch(lambda ranks, tensors: self._agreed.append(time.monotonic()))
 
     def add(self, kind: str, name: str, began: float, ended: float) -> None:
         """Record a call. ``began``, ``ended``: of ``time.monotonic``, in seconds."""
-        with self._lock:
-            agreed = min((one for one in self._agreed if began <= one <= ended), default=ended)
-            self._agreed.clear()
-            row = self._rows.setdefault(name, len(self._rows))
-            if row == len(self._rows) - 1 and not any(event.get("tid") == row for event in self._events):
-                self._events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": name}})
-            for phase, start, end in ((f"NEGOTIATE_{kind}", began, agreed), (kind, agreed, ended)):
-                event = {"name": phase, "ph": "X", "pid": 0, "tid": row, "ts": 1e6 * (start - self._began)}
-                self._events.append({**event, "dur": 1e6 * (end - start)})
-            if self._marks_cycles:
-                mark = {"name": CYCLE, "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": 1e6 * (agreed - self._began)}
-                self._events.append(mark)
+        agreed = min((one for one in self._agreed if began <= one <= ended), default=began)
+        self._agreed.clear()
+        if name not in self._rows:
+            self._rows[name] = len(self._rows)
+            self._event("thread_name", "M", name, args={"name": name})
+        for phase, start, end in ((f"NEGOTIATE_{kind}", began, agreed), (kind, agreed, ended)):
+            self._event(phase, "X", name, ts=1e6 * (start - self._began), dur=1e6 * (end - start))
+        if self._marks_cycles:
+            self._event(CYCLE, "i", CYCLE, ts=1e6 * (agreed - self._began), s="g")
+
+    def _event(self, what: str, phase: str, row: str, **more: Any) -> None:
+        self._events.append({"name": what, "ph": phase, "pid": 0, "tid": self._rows[row], **more})
 
     def end(self) -> None:
         """Write the file, on rank 0."""
         self._stop()
         if agmerge.rank() == 0:
-            with open(self._path, "w", encoding="utf-8") as file:
-                json.dump(self._events, file)
+            Path(self._path).write_text(json.dumps(self._events), encoding="utf-8")
 
 
 _timeline: Timeline | None = None  # written by start_timeline and stop_timeline alone
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Record collectives until :func:`stop_timeline` or :func:`shutdown`; rank 0 then writes them to ``file_path``."""
+    """Record collectives until :func:`stop_timeline` or ``shutdown()``; rank 0 then writes them to ``file_path``."""
     global _timeline
     stop_timeline()
     _timeline = Timeline(os.fspath(file_path), mark_cycles)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +15,11 @@ import torch
 
 import agmerge
 from agmerge import Adasum, Average, Max, Min, ProcessSet, Product, Sum, global_process_set
-from agmerge import barrier as _barrier
 from agmerge.backends import registry
 from agmerge.backends.torch import built
 from agmerge.errors import NoAnswer as HorovodInternalError
 from agmerge.horovod_door import by_name
-from agmerge.horovod_door.by_name import calls, poll, synchronize
+from agmerge.horovod_door.by_name import poll, synchronize
 from agmerge.horovod_door.compression import Compression
 from agmerge.horovod_door.timeline import start_timeline, stop_timeline, timed
 from agmerge.runtime import workers
@@ -84,7 +85,7 @@ def _backend(env: Mapping[str, str]) -> str | None:
 def settle() -> None:
     """Collective. Find out how the present workers share machines."""
     global _place
-    calls.clear()
+    by_name.clear()
     rows = agmerge.allgather_object((agmerge.local_rank(), agmerge.local_size()))
     beside = [rank for rank, (local, _) in enumerate(rows) if local == agmerge.local_rank()]
     _place = _Place(beside.index(agmerge.rank()), len(beside), len({size for _, size in rows}) == 1)
@@ -93,7 +94,7 @@ def settle() -> None:
 def shutdown() -> None:
     """Leave the other workers. ``init`` may be called again."""
     stop_timeline()
-    calls.clear()
+    by_name.clear()
     agmerge.shutdown()
 
 
@@ -122,29 +123,9 @@ def is_homogeneous() -> bool:
 # What is there to communicate with: of the library that moves tensors here, not of a Horovod.
 
 
-def mpi_threads_supported() -> bool:
-    """Return whether MPI moves tensors, from several threads."""
-    return mpi_enabled()
-
-
-def mpi_enabled() -> bool:
-    """Return whether MPI moves tensors in this job."""
-    return agmerge.backend_name() == "mpi"
-
-
-def mpi_built(verbose: bool = False) -> bool:
-    """Return whether MPI can move tensors here: mpi4py is installed."""
-    return importlib.util.find_spec("mpi4py") is not None
-
-
-def gloo_enabled() -> bool:
-    """Return whether Gloo moves tensors of the CPU in this job."""
-    return agmerge.backend_name() == "torch"
-
-
-def gloo_built(verbose: bool = False) -> bool:
-    """Return whether torch has Gloo."""
-    return "gloo" in built()
+def _answering(answer: Callable[[], Any]) -> Callable[..., Any]:
+    """Return ``answer`` as a function that takes Horovod's ``verbose`` and has no use for it."""
+    return lambda *_, **__: answer()
 
 
 def nccl_built(verbose: bool = False) -> int:
@@ -155,98 +136,51 @@ def nccl_built(verbose: bool = False) -> int:
     return 10_000 * int(major) + 100 * int(minor) + int(patch)
 
 
-def cuda_built() -> bool:
-    """Return whether torch was built for CUDA."""
-    return torch.version.cuda is not None
+mpi_enabled = mpi_threads_supported = _answering(lambda: agmerge.backend_name() == "mpi")
+mpi_built = _answering(lambda: importlib.util.find_spec("mpi4py") is not None)
+gloo_enabled = _answering(lambda: agmerge.backend_name() == "torch")
+gloo_built = _answering(lambda: "gloo" in built())
+cuda_built = _answering(lambda: torch.version.cuda is not None)
+rocm_built = _answering(lambda: torch.version.hip is not None)
+ddl_built = ccl_built = _answering(lambda: False)
+gpu_available = _answering(torch.cuda.is_available)
+
+# Collectives. Those of a tensor are agmerge's, recorded by the timeline. Asynchronous ones are matched by their names.
 
 
-def rocm_built() -> bool:
-    """Return whether torch was built for ROCm."""
-    return torch.version.hip is not None
+def _called(name: str) -> Callable[..., Any]:
+    """Return a collective of agmerge's of this name, for scripts."""
+    call, kind = getattr(agmerge, name), name.removeprefix("grouped_").partition("_")[0]
+    signature = inspect.signature(call)
 
-
-def ddl_built(verbose: bool = False) -> bool:
-    """Return False: IBM's DDL is not used."""
-    return False
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    """Return False: Intel's oneCCL is not used."""
-    return False
-
-
-def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool:
-    """Return whether torch sees a GPU."""
-    return torch.cuda.is_available()
-
-
-def num_rank_is_power_2(num_rank: int) -> bool:
-    """Return whether a number of ranks is a power of 2."""
-    return num_rank > 0 and num_rank & (num_rank - 1) == 0
-
-
-# Collectives. Those of a tensor are agmerge's; asynchronous ones are matched by their names.
-
-
-def _later(kind: str, call: Callable[..., Any], named: Callable[..., Any]) -> Callable[..., by_name.Waiting]:
-    """Return an asynchronous call that waits for its turn.
-
-    ``kind``: the name of the collective. ``call``: agmerge's. ``named``: returns the script's name for it, from the
-    arguments.
-    """
-
-    def started(*arguments: Any, **options: Any) -> by_name.Waiting:
-        name, learns = named(*arguments, **options), torch.is_grad_enabled()
+    def called(*arguments: Any, **options: Any) -> Any:
+        given = signature.bind(*arguments, **options).arguments.get("name")
+        if "_async" not in name:
+            return timed(kind, given, call)(*arguments, **options)
+        learns = torch.is_grad_enabled()
 
         def start() -> Any:
             with torch.set_grad_enabled(learns):  # as it is now
-                return timed(kind, name, call)(*arguments, **options)
+                return timed(kind, given, call)(*arguments, **options)
 
-        return calls.add(kind, name, start)
+        return by_name.add(kind, given, start)
 
-    started.__doc__ = call.__doc__
-    return started
-
-
-def _second(_: Any, name: str | None = None, *__: Any, **___: Any) -> str | None:
-    return name
+    return functools.wraps(call)(called)
 
 
-def _third(_: Any, __: Any = None, name: str | None = None, *___: Any, **____: Any) -> str | None:
-    return name
-
-
-def _now(kind: str, call: Callable[..., Any], named: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a collective that the timeline records. The arguments are those of :func:`_later`."""
-
-    def made(*arguments: Any, **options: Any) -> Any:
-        return timed(kind, named(*arguments, **options), call)(*arguments, **options)
-
-    made.__doc__ = call.__doc__
-    return made
-
-
-allreduce, allreduce_ = (_now("allreduce", call, _third) for call in (agmerge.allreduce, agmerge.allreduce_))
-allreduce_async = _later("allreduce", agmerge.allreduce_async, _third)
-allreduce_async_ = _later("allreduce", agmerge.allreduce_async_, _third)
-grouped_allreduce = _now("allreduce", agmerge.grouped_allreduce, _third)
-grouped_allreduce_ = _now("allreduce", agmerge.grouped_allreduce_, _third)
-grouped_allreduce_async = _later("allreduce", agmerge.grouped_allreduce_async, _third)
-grouped_allreduce_async_ = _later("allreduce", agmerge.grouped_allreduce_async_, _third)
-allgather = _now("allgather", agmerge.allgather, _second)
-allgather_async = _later("allgather", agmerge.allgather_async, _second)
-grouped_allgather = _now("allgather", agmerge.grouped_allgather, _second)
-grouped_allgather_async = _later("allgather", agmerge.grouped_allgather_async, _second)
-broadcast, broadcast_ = (_now("broadcast", call, _third) for call in (agmerge.broadcast, agmerge.broadcast_))
-broadcast_async = _later("broadcast", agmerge.broadcast_async, _third)
-broadcast_async_ = _later("broadcast", agmerge.broadcast_async_, _third)
-alltoall = _now("alltoall", agmerge.alltoall, _third)
-alltoall_async = _later("alltoall", agmerge.alltoall_async, _third)
-reducescatter = _now("reducescatter", agmerge.reducescatter, _second)
-reducescatter_async = _later("reducescatter", agmerge.reducescatter_async, _second)
-grouped_reducescatter = _now("reducescatter", agmerge.grouped_reducescatter, _second)
-grouped_reducescatter_async = _later("reducescatter", agmerge.grouped_reducescatter_async, _second)
-barrier = _now("barrier", _barrier, lambda *_, **__: None)
+allreduce, allreduce_ = _called("allreduce"), _called("allreduce_")
+allreduce_async, allreduce_async_ = _called("allreduce_async"), _called("allreduce_async_")
+grouped_allreduce, grouped_allreduce_ = _called("grouped_allreduce"), _called("grouped_allreduce_")
+grouped_allreduce_async = _called("grouped_allreduce_async")
+grouped_allreduce_async_ = _called("grouped_allreduce_async_")
+allgather, allgather_async = _called("allgather"), _called("allgather_async")
+grouped_allgather, grouped_allgather_async = _called("grouped_allgather"), _called("grouped_allgather_async")
+broadcast, broadcast_ = _called("broadcast"), _called("broadcast_")
+broadcast_async, broadcast_async_ = _called("broadcast_async"), _called("broadcast_async_")
+alltoall, alltoall_async = _called("alltoall"), _called("alltoall_async")
+reducescatter, reducescatter_async = _called("reducescatter"), _called("reducescatter_async")
+grouped_reducescatter = _called("grouped_reducescatter")
+grouped_reducescatter_async, barrier = _called("grouped_reducescatter_async"), _called("barrier")
 join, sparse_allreduce_async = agmerge.join, agmerge.sparse_allreduce_async
 allgather_object, broadcast_object = agmerge.allgather_object, agmerge.broadcast_object
 broadcast_parameters = agmerge.broadcast_parameters
@@ -263,7 +197,7 @@ __all__ = [
     "gloo_enabled", "gpu_available", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
     "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
     "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size",
-    "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "num_rank_is_power_2", "poll", "rank",
+    "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
     "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size",
     "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
 ]

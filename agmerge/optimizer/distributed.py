@@ -29,6 +29,7 @@ from agmerge.options.resolve import check_passes, prepare, resolve
 from agmerge.options.typed import (
     Carry,
     DenseSum,
+    Diverged,
     ExchangeName,
     Moments,
     Nonfinite,
@@ -195,6 +196,9 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         check_every (int): Check that replicas are bitwise identical after the first step and after every
             ``check_every`` steps. With 0 only the first step is checked. Lower it to find a divergence earlier.
 
+        diverged (str): What happens if replicas differ. ``"raise"`` raises :class:`agmerge.DivergenceError` on all
+            ranks. ``"warn"`` warns, and training continues. Use it if models differ on purpose.
+
         unused (str): The gradient of a parameter that no rank used in a step, if no residual is sent for it either.
             ``"none"`` leaves ``p.grad`` None, so the optimizer skips the parameter. ``"zero"`` sets it to zeros, as
             Horovod does.
@@ -264,6 +268,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         nonfinite: Nonfinite | None = None,
         timeout: float | None = None,
         check_every: int = 100,
+        diverged: Diverged = "raise",
         unused: Unused = "none",
         model: torch.nn.Module | None = None,
         sync: Sync = "gradients",

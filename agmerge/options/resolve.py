@@ -242,7 +242,11 @@ def _guards(options: Options) -> Guards:
         raise ValueError(f"timeout must be a number of seconds > 0 and at most {timeouts.LONGEST:g}, got {timeout!r}")
     if not is_whole(check_every, 0):
         raise ValueError(f"check_every must be a number of steps (0: never), got {check_every!r}")
-    return Guards(scaled=scaled, nonfinite=nonfinite, timeout=float(timeout), check_every=check_every)
+    check_choice("diverged", options.diverged, ("raise", "warn"))
+    return Guards(
+        scaled=scaled, nonfinite=nonfinite, timeout=float(timeout), check_every=check_every,
+        warns=options.diverged == "warn",
+    )  # fmt: skip
 
 
 def _sync(options: Options, updates: Updates | None) -> Sync:
