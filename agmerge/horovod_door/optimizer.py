@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +20,10 @@ __all__ = ["DistributedOptimizer"]
 
 VARIABLE = "AGMERGE_COMPRESSION"  # a name that counts before the script's word
 TRAVEL = "agmerge: horovod.torch is agmerge {version} here. Gradients travel as {what} as {who}.{more}\n"
+NO_ADASUM = (
+    "op=hvd.Adasum is not in agmerge. Pass op=hvd.Average, and scale the learning rate by hvd.size(), as for Horovod's "
+    "own averages. For larger steps with less traffic, see docs/adaptive.md."
+)
 MORE = " `--compression default` sends up to 8 times less."
 
 
@@ -42,13 +45,16 @@ def DistributedOptimizer(
     parameters that no rank has used get zeros, infinite gradients are applied, so that a ``GradScaler`` finds them, and
     replicas may differ (with a warning).
     """
+    if op is agmerge.Adasum:
+        raise ValueError(NO_ADASUM)
     word = os.environ.get(VARIABLE)
     name = {"default": "auto"}.get(word, word) if word else name_of(compression)
-    _say(name or type(compression).__name__ if not inspect.isclass(compression) else name or compression.__name__, word)
     if name is None and not isinstance(compression, str):
         factors = 1.0 / gradient_predivide_factor, gradient_predivide_factor
-        return OwnCompressed(optimizer, compression, op, factors, process_set, sparse_as_dense)
-    return Averaged(
+        own = OwnCompressed(optimizer, compression, op, factors, process_set, sparse_as_dense)
+        _say(getattr(compression, "__name__", type(compression).__name__), word)
+        return own
+    averaged = Averaged(
         optimizer,
         named_parameters,
         name or compression,
@@ -63,6 +69,8 @@ def DistributedOptimizer(
         unused="zero",
         diverged="warn",
     )
+    _say(str(name or compression), word)
+    return averaged
 
 
 class Averaged(agmerge.DistributedOptimizer):

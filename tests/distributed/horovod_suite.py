@@ -71,7 +71,8 @@ def worker(checkout: Path, file: str, folder: Path, names: list[str]) -> None:
 
 def launch(checkout: Path, file: str, folder: Path, names: list[str]) -> None:
     """One launch, ended by force when a test has taken too long."""
-    command = [sys.executable, "-m", "agmerge", "horovodrun", "-np", str(RANKS), "--instead"]
+    ranks = 1 if file.startswith("single/") else RANKS
+    command = [sys.executable, "-m", "agmerge", "horovodrun", "-np", str(ranks), "--instead"]
     command += [sys.executable, __file__, str(checkout), file, "--worker", str(folder), *names]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "AGMERGE_TIMEOUT": "20"}
     log = (folder / "log").open("a")
