@@ -52,6 +52,7 @@ class Elastic:
         lighthouse (str): ``host:port`` of ``python -m agmerge lighthouse``. Default: the environment variable
             ``AGMERGE_LIGHTHOUSE``.
         min_workers (int): Training pauses with fewer workers. Default: 1.
+        first_workers (int): Training begins with at least so many workers. Default: ``min_workers``.
         suspect (float): Seconds without a sign of life after which a worker counts as failed. Default: 5. Raise it if
             workers may stall longer, for example on a busy machine.
         patience (float): Seconds to wait for the lighthouse and for ``min_workers``. Default: 600.
@@ -67,6 +68,7 @@ class Elastic:
     patience: float = 600.0
     restart: bool = True
     survives: bool = True
+    first_workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,9 @@ class Generations:
                     store.wait([READY], timedelta(seconds=min(10 * SETTLES, options.patience)))
                 own, least = (socket.gethostname(), self._address, port), options.min_workers
                 return Membership(
-                    store, *own, least, _answers, suspect=options.suspect, restart=options.restart, tell=_write
-                )
+                    store, *own, least, _answers, suspect=options.suspect, restart=options.restart, tell=_write,
+                    first=options.first_workers,
+                )  # fmt: skip
             except RuntimeError as error:
                 if time.monotonic() > end:
                     raise self._lighthouse.missing(str(error)) from error

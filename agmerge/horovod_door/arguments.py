@@ -35,8 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-i", "--ssh-identity-file", metavar="FILE", help="key of ssh for other machines")
     add("--start-timeout", type=int, default=30, metavar="SECONDS", help="for ssh to connect (default: 30)")
     add("--network-interfaces", "--network-interface", metavar="NAMES", help="network interfaces, for example eth0")
-    add("--output-filename", metavar="FOLDER", help="also write each worker's output there: rank.N/stdout, stderr")
-    add("--prefix-output-with-timestamp", action="store_true", help="begin each line of output with the time")
     add("--verbose", action="store_true", help="show each worker's command")
     add("--check-build", "-cb", action="store_true", help="show what moves tensors here, and end")
     add("--gloo", action="store_true", help="connect workers by Gloo, and by NCCL on GPUs (the default)")
@@ -117,6 +115,12 @@ def parse_hosts(text: str, slots: int = 1) -> list[Host]:
             raise ValueError(f"{line!r} is no machine. Write HOST:SLOTS, or HOST slots=SLOTS in a file")
         found.append(Host(match[1], int(match[2] or match[3] or slots)))
     return found
+
+
+def named_hosts(given: argparse.Namespace, number: int) -> list[Host]:
+    """Return the machines of ``-H`` or of a host file; this one, with ``number`` slots, where none is named."""
+    text = Path(given.hostfile).read_text(encoding="utf-8") if given.hostfile else given.hosts
+    return parse_hosts(text, given.slots_per_host) if text else [Host("localhost", number)]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"SyncBatchNorm: expected an input (N, C, ...), got one of {input.dim()} dimensions")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return ``input``, normalized."""
+        """Collective. Return ``input``, normalized; while this does not train, without the other workers."""
         self._check_input_dim(input)
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
         if not uses_batch or agmerge.size() == 1:

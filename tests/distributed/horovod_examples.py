@@ -58,7 +58,7 @@ STAND_INS = {
     "torchvision/models.py": (
         "from torch import nn\n"
         "def resnet50():\n"
-        "    body = [nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]\n"
+        "    body = [nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten()]\n"
         "    return nn.Sequential(*body, nn.Linear(8, 1000))\n"
     ),
     "tensorboard_stand_in.py": (

@@ -19,22 +19,22 @@ from agmerge.horovod_door import batch_norm, compression, elastic, optimizer, to
 __version__ = torch_names.VERSION
 __path__: list[str] = []  # it is a package, without files
 
-MODULES: dict[str, tuple[ModuleType, ...]] = {  # by module in `horovod`: whose names it has
-    "common": (),
-    "common.basics": (torch_names,),
-    "common.elastic": (elastic,),
-    "common.exceptions": (elastic,),
-    "common.process_sets": (torch_names,),
-    "common.util": (torch_names,),
-    "torch": (torch_names, optimizer, batch_norm),
-    "torch.compression": (compression,),
-    "torch.elastic": (elastic,),
-    "torch.elastic.sampler": (elastic,),
-    "torch.elastic.state": (elastic,),
-    "torch.functions": (torch_names,),
-    "torch.mpi_ops": (torch_names,),
-    "torch.optimizer": (optimizer,),
-    "torch.sync_batch_norm": (batch_norm,),
+
+def exported(*files: ModuleType) -> dict[str, Any]:
+    """Return what the ``__all__`` of files names."""
+    return {name: getattr(file, name) for file in files for name in file.__all__}
+
+
+MODULES: dict[str, dict[str, Any]] = {  # by module in `horovod`: its names
+    "common": {},
+    **dict.fromkeys(("common.basics", "common.process_sets", "common.util"), torch_names.NAMES),
+    **dict.fromkeys(("common.elastic", "common.exceptions"), exported(elastic)),
+    "torch": {**torch_names.NAMES, **exported(optimizer, batch_norm)},
+    "torch.compression": exported(compression),
+    **dict.fromkeys(("torch.elastic", "torch.elastic.sampler", "torch.elastic.state"), exported(elastic)),
+    **dict.fromkeys(("torch.functions", "torch.mpi_ops"), torch_names.NAMES),
+    "torch.optimizer": exported(optimizer),
+    "torch.sync_batch_norm": exported(batch_norm),
 }
 OUTSIDE = "start the script itself, with `python -m agmerge horovodrun -np N python script.py`"
 REMEDIES = {  # by the first name in `horovod`
@@ -75,14 +75,12 @@ def _getter(module: str) -> Callable[[str], NoReturn]:
 
 def _make() -> None:
     """Make the modules of the table, known to Python and to the packages that they are in."""
-    for rest, sources in MODULES.items():
+    for rest, names in MODULES.items():
         name = f"{__name__}.{rest}"
         spec = ModuleSpec(name, None, is_package=True)
         module = sys.modules[name] = ModuleType(name)
         module.__spec__, module.__package__, module.__path__ = spec, name, []
-        for source in sources:
-            vars(module).update({each: getattr(source, each) for each in source.__all__})
-        vars(module)["__getattr__"] = _getter(name)
+        vars(module).update(names, __getattr__=_getter(name))
         above, _, last = name.rpartition(".")
         setattr(sys.modules[above], last, module)
 
