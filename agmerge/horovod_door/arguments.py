@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agmerge import siblings
+import agmerge
 from agmerge.backends import addresses, torch_store
-from agmerge.horovod_door.optimizer import VARIABLE
+from agmerge.horovod_door.distributed_optimizer import VARIABLE
 from agmerge.horovod_door.torch_names import VERSION
 
 STAGE = Path(__file__).parent / "stage"
@@ -146,7 +146,7 @@ def placed(hosts: Sequence[Host], number: int) -> list[Worker]:
 def serving(env: Mapping[str, str], compression: str | None) -> dict[str, str]:
     """Return the variables of a process whose ``import horovod`` is served by agmerge. ``env``: of this one."""
     paths = [str(STAGE), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
-    home = str(Path(siblings.FOLDER))
+    home = str(Path(agmerge.__file__).resolve().parents[1])
     if home not in paths and not home.endswith(("site-packages", "dist-packages")):
         paths.append(home)  # of a checkout, which the worker would not find
     found = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

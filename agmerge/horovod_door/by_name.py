@@ -64,7 +64,7 @@ def clear() -> None:
 
 def _begun(given: Any, call: str) -> Any:
     """Collective. Begin all calls that wait, if ``given`` is one of them; return the handle of ``given``."""
-    if not isinstance(given, Waiting):
+    if not hasattr(given, "handle"):
         raise ValueError(f"{call}: expected the result of an ..._async call, got {given!r}")
     if given in _waiting.values():
         calls = [waiting for _, waiting in sorted(_waiting.items())]

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import agmerge
+from agmerge import NoAnswer
+from agmerge import NoAnswer as HorovodInternalError
 from agmerge.checkpoint.horovod_elastic import TorchStateHandler
-from agmerge.errors import NoAnswer
-from agmerge.errors import NoAnswer as HorovodInternalError
 from agmerge.horovod_door import torch_names
 from agmerge.horovod_door.torch_names import init, shutdown
 from agmerge.runtime import workers
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Interrupt of the function of :func:`run`: workers wait to be let in. ``skip_sync``: nobody needs a state."""
+    """Interrupt of the function of :func:`run`: workers wait to be let in. ``skip_sync``: no worker needs a state."""
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class StateHandler:
 
 
 class ModelStateHandler(StateHandler):
-    """Handler of a module, whose tensors travel one by one."""
+    """Handler of a module. Its tensors travel one by one."""
 
     def _take(self) -> None:
         agmerge.broadcast_parameters(self.value.state_dict(), root_rank=0)
@@ -179,7 +179,11 @@ class OptimizerStateHandler(StateHandler):
 
 
 class SamplerStateHandler(StateHandler):
-    """Handler of an :class:`ElasticSampler`: afterwards the samples that are left are dealt out again."""
+    """Handler of an :class:`ElasticSampler`."""
+
+    def reset(self) -> None:
+        """Deal out the samples that are left anew."""
+        self.value.reset()
 
 
 _registry: list[tuple[type, Any]] = []  # of handlers, by the type of what they handle; the first one that fits
@@ -233,10 +237,9 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """Deal out the samples that are left anew."""
+        """Adapt the objects to the present workers."""
         for handler in self._handlers.values():
-            if isinstance(handler.value, ElasticSampler):
-                handler.value.reset()
+            getattr(handler, "reset", lambda: None)()  # others' handlers need not have it
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self).get("_handlers", {}):
@@ -337,7 +340,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _regroup() -> None:
     """Collective. Form the next group: of those that are there still, and of those that wait."""
-    if not workers.is_elastic():  # a job of a fixed number of workers: nobody comes
+    if not workers.is_elastic():  # a job of a fixed number of workers: none comes
         shutdown()
         init()
         return

@@ -16,7 +16,7 @@ import time
 from agmerge.backends import generations
 from agmerge.horovod_door import arguments
 from agmerge.horovod_door.arguments import Host
-from agmerge.horovod_door.launch import LOOK, Interrupted, Started, end_all, interruptible
+from agmerge.horovod_door.processes import LOOK, Interrupted, Started, end_all, interruptible
 from agmerge.horovod_door.torch_names import FIRST_WORKERS, MIN_WORKERS
 from agmerge.runtime.workers import LIGHTHOUSE
 

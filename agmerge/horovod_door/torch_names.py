@@ -16,7 +16,6 @@ import torch
 import agmerge
 from agmerge.backends import registry
 from agmerge.backends.torch import built
-from agmerge.errors import NoAnswer
 from agmerge.horovod_door import by_name
 from agmerge.horovod_door.by_name import poll, synchronize
 from agmerge.horovod_door.compression import Compression
@@ -155,7 +154,7 @@ SAME = """
 NAMES: dict[str, Any] = {
     **{name: _called(name) for name in OWN.split()},
     **{name: getattr(agmerge, name) for name in SAME.split()},
-    **{"Compression": Compression, "HorovodInternalError": NoAnswer, "poll": poll, "synchronize": synchronize},
+    **{"Compression": Compression, "HorovodInternalError": agmerge.NoAnswer, "poll": poll, "synchronize": synchronize},
     **{"init": init, "shutdown": shutdown, "start_timeline": start_timeline, "stop_timeline": stop_timeline},
     "cross_rank": lambda: _known().cross_rank,
     "cross_size": lambda: _known().cross_size,

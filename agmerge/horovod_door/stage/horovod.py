@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
-from agmerge.horovod_door import batch_norm, compression, elastic, optimizer, torch_names
+from agmerge.horovod_door import batch_norm, compression, distributed_optimizer, elastic, torch_names
 
 __version__ = torch_names.VERSION
 __path__: list[str] = []  # it is a package, without files
@@ -29,11 +29,11 @@ MODULES: dict[str, dict[str, Any]] = {  # by module in `horovod`: its names
     "common": {},
     **dict.fromkeys(("common.basics", "common.process_sets", "common.util"), torch_names.NAMES),
     **dict.fromkeys(("common.elastic", "common.exceptions"), exported(elastic)),
-    "torch": {**torch_names.NAMES, **exported(optimizer, batch_norm)},
+    "torch": {**torch_names.NAMES, **exported(distributed_optimizer, batch_norm)},
     "torch.compression": exported(compression),
     **dict.fromkeys(("torch.elastic", "torch.elastic.sampler", "torch.elastic.state"), exported(elastic)),
     **dict.fromkeys(("torch.functions", "torch.mpi_ops"), torch_names.NAMES),
-    "torch.optimizer": exported(optimizer),
+    "torch.optimizer": exported(distributed_optimizer),
     "torch.sync_batch_norm": exported(batch_norm),
 }
 OUTSIDE = "start the script itself, with `python -m agmerge horovodrun -np N python script.py`"
@@ -79,8 +79,7 @@ def _make() -> None:
         name = f"{__name__}.{rest}"
         spec = ModuleSpec(name, None, is_package=True)
         module = sys.modules[name] = ModuleType(name)
-        module.__spec__, module.__package__, module.__path__ = spec, name, []
-        vars(module).update(names, __getattr__=_getter(name))
+        vars(module).update(names, __spec__=spec, __package__=name, __path__=[], __getattr__=_getter(name))
         above, _, last = name.rpartition(".")
         setattr(sys.modules[above], last, module)
 
