@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -16,7 +17,7 @@ from agmerge.engine.optimizer_wrapper import OptimizerWrapper, check_optimizer
 from agmerge.horovod_door.compression import Compression, name_of
 from agmerge.horovod_door.timeline import timed
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "join"]
 
 VARIABLE = "AGMERGE_COMPRESSION"  # a name that counts before the script's word
 TRAVEL = "agmerge: horovod.torch is agmerge {version} here. Gradients travel as {what} as {who}.{more}\n"
@@ -70,6 +71,7 @@ def DistributedOptimizer(
         diverged="warn",
     )
     _say(str(name or compression), word)
+    _averaged.add(averaged)
     return averaged
 
 
@@ -82,9 +84,28 @@ class Averaged(agmerge.DistributedOptimizer):
         members = self._reducer.members
         return {parameter: members.name_of(parameter) for parameter in members.name_all()}
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether it is connected to the present workers."""
+        participation = self._reducer.participation
+        return participation.exchange.group.world is not None and not participation.outdated
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective. Average the gradients and step the inner optimizer; the timeline has a row for it."""
         return timed("allreduce", "gradients", super().step)(closure)
+
+
+_averaged: WeakSet[Averaged] = WeakSet()  # those that the script has
+
+
+def join(device: int = -1) -> int:
+    """Collective. Take part in the steps of the optimizer on other ranks, until all ranks have called this.
+
+    Without an optimizer, or with several: in sums and averages over all ranks, with zeros on ``device``. Returns the
+    rank that has come last.
+    """
+    own = [one for one in _averaged if one.is_connected]
+    return own[0].join() if len(own) == 1 else agmerge.join(device)
 
 
 class OwnCompressed(OptimizerWrapper):

@@ -148,7 +148,7 @@ OWN = """
 """
 SAME = """
     Adasum Average Max Min ProcessSet Product Sum add_process_set allgather_object broadcast_object
-    broadcast_optimizer_state broadcast_parameters global_process_set is_initialized join local_rank local_size rank
+    broadcast_optimizer_state broadcast_parameters global_process_set is_initialized local_rank local_size rank
     remove_process_set size sparse_allreduce_async
 """
 NAMES: dict[str, Any] = {

@@ -171,6 +171,17 @@ def batch_norm_is_that_of_the_joint_batch() -> None:
     torch.testing.assert_close(synced.running_var, plain.running_var)
 
 
+def a_rank_without_batches_joins() -> None:
+    net = model()
+    optimizer = wrapped(net)
+    trained(optimizer, net, steps=4 if hvd.rank() == 0 else 1)
+    assert hvd.join() == 0, "rank 0 comes last"
+    assert len(set(hvd.allgather_object(str([p.tolist() for p in net.parameters()])))) == 1
+    del optimizer
+    total = hvd.allreduce(torch.ones(1), name="more", op=hvd.Sum) if hvd.rank() == 1 else torch.ones(1)
+    assert float(total) == 1.0 and hvd.join() == 1
+
+
 def answers_are_those_of_this_machine() -> None:
     assert hvd.gloo_built() and hvd.gloo_enabled() and not hvd.mpi_enabled()
     assert not hvd.nccl_built() and not hvd.ddl_built() and not hvd.ccl_built()
@@ -211,6 +222,7 @@ SCENARIOS = (
     a_timeline_has_the_phases,
     replicas_may_differ_and_infinities_stay,
     batch_norm_is_that_of_the_joint_batch,
+    a_rank_without_batches_joins,
     answers_are_those_of_this_machine,
     refusals_name_the_remedy,
     it_begins_again_after_shutdown,

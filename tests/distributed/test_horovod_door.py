@@ -34,7 +34,7 @@ def test_scenarios_hold_on_two_ranks(tmp_path: Path) -> None:
     assert ended.code == 0, ended.output
     source = SCRIPT.read_text(encoding="utf-8").partition("SCENARIOS = (")[2].partition(")")[0]
     names = [line.strip(" ,\n") for line in source.splitlines() if line.strip()]
-    assert len(names) == 9
+    assert len(names) == 10
     for name in names:
         assert all(f"[{rank}]<stdout>:ok {name}" in ended.output for rank in (0, 1)), ended.output
     assert ended.output.count("Gradients travel as they are, uncompressed, as the script says") == 2  # twice begun

@@ -32,7 +32,7 @@ MODULES: dict[str, dict[str, Any]] = {  # by module in `horovod`: its names
     "torch": {**torch_names.NAMES, **exported(distributed_optimizer, batch_norm)},
     "torch.compression": exported(compression),
     **dict.fromkeys(("torch.elastic", "torch.elastic.sampler", "torch.elastic.state"), exported(elastic)),
-    **dict.fromkeys(("torch.functions", "torch.mpi_ops"), torch_names.NAMES),
+    **dict.fromkeys(("torch.functions", "torch.mpi_ops"), {**torch_names.NAMES, **exported(distributed_optimizer)}),
     "torch.optimizer": exported(distributed_optimizer),
     "torch.sync_batch_norm": exported(batch_norm),
 }
