@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
 import agmerge
-from agmerge.engine.optimizer_wrapper import OptimizerWrapper, check_optimizer
 from agmerge.horovod_door.compression import Compression, name_of
 from agmerge.horovod_door.timeline import timed
 
@@ -50,15 +48,12 @@ def DistributedOptimizer(
         raise ValueError(NO_ADASUM)
     word = os.environ.get(VARIABLE)
     name = {"default": "auto"}.get(word, word) if word else name_of(compression)
-    if name is None and not isinstance(compression, str):
-        factors = 1.0 / gradient_predivide_factor, gradient_predivide_factor
-        own = OwnCompressed(optimizer, compression, op, factors, process_set, sparse_as_dense)
-        _say(getattr(compression, "__name__", type(compression).__name__), word)
-        return own
+    is_own = name is None and not isinstance(compression, str)
+    said = str(name or getattr(compression, "__name__", compression))
     averaged = Averaged(
         optimizer,
         named_parameters,
-        name or compression,
+        agmerge.grace(OwnForm(compression), sums=True) if is_own else name or compression,
         backward_passes_per_step,
         op,
         gradient_predivide_factor,
@@ -66,11 +61,12 @@ def DistributedOptimizer(
         groups,
         sparse_as_dense and not isinstance(optimizer, torch.optim.SparseAdam),  # which steps with sparse ones alone
         process_set,
+        dense=[] if is_own else None,
         nonfinite="keep" if name == "none" else None,
         unused="zero",
         diverged="warn",
     )
-    _say(str(name or compression), word)
+    _say(said, word)
     _averaged.add(averaged)
     return averaged
 
@@ -108,65 +104,24 @@ def join(device: int = -1) -> int:
     return own[0].join() if len(own) == 1 else agmerge.join(device)
 
 
-class OwnCompressed(OptimizerWrapper):
-    """Optimizer whose gradients are summed over workers as a compressor of the script's own has changed them.
+class OwnForm:
+    """Compressor of the script's own, in the form that agmerge takes: several tensors each, and a name.
 
-    All of them are exchanged in ``step()``. ``compressor``: has ``compress(tensor) -> (tensor, context)`` and
-    ``decompress(tensor, context)``. ``factors``: before and after the sum. ``process_set``: the workers.
+    ``given``: has ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)``.
     """
 
-    def __init__(
-        self, optimizer: Any, compressor: Any, op: Any, factors: tuple[float, float], process_set: Any, densifies: bool
-    ) -> None:
-        check_optimizer(optimizer)
-        self._inner = optimizer
-        self._compressor, self._op, self._factors = compressor, op, factors
-        self._process_set, self._densifies = process_set, densifies
-        self._is_combined, self._combines = False, True
+    def __init__(self, given: Any) -> None:
+        self._given = given
 
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accept a number of passes: whatever has been accumulated is exchanged in ``step()``."""
+    def compress(self, tensor: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Any]:
+        """Return the tensor that is added up over ranks, and a context."""
+        compressed, context = self._given.compress(tensor)
+        return [compressed], context
 
-    @torch.no_grad()
-    def synchronize(self) -> None:
-        """Collective. Make every ``p.grad`` the combined gradient."""
-        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        gradients = [one.to_dense() if self._densifies and one.is_sparse else one for one in gradients]
-        pairs = [self._compressor.compress(gradient) for gradient in gradients]
-        sums = agmerge.grouped_allreduce(
-            [tensor for tensor, _ in pairs], None, "gradients", op=self._op,
-            prescale_factor=self._factors[0], postscale_factor=self._factors[1], process_set=self._process_set,
-        )  # fmt: skip
-        for parameter, total, (_, context) in zip(parameters, sums, pairs, strict=True):
-            parameter.grad = self._compressor.decompress(total, context)
-        self._is_combined = True
-
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Make ``step()`` inside use the gradients as they are."""
-        self._combines = False
-        try:
-            yield
-        finally:
-            self._combines = True
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Collective. Combine the gradients, unless they are combined already, and step the inner optimizer."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._combines and not self._is_combined:
-            self.synchronize()
-        self._is_combined = False
-        self._inner.step()
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients of the inner optimizer to zero or to None."""
-        self._is_combined = False
-        self._inner.zero_grad(set_to_none=set_to_none)
+    def decompress(self, tensors: list[torch.Tensor], context: Any) -> torch.Tensor:
+        """Return the sum in the old shape and dtype."""
+        decompressed: torch.Tensor = self._given.decompress(tensors[0], context)
+        return decompressed
 
 
 _said = ""  # the line that was written last; written by _say alone

@@ -150,8 +150,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "elements are counted with padding",
         "agmerge/exchanges/sparse.py",
-        "elements += min(offer.capacity, load.segment.numel)",
-        "elements += offer.capacity",
+        "elements += min(capacity, load.segment.numel)",
+        "elements += capacity",
         (f"{EXCHANGES}::test_a_message_counts_elements_of_tensors_and_no_padding",),
     ),
     Mutant(

@@ -26,6 +26,7 @@ EXAMPLES = {
     "advise": "AGMERGE_LINK=200mbit python -m agmerge advise train.py",
     "horovodrun": "python -m agmerge horovodrun --instead -np 2 python train.py",
     "horovod": "python -m agmerge horovod --instead train.py",
+    "compare": "python -m agmerge compare powers.py --task digits --against eden-2,topk",
     "lighthouse": "python -m agmerge lighthouse",
     "explain": "python -m agmerge explain AGM102",
 }
@@ -96,6 +97,8 @@ def main(names: list[str]) -> None:
     KEPT.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        page = (ROOT / "docs" / "compare_a_compressor.md").read_text(encoding="utf-8")
+        (folder / "powers.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
         (folder / "measure.py").write_text(MODEL + MEASURED, encoding="utf-8")
         if "plan" in names:
             shown(
