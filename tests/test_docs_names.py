@@ -24,6 +24,8 @@ ATTRIBUTE = re.compile(r"(?<![\w.])([A-Z]\w*[a-z]\w*)\.([a-z_]\w*)\b(?!\.\w)")
 
 # Files of others, by page, and those that the reader writes; a pattern stands for all that it matches.
 NOT_OURS = {
+    "README.md": {"mine.py"},
+    "docs/command_line.md": {"powers.py"},
     "docs/compare_a_compressor.md": {"powers.py"},
     "docs/dev/beside_others.md": {
         "_fsdp_*.py",
