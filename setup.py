@@ -134,7 +134,12 @@ setup(
     ext_modules=[KERNEL],
     cmdclass={"bdist_wheel": Wheel, "build_ext": Build},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if ANY_PYTHON else {},
-    entry_points={"console_scripts": ["agmerge=agmerge.__main__:main"]},
+    entry_points={
+        "console_scripts": [
+            "agmerge=agmerge.__main__:main",
+            "agmerge-horovodrun=agmerge.horovod_door.launch:console",
+        ]
+    },
     package_data={name: ["py.typed"] for name in PACKAGES},
     install_requires=["torch>=2.4", "numpy>=1.26.4"],
     extras_require={

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run ``python -m agmerge`` with a command: doctor, build-horovod, plan, advise, compare, lighthouse or explain."""
+"""Run ``python -m agmerge`` with a command: doctor, advise, compare, plan, explain, and those for Horovod."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+
+from agmerge.horovod_door import arguments as horovods
+from agmerge.horovod_door import launch
 
 
 def parser() -> argparse.ArgumentParser:
@@ -101,6 +104,20 @@ def parser() -> argparse.ArgumentParser:
         "every worker.",
     )
     lighthouse.add_argument("--port", type=int, default=29510, help="TCP port (default: 29510)")
+    horovodrun = commands.add_parser(
+        "horovodrun",
+        help="run a script of Horovod's with agmerge in its place, on several workers",
+        epilog="The arguments are those of Horovod's own launcher. The exit code is that of the first rank that fails.",
+    )
+    horovods.add_arguments(horovodrun)
+    horovod = commands.add_parser(
+        "horovod",
+        help="run one worker of such a script, under mpirun, torchrun or srun",
+        epilog="Python's own -m and -c are possible in place of the script.",
+    )
+    horovod.add_argument("--compression", metavar="NAME", help="send gradients so, whatever the script says")
+    horovod.add_argument("--instead", action="store_true", help="serve horovod.torch also where Horovod is installed")
+    horovod.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
     explain = commands.add_parser(
         "explain",
         help="explain an error: its cause and the remedy",
@@ -112,8 +129,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. ``arguments``: None: those of the process."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
     whole = parser()
-    chosen = whole.parse_args(arguments)
+    if words[:1] == ["horovod"] and words[1:] not in (["-h"], ["--help"]):
+        return launch.main_of_one(words[1:])  # what follows is Python's, which argparse would read
+    chosen = whole.parse_args(words)
     if chosen.command is None:
         whole.print_help()
         return 0
@@ -146,6 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from agmerge.cli import lighthouse
 
         return lighthouse.main(chosen.port)
+    if chosen.command == "horovodrun":
+        return launch.main(chosen)
     if chosen.command == "explain":
         from agmerge.cli import explain
 

@@ -58,7 +58,7 @@ NOT_OURS = {
     },
     "docs/launching.md": {"job.sh"},
     "docs/dev/low_rank.md": {"batch.sh", "envs.conf", "mnist.sh", "perf.sh"},
-    "docs/dev/horovod_tests.md": {"test/parallel/test_torch.py"},
+    "docs/dev/horovod_tests.md": {"*test_*.py", "*elastic_torch_main.py", "pytorch_*.py"},
     "docs/tutorial.md": {"quickstart.py"},
 }
 

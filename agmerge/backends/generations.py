@@ -52,9 +52,12 @@ class Elastic:
         lighthouse (str): ``host:port`` of ``python -m agmerge lighthouse``. Default: the environment variable
             ``AGMERGE_LIGHTHOUSE``.
         min_workers (int): Training pauses with fewer workers. Default: 1.
+        first_workers (int): Training begins with at least so many workers. Default: ``min_workers``.
         suspect (float): Seconds without a sign of life after which a worker counts as failed. Default: 5. Raise it if
             workers may stall longer, for example on a busy machine.
         patience (float): Seconds to wait for the lighthouse and for ``min_workers``. Default: 600.
+        survives (bool): A step goes on without a failed worker. With False its calls raise
+            :class:`agmerge.NoAnswer`, for scripts that return to a state of their own. Default: True.
         restart (bool): If the last worker that has the job's state fails, the others start again from the beginning,
             with a warning. With False they raise an error. Default: True.
     """
@@ -64,6 +67,8 @@ class Elastic:
     suspect: float = 5.0
     patience: float = 600.0
     restart: bool = True
+    survives: bool = True
+    first_workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,9 @@ class Generations:
                     store.wait([READY], timedelta(seconds=min(10 * SETTLES, options.patience)))
                 own, least = (socket.gethostname(), self._address, port), options.min_workers
                 return Membership(
-                    store, *own, least, _answers, suspect=options.suspect, restart=options.restart, tell=_write
-                )
+                    store, *own, least, _answers, suspect=options.suspect, restart=options.restart, tell=_write,
+                    first=options.first_workers,
+                )  # fmt: skip
             except RuntimeError as error:
                 if time.monotonic() > end:
                     raise self._lighthouse.missing(str(error)) from error
@@ -172,6 +178,11 @@ class Generations:
     def newcomers_wait(self) -> bool:
         """Return whether workers wait to be let in."""
         return self._newcomers_wait
+
+    @property
+    def survives(self) -> bool:
+        """Return whether steps go on without a worker that is lost."""
+        return self._options.survives
 
     def announce_leaving(self) -> None:
         """Record that this worker will leave."""

@@ -69,6 +69,7 @@ class Membership:
     trains. ``answers``: whether a worker can be reached. ``suspect``: seconds without a beat after which one that can
     be reached counts as lost, too: its machine is busy, or it was stopped. ``now``: a clock, in seconds. ``restart``:
     training may begin again where no worker is left that has the job's state. ``tell``: writes a line for people.
+    ``first``: workers without which the first generation does not begin.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class Membership:
         now: Callable[[], float] = time.monotonic,
         restart: bool = True,
         tell: Callable[[str], None] = lambda _: None,
+        first: int = 0,
     ) -> None:
+        self._first = first
         self._store, self._least, self._answers, self._now = JobStore(store), least, answers, now
         self._suspect, self._restart, self._tell = suspect, restart, tell
         self._leaves = self._has_begun = False
@@ -245,7 +248,8 @@ class Membership:
                 there = self._waiting(before)
                 if len(there) != came:
                     came, since = len(there), self._now()
-                if there[0] == self.own.number and len(there) >= self._least and self._now() - since >= HURRY:
+                least = self._least if before else max(self._least, self._first)
+                if there[0] == self.own.number and len(there) >= least and self._now() - since >= HURRY:
                     self._lost_steps(there)
                     self._store.decide(number, there)
             self._pause(end, came or len(before))

@@ -86,6 +86,15 @@ def initialised() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def built() -> set[str]:
+    """Return which of ``"gloo"`` and ``"nccl"`` torch has, to move tensors of the CPU and of GPUs."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return set()
+    return {name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there}
+
+
 def inherits() -> bool:
     """Return whether the process group is of the process that has forked this one."""
     import torch.distributed as dist

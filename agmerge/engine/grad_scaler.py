@@ -25,7 +25,7 @@ from agmerge.errors import AGMergeError, NonFiniteError, and_more
 from agmerge.metrics.totals import Totals
 from agmerge.ops import Average
 from agmerge.step.config import Config
-from agmerge.tensors.nonfinite import RAISE, is_finite
+from agmerge.tensors.nonfinite import KEEP, RAISE, is_finite
 from agmerge.tensors.parameters import ParameterInfo, ParameterTable, local_of, optimizers_of
 
 # Sparse gradients of an optimizer that accepts no others: all ranks' indices and values are gathered.
@@ -96,6 +96,8 @@ class GatheredGradients:
         if problems and config.guards.nonfinite == RAISE:
             where = "; ".join(f"rank {rank}: {and_more(names)}" for rank, names in problems.items())
             raise NonFiniteError(NOT_FINITE.format(where=where), where)
+        if config.guards.nonfinite == KEEP:
+            problems = {}
         factor = 1.0 / comm.size if config.sync.op is Average else 1.0
         for number, parameter in enumerate(parameters):
             given = [gradients[number] for gradients in ranks if number in gradients]

@@ -100,7 +100,13 @@ WRITTEN = (
 
 
 def compare_replicas(
-    comm: Backend, parameters: Mapping[str, torch.Tensor], steps: int, timeout: float, *, written: bool = False
+    comm: Backend,
+    parameters: Mapping[str, torch.Tensor],
+    steps: int,
+    timeout: float,
+    *,
+    written: bool = False,
+    warns: bool = False,
 ) -> None:
     """Collective. Raise :class:`agmerge.DivergenceError` on every rank unless all parameters are bitwise equal.
 
@@ -114,6 +120,7 @@ def compare_replicas(
         steps: how many were committed, for the error.
         timeout: seconds.
         written: the script of this rank has written parameters since the last step.
+        warns: a difference is a warning.
     """
     own = fingerprints(parameters.values()).numpy().tobytes() + bytes([written])
     rows = gather_bytes(comm, own, "check_every", timeout)
@@ -124,12 +131,16 @@ def compare_replicas(
                 warn(WRITTEN.format(name=name), comm.rank)
                 return
             sets = "; ".join(f"{value} on {ranks_of(digests, value)}" for value in dict.fromkeys(digests))
-            raise DivergenceError(
+            text = (
                 f"AGM102: Step {steps}: replicas differ, first in parameter {name!r}: digest {sets}. Parameters were "
                 "changed on some ranks only. Call broadcast_parameters first, and change them only through the "
                 "optimizer. Otherwise data was damaged in transit: restart from a checkpoint. With sync='updates', "
                 "initialize new parameters inside optimizer.shared()."
             )
+            if not warns:
+                raise DivergenceError(text)
+            warn(text, comm.rank)
+            return
 
 
 def level_replicas(
@@ -524,7 +535,9 @@ class Participation:
             if compares and is_due:  # G11
                 assert exchange.group.comm is not None
                 tensors, steps = self._compared_tensors(), exchange.agreed.steps
-                compare_replicas(exchange.group.comm, tensors, steps, guards.timeout, written=written())
+                compare_replicas(
+                    exchange.group.comm, tensors, steps, guards.timeout, written=written(), warns=guards.warns
+                )
                 self._has_compared = True
             if plans:
                 exchange.agreed.replan()

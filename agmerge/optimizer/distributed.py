@@ -29,6 +29,7 @@ from agmerge.options.resolve import check_passes, prepare, resolve
 from agmerge.options.typed import (
     Carry,
     DenseSum,
+    Diverged,
     ExchangeName,
     Moments,
     Nonfinite,
@@ -39,6 +40,7 @@ from agmerge.options.typed import (
     Wire,
 )
 from agmerge.runtime import workers
+from agmerge.tensors.nonfinite import KEEP
 from agmerge.tensors.parameters import optimizers_of
 from sparsifiers.custom import adapted
 
@@ -182,7 +184,9 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
             scale. If you use one, pass it here or to :meth:`attach_scaler`. With ``sync="updates"`` leave it out.
 
         nonfinite (str): What happens if a gradient is infinite or NaN on any rank. ``"raise"`` raises the same
-            :class:`agmerge.NonFiniteError` on all ranks. ``"skip"`` skips the step on all ranks. Default: ``"skip"``
+            :class:`agmerge.NonFiniteError` on all ranks. ``"skip"`` skips the step on all ranks. ``"keep"`` averages
+            them like other numbers, for a ``GradScaler`` that is not passed as ``scaler``, and needs
+            ``compression="none"``. Default: ``"skip"``
             with a ``scaler``, else ``"raise"`` (docs/guarantees.md). With ``sync="updates"`` the error is raised at the
             next exchange, and only the affected worker skips its step.
 
@@ -192,6 +196,9 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
 
         check_every (int): Check that replicas are bitwise identical after the first step and after every
             ``check_every`` steps. With 0 only the first step is checked. Lower it to find a divergence earlier.
+
+        diverged (str): What happens if replicas differ. ``"raise"`` raises :class:`agmerge.DivergenceError` on all
+            ranks. ``"warn"`` warns, and training continues. Use it if models differ on purpose.
 
         unused (str): The gradient of a parameter that no rank used in a step, if no residual is sent for it either.
             ``"none"`` leaves ``p.grad`` None, so the optimizer skips the parameter. ``"zero"`` sets it to zeros, as
@@ -262,6 +269,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         nonfinite: Nonfinite | None = None,
         timeout: float | None = None,
         check_every: int = 100,
+        diverged: Diverged = "raise",
         unused: Unused = "none",
         model: torch.nn.Module | None = None,
         sync: Sync = "gradients",
@@ -283,7 +291,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         try:
             horovod_elastic.prepare(DistributedOptimizer)
             # In an elastic job newcomers connect when all begin the next step.
-            if not (workers.launched_elastic() or workers.can_regroup()):
+            if not (workers.launched_elastic() or workers.is_elastic()):
                 self._reducer.connect()
             defaults.warn_of_changes(self._reducer.exchange, self._inner, None)
         except BaseException:
@@ -306,7 +314,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         # GradScaler.step() reads this first. Without it, scaled gradients would be stepped with.
         if not self._reducer.combines_gradients:
             return True  # the scaler then leaves infinities to step(), and calls it at every step
-        if self._reducer.passes.scaling.scaler is None:
+        guards = self._reducer.exchange.agreed.config.guards
+        if self._reducer.passes.scaling.scaler is None and guards.nonfinite != KEEP:
             raise AGMergeError(grad_scaler.NOT_ATTACHED)
         return False  # whatever the inner optimizer does: unscaling is the scaler's
 

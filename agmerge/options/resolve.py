@@ -58,7 +58,7 @@ from agmerge.step.config import (
     Updates,
 )
 from agmerge.step.density_policy import DENSITY, IMPORTANCE, DensityPolicy
-from agmerge.tensors.nonfinite import POLICIES
+from agmerge.tensors.nonfinite import KEEP, POLICIES
 from sparsifiers import Kind, catalogue
 
 # ``sync="updates"``: the optimizer's updates of parameters are exchanged, not gradients.
@@ -208,11 +208,21 @@ def resolve(options: Options) -> Config:
     if updates is not None:
         sync = replace(sync, updates=_fitting(updates, options.overlap, options.moments, compression.compressor))
     config = Config(compression=compression, merging=_merging(options, compression), sync=sync, guards=guards)
+    _check_kept(config)
     check_custom(config)
     check_dear(config)
     _check_two_level(config)
     check_send_mode(config)
     return config
+
+
+def _check_kept(config: Config) -> None:
+    """Raise ``ValueError`` where infinities and NaN shall be kept, and messages or residuals cannot have them."""
+    if config.guards.nonfinite == KEEP and (config.compression.compressor.name != "none" or config.sync.updates):
+        raise ValueError(
+            "nonfinite='keep' requires compression='none', because other messages and residuals cannot represent "
+            "infinities and NaN. Pass compression='none', or nonfinite='skip'."
+        )
 
 
 def _check_choices(options: Options) -> None:
@@ -234,7 +244,11 @@ def _guards(options: Options) -> Guards:
         raise ValueError(f"timeout must be a number of seconds > 0 and at most {timeouts.LONGEST:g}, got {timeout!r}")
     if not is_whole(check_every, 0):
         raise ValueError(f"check_every must be a number of steps (0: never), got {check_every!r}")
-    return Guards(scaled=scaled, nonfinite=nonfinite, timeout=float(timeout), check_every=check_every)
+    check_choice("diverged", options.diverged, ("raise", "warn"))
+    return Guards(
+        scaled=scaled, nonfinite=nonfinite, timeout=float(timeout), check_every=check_every,
+        warns=options.diverged == "warn",
+    )  # fmt: skip
 
 
 def _sync(options: Options, updates: Updates | None) -> Sync:

@@ -53,6 +53,7 @@ class Options:
     nonfinite: Any = None  # a name of tensors.nonfinite.POLICIES; None: as the scaler makes it
     timeout: float | None = None  # seconds; None: the default
     check_every: Any = 100  # steps
+    diverged: Any = "raise"  # or "warn"
     unused: str = "none"
     model: torch.nn.Module | None = None  # of merging="dear"
     sync: str = "gradients"  # or "updates", of which the others are
@@ -202,7 +203,8 @@ Sparsify = Literal["auto", "ahead", "behind"]
 ExchangeName = Literal["auto", "fastest", "sparse", "oktopk", "masked", "two-level"]
 Wire = Literal["auto", "fp32", "fp16", "bf16", "int8", "int4", "2bit", "sign"]
 DenseSum = Literal["native", "ordered"]
-Nonfinite = Literal["raise", "skip"]
+Nonfinite = Literal["raise", "skip", "keep"]
+Diverged = Literal["raise", "warn"]
 Unused = Literal["none", "zero"]
 Sync = Literal["gradients", "updates"]
 Carry = Literal["apply", "hold"]
@@ -224,6 +226,7 @@ class _Common(TypedDict, total=False):
     dense_sum: DenseSum
     nonfinite: Nonfinite | None
     check_every: int
+    diverged: Diverged
     carry: Carry | None
     fragments: int
     overlap: int | None

@@ -238,14 +238,19 @@ def world() -> Backend:
 
 def renew() -> None:
     """Take the workers that there are now: an elastic Horovod has initialised itself anew."""
-    if _process is not None:
+    if _process is not None and _job is None:
         monitor.close()  # its ranks are other workers' now
         _set_process(_process.renewed())
 
 
 def can_regroup() -> bool:
-    """Return whether the others go on without a worker that is lost."""
-    return _job is not None or getattr(_thread, "regroup", None) is not None
+    """Return whether steps of the others go on without a worker that is lost."""
+    return (_job is not None and _job.survives) or getattr(_thread, "regroup", None) is not None
+
+
+def is_elastic() -> bool:
+    """Return whether workers may come and go."""
+    return _job is not None or can_regroup()
 
 
 def newcomers_wait() -> bool:

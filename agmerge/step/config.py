@@ -202,6 +202,7 @@ class Guards:
 
     timeout: float  # seconds, for every wait
     check_every: int  # steps between two comparisons of replicas; 0: after the first step alone
+    warns: bool  # where replicas differ, instead of an error
     nonfinite: str  # policy for a step in which a rank has a gradient that is infinite or NaN
     scaled: bool  # by an attached GradScaler
 
@@ -372,6 +373,7 @@ class Config:
             ("gradient_predivide_factor", str(self.sync.predivide)),
             ("dense_sum", "ordered" if self.sync.ordered else "native"),
             ("check_every", str(self.guards.check_every)),
+            ("diverged", "warn" if self.guards.warns else "raise"),
             ("unused", "zero" if self.sync.zero_unused else "none"),
             ("nonfinite", self.guards.nonfinite),
             ("scaler", "attached" if self.guards.scaled else "None"),

@@ -21,7 +21,7 @@ from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.arena import Add, Arena, Difference, accumulate_together, add_up, as_tensor
 from agmerge.tensors.layout import Slot
-from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
+from agmerge.tensors.nonfinite import KEEP, NonFiniteGuard, is_finite
 from sparsifiers import Kind, Selection, Sparsifier
 from sparsifiers.memories import Alongside
 
@@ -244,7 +244,7 @@ class Round:
         self.nonfinite = False  # a rank has found a gradient that is not finite: the attempt must leave no trace
         self.noises: list[Noise] = []  # of the updates that messages have brought
         self.received = 0  # merge buffers of which all messages have been read, the first ones of the plan
-        self.guard = NonFiniteGuard()
+        self.guard = NonFiniteGuard(keeps=buffers.config.guards.nonfinite == KEEP)
         self.recorder = StepRecorder(clock or buffers.clock, len(buffers.layout.slots), len(buffers.messages))
         self._under_way = MessagesUnderWay(buffers, totals, self.recorder)
         self._batches = Batches(buffers, self.guard)

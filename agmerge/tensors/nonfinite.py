@@ -16,7 +16,7 @@ import torch
 
 from agmerge.tensors.layout import Slot
 
-RAISE, SKIP = POLICIES = ("raise", "skip")
+RAISE, SKIP, KEEP = POLICIES = ("raise", "skip", "keep")
 FEW = 3  # numbers on a device that are compared one by one: more take two kernels
 
 
@@ -35,9 +35,13 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 class NonFiniteGuard:
-    """Findings of this rank in one attempt at a step, for its messages to announce."""
+    """Findings of this rank in one attempt at a step, for its messages to announce.
 
-    def __init__(self) -> None:
+    ``keeps``: infinities and NaN are combined as other numbers are, so none is found.
+    """
+
+    def __init__(self, *, keeps: bool = False) -> None:
+        self._keeps = keeps
         self.found = False  # the host knows of something that the messages must announce
         self.given_up = ""  # why this rank gives the step up; empty: it does not
         self._names: dict[str, None] = {}  # of parameters, found on the host
@@ -52,6 +56,8 @@ class NonFiniteGuard:
         ``finite``: the result of an earlier check; None: not checked. On a device the result is not known before the
         messages are sent, see :meth:`finite_on`, so False is returned there.
         """
+        if self._keeps:
+            return False
         if tensor.device.type != "cpu":
             self.note(torch.linalg.vector_norm(tensor, torch.inf), [(slot.name, tensor)])  # exact; slow on the CPU
             return False
@@ -68,6 +74,8 @@ class NonFiniteGuard:
         Several calls may pass the same one. ``parts``: names and tensors, which are checked one by one if the step
         comes to nothing, to name the parameters.
         """
+        if self._keeps:
+            return
         self._largest.setdefault(largest.device, {})[id(largest)] = largest
         self._on_devices += parts
 

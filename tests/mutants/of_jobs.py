@@ -129,6 +129,13 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{MEMBERSHIP}::test_a_store_that_was_started_again_is_told_at_once_who_has_the_state",),
     ),
     Mutant(
+        "training begins with fewer workers than the first",
+        "agmerge/backends/membership.py",
+        "max(self._least, self._first)",
+        "self._least",
+        (f"{MEMBERSHIP}::test_the_first_generation_waits_for_first_workers",),
+    ),
+    Mutant(
         "a worker that is suspect is asked again",
         "agmerge/backends/membership.py",
         "if silence < self._suspect and self._now() - asked",

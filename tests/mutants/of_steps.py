@@ -24,6 +24,7 @@ MOMENTS = "tests/agmerge/engine/test_moments.py"
 SCALES = "tests/agmerge/engine/test_moment_scales.py"
 CHANGES = "tests/agmerge/engine/test_updates_changes.py"
 OF_DEVICE = "tests/agmerge/device/test_device_moments.py"
+TOLERANCE = "tests/agmerge/optimizer/test_tolerance.py"
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "another compressor keeps the moments of the one before",
@@ -31,6 +32,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "        self._keep_moments(self.updates)",
         "        pass",
         (f"{CHANGES}::test_another_compressor_brings_its_own_schedule_and_moments",),
+    ),
+    Mutant(
+        "infinities that shall be kept are found",
+        "agmerge/tensors/nonfinite.py",
+        "if self._keeps:\n            return False",
+        "if not self._keeps and False:\n            return False",
+        (f"{TOLERANCE}::test_infinities_are_kept_where_that_is_asked_for",),
+    ),
+    Mutant(
+        "replicas that may differ are an error",
+        "agmerge/engine/participation.py",
+        "if not warns:",
+        "if True:",
+        (f"{TOLERANCE}::test_replicas_that_differ_are_a_warning_where_that_is_asked_for",),
     ),
     Mutant(
         "momentum of values that travel in a codec is not cleared",

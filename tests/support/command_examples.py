@@ -24,6 +24,8 @@ EXAMPLES = {
     "build-horovod": "python -m agmerge build-horovod",
     "plan": "python -m agmerge plan profile.json --planner exact --save plan.json",
     "advise": "AGMERGE_LINK=200mbit python -m agmerge advise train.py",
+    "horovodrun": "python -m agmerge horovodrun --instead -np 2 python train.py",
+    "horovod": "python -m agmerge horovod --instead train.py",
     "compare": "python -m agmerge compare powers.py --task digits --against eden-2,topk",
     "lighthouse": "python -m agmerge lighthouse",
     "explain": "python -m agmerge explain AGM102",
@@ -56,6 +58,16 @@ if agmerge.rank() == 0:
     optimizer.measurements.save("profile.json")
 agmerge.shutdown()
 """
+HOROVODS = """
+import horovod.torch as hvd
+hvd.init()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+train(20)
+if hvd.rank() == 0:
+    print(f"{hvd.size()} workers, steps: 20")
+"""
 
 
 def shown(command: str, folder: Path) -> str:
@@ -85,7 +97,6 @@ def main(names: list[str]) -> None:
     KEPT.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "train.py").write_text(MODEL + DDP, encoding="utf-8")
         page = (ROOT / "docs" / "compare_a_compressor.md").read_text(encoding="utf-8")
         (folder / "powers.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
         (folder / "measure.py").write_text(MODEL + MEASURED, encoding="utf-8")
@@ -95,6 +106,8 @@ def main(names: list[str]) -> None:
                 folder,
             )
         for one in names:
+            script = HOROVODS if one.startswith("horovod") else DDP
+            (folder / "train.py").write_text(MODEL + script, encoding="utf-8")
             text = f"$ {EXAMPLES[one]}\n{shown(EXAMPLES[one], folder)}"
             (KEPT / f"{one}.txt").write_text(text, encoding="utf-8")
 

@@ -22,7 +22,7 @@ GROUPS = {  # heading, and its arguments
     "Choose a compressor": "compression density rank warmup memory dense",
     "Merge and exchange": "merging groups num_groups model sparsify exchange wire dense_sum",
     "Accumulate and average": "backward_passes_per_step op gradient_predivide_factor sparse_as_dense unused",
-    "Checks and timeouts": "scaler nonfinite timeout check_every",
+    "Checks and timeouts": "scaler nonfinite timeout check_every diverged",
     "Exchange updates instead of gradients": "sync carry every fragments overlap decay outer moments",
 }
 ENTRY = re.compile(r"^(\w+) \(([^)]+)\): (.*?)(?=^\w+ \(|\Z)", re.MULTILINE | re.DOTALL)

@@ -82,6 +82,20 @@ def numbers(generation: Generation) -> list[int]:
     return [one.number for one in generation.members]
 
 
+def test_the_first_generation_waits_for_first_workers() -> None:
+    job = Job(least=1)
+    early, late = (
+        Membership(job.store, "host", "address", 1, 1, job.answers, suspect=SUSPECT, now=job.clock, first=2)
+        for _ in range(2)
+    )
+    early.beat()
+    alone = job.together([lambda: early.next(None, 5.0, lets_in=False)], [early])
+    assert isinstance(alone[0], AGMergeError)
+    both = [early, late]
+    formed = job.together([lambda one=one: one.next(None, 60.0, lets_in=False) for one in both], both)
+    assert [len(one.members) for one in formed] == [2, 2]
+
+
 def test_the_first_generation_has_all_that_are_there_by_age() -> None:
     found = Job().first(3)
     assert [numbers(one) for one in found] == [[1, 2, 3]] * 3

@@ -334,7 +334,7 @@ def test_every_argument_has_an_effect_or_is_refused() -> None:
     assert known == {
         "self", "optimizer", "named_parameters", "compression", "backward_passes_per_step", "op",
         "gradient_predivide_factor", "num_groups", "groups", "sparse_as_dense", "process_set", "density", "warmup",
-        "memory", "dense", "merging", "sparsify", "exchange", "wire", "dense_sum", "scaler",
+        "memory", "dense", "merging", "sparsify", "exchange", "wire", "dense_sum", "scaler", "diverged",
         "nonfinite", "timeout", "check_every", "unused", "model", "sync", "carry", "every", "fragments", "overlap",
         "decay", "outer", "moments", "rank", "unknown",
     }  # fmt: skip
