@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import prove
 import pytest
 import torch
-from evidence import page, report, text
+from evidence import noise, page, report, text
 from evidence.contenders import DENSE, OPTIONS, options_of, told
 from evidence.models import SIZES, optimizers_of, rate_factor
 from evidence.training import Stopped, Training, first_model, train_in_memory
@@ -105,6 +106,16 @@ def test_sizes_have_about_the_parameters_of_their_name(name: str) -> None:
         assert sum(parameter.numel() for parameter in model.parameters()) - embeddings == size.parameters
 
 
+def test_the_noise_scale_is_that_of_drawn_gradients(tmp_path: Path) -> None:
+    source = torch.Generator().manual_seed(0)
+    mean = torch.full((1000,), 0.1)  # of squared norm 10, and a covariance of trace 4000 a token
+    samples = mean + 2.0 / 32**0.5 * torch.randn(400, 1000, generator=source)
+    assert noise.noise_scale(samples, 32) == pytest.approx(400.0, rel=0.05)
+    training = training_of(DENSE, 1, 20)
+    found = list(noise.noise_scales(training, corpus_in(tmp_path)))
+    assert [tokens for tokens, _ in found] == [64, 128, 256, 512, 896, 1280]
+
+
 # Text.
 
 FILES = [(f"lib/{number}.py", b"x = %d\n" % number * 40) for number in range(50)]
@@ -144,7 +155,40 @@ def test_a_text_is_written_once_and_read_again(tmp_path: Path) -> None:
     assert rows.dtype == torch.int64 and rows[1].tolist() == parts["train"][7:12].tolist()
 
 
+def test_byte_pairs_are_learned_from_the_training_part_alone() -> None:
+    pytest.importorskip("tokenizers")
+    parts = {"train": [b"the theory of the thing " * 50, b"def f(): pass\n" * 50], "held_out": [b"the xylophone " * 9]}
+    found = text.byte_pairs(parts, 300)
+    other = text.byte_pairs({**parts, "held_out": [b"something else"]}, 300)
+    assert (found["train"] == other["train"]).all() and found["train"].dtype == "int16"
+    assert all(0 <= part.min() and part.max() < 300 for part in found.values())
+    assert len(found["train"]) < sum(map(len, parts["train"])) / 3
+
+
 # The command.
+
+
+@pytest.mark.long
+@pytest.mark.timeout(280)
+def test_a_run_makes_what_is_missing_and_prints_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(report, "require_pictures", lambda error: None)
+    monkeypatch.setattr(report, "picture", lambda rows, best, folder: [])
+    Path("text").write_bytes(random.Random(0).randbytes(64 << 20))
+    line = ["--data", "text", "--contenders", "dense,topk", "--tokens", "4096", "--jobs", "2"]
+    prove.prove(prove.arguments([*line, "--seeds", "1"]))
+    assert capfd.readouterr().err == ""  # no warning
+    prove.prove(prove.arguments(["--resume", "--seeds", "2"]))
+    shown = capfd.readouterr()
+    stored = json.loads((prove.RUNS / "0.25m-adamw" / "prove.json").read_text(encoding="utf-8"))
+    assert sorted((row["seed"], row["contender"]) for row in stored["rows"]) == [
+        (seed, name) for seed in range(2) for name in ("dense", "topk")
+    ]
+    assert all(row["dense_loss"] and row["factor"] == 1 and row["bytes_per_step"] >= 0 for row in stored["rows"])
+    assert f"| 2 | topk | {sum(r['loss'] for r in stored['rows'] if r['contender'] == 'topk') / 2:.4f} | " in shown.out
+    assert shown.err == "" and report.LIMITS in shown.out
 
 
 def refused(*line: str) -> str:
@@ -187,6 +231,8 @@ def test_a_run_is_not_overwritten_and_not_made_twice_at_a_time(tmp_path: Path, m
     lock.close()
     resumed = prove.settings_of(prove.arguments(["--resume", "--workers", "4,8"]), run.stored["settings"])
     assert (resumed["seeds"], resumed["batch"], resumed["workers"]) == (5, 1024, [4, 8])
+    larger = prove.settings_of(prove.arguments(["--resume", "--size", "1m"]), run.stored["settings"])
+    assert (larger["seeds"], larger["batch"]) == (5, None)
     run.add(row("dense", 0, 2.0, workers=1))
     with pytest.raises(prove.Refused, match="its rows are of a text with digest a"):
         run.begin(run.settings, {"digest": "b"})
