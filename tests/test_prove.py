@@ -88,6 +88,12 @@ def test_default_is_the_format_that_the_library_takes_on_a_slow_link(optimizer: 
     assert pinned == expected and expected in str(taken)
 
 
+def test_dgc_trains_with_the_momentum_of_sgd_and_clips_by_itself(tmp_path: Path) -> None:
+    training = replace(training_of("dgc"), optimizer="sgd", rate=0.1)
+    row = train_in_memory(training, corpus_in(tmp_path), tmp_path / "x.pt")
+    assert row["loss"] < 5.6 and row["bytes_per_step"] < row["dense_bytes_per_step"] / 3
+
+
 def test_learning_rates_warm_up_then_fall_by_a_cosine() -> None:
     factors = [rate_factor(step, 200) for step in range(200)]
     assert factors[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)]) and factors[10] == 1.0
@@ -284,6 +290,7 @@ def test_every_contender_is_told_with_its_arguments() -> None:
     (inner,) = optimizers_of("adamw", first_model(training_of(DENSE)), 1e-3)
     lines = {name: told(name, options_of(name, [inner])) for name in OPTIONS}
     assert lines["default"] == "DistributedOptimizer(compression='eden-2')"
+    assert lines["dgc"].endswith("exchange='sparse', memory=sparsifiers.memory('dgc', clipping=1.0))")
     assert lines["local-30"] == "LocalOptimizer(every=30, exchange='sparse')"
     assert len(set(lines.values())) == len(lines)
 

@@ -204,7 +204,8 @@ def train_rank(
             for one in inner:
                 one.step()
         else:
-            optimizer.clip_grad_norm_(CLIP)
+            if training.contender not in contenders.CLIPS:
+                optimizer.clip_grad_norm_(CLIP)
             optimizer.step()
         seconds += time.perf_counter() - began
         if rank == 0 and (step + 1) % every == 0:
