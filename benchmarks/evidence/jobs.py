@@ -207,7 +207,8 @@ class Jobs:
         if self._deadline is not None:
             ends = f"at most {max(0.0, self._deadline - time.monotonic()) / 60:.1f} min left"
         most = "" if self._deadline is None else "at most "
-        self._tell(f"{total - len(left) - len(busy)} of {most}{total} trainings; {here}; {ends}")
+        count = f"{total - len(left) - len(busy)} of {most}{total} trainings"
+        self._tell("; ".join(part for part in (count, here, ends) if part))
 
 
 # In the process of a job.
