@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import math
 import os
 import re
 import shlex
@@ -81,6 +82,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
                 raise ValueError
             return found
 
+        read.__name__ = f"positive {kind.__name__}"  # as argparse's error says
         return read
 
     def count(value: str) -> int:
@@ -88,6 +90,11 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
         if number < 1:
             raise ValueError
         return int(number)
+
+    def positive(value: str) -> float:
+        if not float(value) > 0:
+            raise ValueError
+        return float(value)
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -101,7 +108,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rates", type=numbers(float), metavar="X,X", help="of contenders, in learning rates of dense; 1 if not given")
     add("--tune", action="store_true", default=None, help="first find dense's best learning rate, by five trainings")
     add("--data", type=Path, metavar="PATH", help="a file or folder of text; without it, installed Python sources")
-    add("--minutes", type=float, help="stop in time, with what there is")
+    add("--minutes", type=positive, metavar="N", help="stop in time, with what there is")
     add("--resume", action="store_true", help="continue a run, with its settings where you give none")
     add("--name", help="of the folder in runs/prove; size and optimizer if not given")
     add("--jobs", type=count, metavar="N", help="trainings side by side; one for each core, or one on a GPU")
@@ -132,6 +139,8 @@ def check(settings: dict[str, Any], device: str, jobs: int) -> None:
         raise Refused(f"--contenders: {', '.join(unknown)} is unknown. Choose from: {', '.join(OPTIONS)}.")
     if "dgc" in settings["contenders"] and settings["optimizer"] != "sgd":
         raise Refused("--contenders dgc needs --optimizer sgd: without SGD's momentum dgc is topk. Name topk instead.")
+    if min(settings["workers"]) < 2:
+        raise Refused("--workers 1: one worker sends nothing. Pass 2 or more; dense always runs as one.")
     for workers in settings["workers"]:
         if batch % (workers * size.context):
             raise Refused(
@@ -279,7 +288,8 @@ def tuning(settings: dict[str, Any], run: Run, jobs: Jobs, corpus: text.Corpus) 
     todo = [replace(one, rate=rounded(base * factor)) for factor in TUNED]
     if jobs.make(run.missing(todo), corpus, run.folder / "checkpoints", run.add):
         return None
-    best = min((row["loss"], row["rate"]) for row in run.rows if training_of(row) in todo)[1]
+    losses = [(row["loss"], row["rate"]) for row in run.rows if training_of(row) in todo]
+    best = min((loss, rate) for loss, rate in losses if math.isfinite(loss))[1]
     edge = " It is at the end of the range: try others." if best in (todo[0].rate, todo[-1].rate) else ""
     tell(f"dense's best learning rate is {best:g}, of {', '.join(f'{one.rate:g}' for one in todo)}.{edge}")
     return best
@@ -307,7 +317,8 @@ def prove(args: argparse.Namespace) -> None:
     tell("reading the text")
     source = Path(settings["data"]) if settings["data"] else None
     try:
-        corpus = text.prepared(source, size.vocabulary, RUNS / "texts", run.data.get("digest"))
+        known = run.data.get("digest") if run.settings.get("data") == settings["data"] else None
+        corpus = text.prepared(source, size.vocabulary, RUNS / "texts", known)
     except text.NoText as error:
         raise Refused(str(error)) from error
     run.begin(settings, corpus.facts())
@@ -322,9 +333,10 @@ def prove(args: argparse.Namespace) -> None:
         run.begin(settings, corpus.facts())
         introduce(settings, corpus, device, jobs)
         try:
-            known = run.best.get(report.task_of(settings))
-            best = known or rounded(size.rate * OPTIMIZERS[settings["optimizer"]])
-            if settings["tune"] and known is None:
+            best = run.best.get(report.task_of(settings), 0.0)
+            if not best and not settings["tune"]:
+                best = rounded(size.rate * OPTIMIZERS[settings["optimizer"]])
+            if not best:
                 best = tuning(settings, run, pool, corpus) or 0.0
             left_out = None
             if best:

@@ -208,6 +208,7 @@ def refused(*line: str) -> str:
     "line, why",
     [
         (("--contenders", "dense,topkk"), "topkk is unknown. Choose from: dense"),
+        (("--workers", "1"), "one worker sends nothing"),
         (("--contenders", "dgc"), "dgc needs --optimizer sgd"),
         (("--workers", "2,3"), "3 workers need a multiple of 192 tokens"),
         (("--tokens", "1k"), "less than the 2048 tokens of one step"),
@@ -262,6 +263,38 @@ def test_tokens_are_as_many_as_there_is_time_for() -> None:
     amounts = [prove.chosen_tokens(settings, seconds, 1e-4, 2) for seconds in (1, 60, 600, 6000, 60000)]
     assert amounts == sorted(amounts) and len(set(amounts)) > 3
     assert amounts[-1] == 20 * SIZES["0.25m"].parameters
+
+
+def test_numbers_of_the_command_line_are_read_with_their_units_and_must_be_positive(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = prove.arguments(["--tokens", "1.5M", "--batch", "512", "--workers", "2, 4", "--rates", "0.7,1"])
+    assert (args.tokens, args.batch, args.workers, args.rates) == (1_500_000, 512, [2, 4], [0.7, 1.0])
+    for line in (["--minutes", "0"], ["--tokens", "many"], ["--workers", "0"], ["--workers", ","], ["--seeds", "-1"]):
+        with pytest.raises(SystemExit):
+            prove.arguments(line)
+        assert f"argument {line[0]}: invalid" in capsys.readouterr().err
+
+
+def test_dense_is_tuned_by_its_loss_and_one_that_diverged_is_not_the_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, losses = (
+        prove.Run(tmp_path / "run"),
+        dict(zip((0.002, 0.0028, 0.004, 0.0056, 0.008), (3, 2, 1, 1.5, 0), strict=True)),
+    )
+
+    class Instant:
+        def make(self, todo: Any, corpus: Any, folder: Path, on_row: Any) -> list[Any]:
+            for one in todo:
+                on_row({**asdict(one), "loss": losses[one.rate] or float("nan")})
+            return []
+
+    settings = {**prove.DEFAULTS, "batch": 2048}
+    assert prove.tuning(settings, run, Instant(), None) == 0.004
+    losses[0.008], run.rows = 0.5, []
+    assert prove.tuning(settings, run, Instant(), None) == 0.008
+    assert "at the end of the range" in capsys.readouterr().out.splitlines()[-1]
 
 
 # Tables.
