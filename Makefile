@@ -32,7 +32,9 @@ JOB ?= $(if $(strip $(DATA)$(DENSITY)$(EXCHANGE)$(MERGING)$(EPOCHS)$(ARGS)$(filt
 
 VENV := .venv
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --no-input
+# What is installed is compiled when it is first imported, by whichever process: to compile all of it takes a minute.
+PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --no-input --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 
 # A set-up is known by what it was made from: the files' content, the Python, and the place (the package is
 # installed editable). Its stamp is written last, so what was interrupted has none and is made again.
@@ -82,12 +84,12 @@ small: $(EXAMPLES)
 	$(RUN) examples/data/small.py $(DATA)
 
 unit: $(TEST)
-	$(RUN) -m pytest -m "unit and not slow and not long" --hypothesis-profile=once -n 2 --ignore tests/distributed $(ARGS)
+	$(RUN) -m pytest -m "unit and not slow and not long" --hypothesis-profile=once --processes 2 --ignore tests/distributed $(ARGS)
 
 check: $(TEST)
-	$(RUN) -m pytest --once --hypothesis-profile=once -n 2 --dist loadfile --ignore tests/distributed $(ARGS)
+	$(RUN) -m pytest --once --hypothesis-profile=once --processes 2 --ignore tests/distributed $(ARGS)
 
-# Every part runs, whatever the others' end; the last line sums them up. ARGS goes to pytest, in each of them.
+# The last line sums it up. ARGS goes to pytest.
 test: $(TEST) $(HOROVOD)
 	$(RUN) tests/run_tests.py $(ARGS)
 
@@ -113,7 +115,7 @@ docs-check: $(DOCS)
 	$(RUN) -m sphinx --fresh-env --fail-on-warning --keep-going --jobs auto -b html docs build/site
 	$(RUN) tests/support/site_search.py build/site
 	$(RUN) tests/support/site_pictures.py build/site build/site-pictures
-	$(RUN) -m pytest -n 2 tests/test_docs_blocks.py tests/test_docs_names.py tests/test_readme.py $(ARGS)
+	$(RUN) -m pytest --processes 2 tests/test_docs_blocks.py tests/test_docs_names.py tests/test_readme.py $(ARGS)
 
 lint: $(TEST)
 	$(RUN) -m ruff check .
@@ -131,6 +133,7 @@ $(BASE):
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps --editable .
+	$(RUN) -c 'import agmerge, torch._dynamo'
 	@touch $@
 
 $(EXAMPLES): $(BASE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run ``python -m agmerge`` with a command: doctor, build-horovod, plan, advise, lighthouse or explain."""
+"""Run ``python -m agmerge`` with a command: doctor, build-horovod, plan, advise, compare, lighthouse or explain."""
 
 from __future__ import annotations
 
@@ -66,6 +66,34 @@ def parser() -> argparse.ArgumentParser:
         help="a training script: plain PyTorch, DistributedDataParallel, Trainer, Accelerate, Lightning or agmerge",
     )
     advise.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    compare = commands.add_parser(
+        "compare",
+        help="train with a compressor of yours and with agmerge's own, and print a table",
+        epilog="FILE.py has a class with compress(tensor, name) and decompress(tensors, ctx), or a "
+        "sparsifiers.Sparsifier. Workers are simulated in memory. Run the same command again to continue.",
+    )
+    compare.add_argument("file", metavar="FILE.py", help="a Python file; FILE.py:NAME names a class or object in it")
+    compare.add_argument(
+        "--against",
+        default="topk,dgc,eden-2,powersgd",
+        metavar="NAME,NAME",
+        help="agmerge's compressors (default: topk,dgc,eden-2,powersgd)",
+    )
+    compare.add_argument(
+        "--task",
+        default="digits,gpt-small,resnet-digits",
+        metavar="NAME,NAME",
+        help="tasks (default: digits,gpt-small,resnet-digits)",
+    )
+    compare.add_argument("--seeds", type=int, default=3, help="trainings of each contender on each task (default: 3)")
+    compare.add_argument("--workers", type=int, default=2, help="number of simulated workers (default: 2)")
+    compare.add_argument(
+        "--minutes", type=float, default=10.0, help="time limit, in minutes (default: 10)", metavar="MINUTES"
+    )
+    compare.add_argument(
+        "--rate", default="200mbit", help="rate of each worker's link, for estimated times (default: 200mbit)"
+    )
+    compare.add_argument("--out", default="runs/compare", metavar="FOLDER", help="folder (default: runs/compare)")
     lighthouse = commands.add_parser(
         "lighthouse",
         help="run the rendezvous server (lighthouse) of an elastic job",
@@ -108,6 +136,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             workers=chosen.workers,
             result=chosen.result,
         )
+    if chosen.command == "compare":
+        from agmerge.cli import compare
+
+        against, tasks = ([word for word in text.split(",") if word] for text in (chosen.against, chosen.task))
+        numbers = chosen.seeds, chosen.workers, chosen.minutes
+        return compare.main(chosen.file, against, tasks, *numbers, chosen.rate, chosen.out)
     if chosen.command == "lighthouse":
         from agmerge.cli import lighthouse
 

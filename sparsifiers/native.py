@@ -6,7 +6,8 @@ that the loops cannot read, a function says that it has done nothing: it returns
 numpy or torch, with the same bits. AGMERGE_KERNEL=baseline, avx2 or avx512 (on arm64 baseline or neon) names the best
 instruction set that the loops may use. ctypes releases the GIL during each call, so other threads run meanwhile.
 
-In order: the table of loops, the library, and functions that call the loops, by subject.
+In order: the table of loops, the library, and functions that call the loops, by subject. Those of quantizers
+are called in `sparsifiers.quantising.loops`.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ WRITE_SUM = Loop("write_sum", total=F32, n=LONG, **LISTS)
 TAKE_IN = Loop("take_in", base=F32, parameter=F32, n=LONG, first=LONG, **LISTS, own=I32, sent=F32, count=LONG)
 # records of quantizers
 QUANTIZE = Loop(
-    "quantise", None, values=GRADIENT, n=LONG, kind=INT, number=INT, size=LONG, key=LONG, first=LONG, out=U8,
+    "quantise", None, values=GRADIENT, less=F32, n=LONG, kind=INT, number=INT, size=LONG, key=LONG, first=LONG, out=U8,
     squares=F64,
 )  # fmt: skip
 ADD_QUANTIZED = Loop(
@@ -129,6 +130,10 @@ ADD_QUANTIZED = Loop(
 QUANTIZE_SUM = Loop(
     "quantise_sum", None, **SENDERS, number=INT, size=LONG, scale=FLOAT, second=INT, key=LONG, first=LONG, out=U8,
     blocks=LONG,
+)  # fmt: skip
+MOVE = Loop(  # of `sparsifiers.quantising.moving`
+    "move", None, number=INT, runs=POINTER, sent=POINTER, count=LONG, rows=U8, row_bytes=LONG, keys=POINTER,
+    senders=LONG, scale=FLOAT, message=U8, key=LONG, factor=FLOAT, own=LONG, addresses=POINTER, factors=POINTER,
 )  # fmt: skip
 # thin factors, for `sparsifiers.thin_factors`
 PRODUCT = Loop("product", None, left=F32, n=LONG, right=F32, m=LONG, r=LONG, scale=FLOAT, out=F32)
@@ -144,7 +149,7 @@ VARIABLE = "AGMERGE_KERNEL"
 OFF = "off"
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 LEVELS = ("baseline", "neon") if ARM else ("baseline", "avx2", "avx512")  # the instruction sets, by number
-INTERFACE = 13  # of kernel.c; a library that was built from another version is not used
+INTERFACE = 14  # of kernel.c; a library that was built from another version is not used
 
 
 def load(folder: Path) -> ctypes.CDLL | None:
@@ -542,56 +547,3 @@ def _pointers(lists: Sequence[List]) -> tuple[NDArray[Any], ...]:
     indices, values = (np.array([pair[i].data_ptr() for pair in lists], dtype=np.uintp) for i in (0, 1))
     counts = np.array([pair[0].numel() for pair in lists], dtype=np.int64)
     return indices, values, counts, np.empty(len(lists), dtype=np.int64)
-
-
-# Records of quantizers: bytes and values have the bits that torch's operations in `sparsifiers.quantising` give.
-
-INT4, INT8 = 5, 6  # numbers of quantizers in kernel_quantise.h; eden's are its bits
-NONE = 0  # the number of one without loops
-Words = tuple[int, int]  # key and first block: `sparsifiers.quantising.base.Draws`
-Record = tuple[int, int]  # number of a quantizer, and bytes of a block
-
-
-def quantize(values: Tensor, size: int, draws: Words, out: Tensor, squares: Tensor | None, record: Record) -> bool:
-    """Write all blocks of ``values``, as `Quantizer.encode` does, and squares to 2**-20 of them; False: torch must."""
-    n, (number, bytes_each) = values.numel(), record
-    fits = number and n and out.numel() == -(-n // size) * bytes_each
-    return bool(fits) and QUANTIZE(values, n, KINDS.get(values.dtype), number, size, *draws, out, squares) is not None
-
-
-def add_quantized(
-    messages: Sequence[Tensor], draws: Sequence[Words], size: int, scale: float, out: Tensor, record: Record
-) -> bool:
-    """Write ``scale`` times the sum of all messages' values, as `Quantizer.decode_sum` does; False: torch must."""
-    n, (number, bytes_each) = out.numel(), record
-    if not number or not n or not _are_records(messages, draws, -(-n // size) * bytes_each):
-        return False
-    given = _senders(messages, draws)
-    sizes = *map(address, given), len(messages), number, size, scale
-    return ADD_QUANTIZED(*sizes, out, n, KINDS.get(out.dtype)) is not None
-
-
-def quantize_sum(
-    messages: Sequence[Tensor], draws: Sequence[Words], size: int, scale: float, own: Words, out: Tensor,
-    first: Record, second: Record,
-) -> bool:  # fmt: skip
-    """Write the sum of `add_quantized` by another quantizer, as `Quantizer.encode_sum` does; False: torch must."""
-    blocks, rest = divmod(out.numel(), second[1])
-    if not (first[0] and second[0] and blocks) or rest or not _are_records(messages, draws, blocks * first[1]):
-        return False
-    given = _senders(messages, draws)
-    sizes = *map(address, given), len(messages), first[0], size, scale
-    return QUANTIZE_SUM(*sizes, second[0], *own, out, blocks) is not None
-
-
-def _are_records(messages: Sequence[Tensor], draws: Sequence[Words], size: int) -> bool:
-    """Return whether there are messages, of ``size`` bytes each, that the loops can read, with draws for each."""
-    fits = [message.numel() == size and plain(message, dtype=torch.uint8) for message in messages]
-    return 0 < len(messages) == len(draws) and all(fits)
-
-
-def _senders(messages: Sequence[Tensor], draws: Sequence[Words]) -> tuple[NDArray[Any], ...]:
-    """Return addresses, keys and first blocks of the messages of all senders, 64 bits each."""
-    addresses = np.array([message.data_ptr() for message in messages], dtype=np.uint64)
-    keys, firsts = zip(*draws, strict=True)
-    return addresses, np.array(keys, dtype=np.uint64), np.array(firsts, dtype=np.int64)

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from run_tests import ONE_CORE
+from side_by_side import SideBySide
 from support.grid_cover import RUN, cover
 from support.kind_of_test import TESTS, kind_of
 
@@ -42,17 +42,15 @@ started: list[bool] = []  # by the test that runs, in vain
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--once``."""
+    """``--once`` and ``--processes``."""
     parser.addoption("--once", action="store_true", help="run the first case of every test that starts no processes")
+    parser.addoption("--processes", type=int, default=0, help="run so many files at a time (side_by_side.py)")
 
 
-def pytest_configure() -> None:
-    """Keep to one core if ``run_tests.py`` says so. Ranks are threads of which one has Python's lock at a time: where
-    that wanders between cores with every message, a quarter of the time is lost."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "")  # gw0, gw1, ...
-    if worker and os.environ.get(ONE_CORE) and hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(worker[2:]) % len(cores)]})
+def pytest_configure(config: pytest.Config) -> None:
+    """``--processes``."""
+    if processes := config.getoption("--processes"):
+        config.pluginmanager.register(SideBySide(config, processes))
 
 
 @pytest.fixture

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``make test`` runs: pytest several times, every part whatever the others' end, and one line that sums them up.
+"""What ``make test`` runs: pytest, and one line that sums it up.
 
     python tests/run_tests.py [--all] [pytest's arguments]
 
 Without ``--all``: the unit tests and real workers, all but what is marked ``long`` (conftest.py says what is). With it:
-everything, and the unit tests once more for each level of arithmetic that is here.
+everything, and the unit tests once more for each level of arithmetic that is here. Every part runs, whatever became of
+the others.
 Paths among the arguments choose the part that they lie in. The status is 0 if every part passed or had nothing to run.
 At its end it prints the slowest files. ``build/test-times/`` keeps every test's seconds, in JUnit's format.
 """
@@ -25,12 +26,9 @@ SLOWEST = 20  # files that are printed
 COUNTED = ("tests", "failures", "errors", "skipped")  # as JUnit's reports call them
 WORKERS = "tests/distributed"
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # that we may use
-AT_ONCE = min(2 * max(2, CORES), 8)  # files at a time, in processes of their own, two a core: some wait for something
-BY_FILE = ("--dist", "loadfile")
-IN_ORDER = "--no-loadscope-reorder"  # as conftest.py has sorted files: by their number of tests the slowest are last
-UNITS = ("-n", str(AT_ONCE), *BY_FILE, IN_ORDER, "--ignore", WORKERS)
+AT_ONCE = ("--processes", str(min(2 * max(2, CORES), 8)))  # files, two a core: some wait for something
+UNITS = (*AT_ONCE, "--ignore", WORKERS)
 SHORT = ("-m", "not long")
-ONE_CORE = "AGMERGE_TEST_ONE_CORE"  # set: each of xdist's processes keeps to a core (conftest.py)
 WHOLE = "AGMERGE_TEST_WHOLE"  # set: real workers import all of torch at their start (distributed/launching.py)
 # Which instructions torch's own loops, oneDNN, MKL and our loops may use: each rounds in its own way.
 PLAIN = {
@@ -75,18 +73,17 @@ class Count:
 def parts(everything: bool) -> list[Part]:
     """Return what to run, in order.
 
-    Real workers come last, since they take all cores: two files at a time, for much is waiting, and one by one where
-    everything is run, networks and batch systems too.
+    Real workers run beside the unit tests. With all of them they come last and one by one, because networks and batch
+    systems take all cores.
     """
-    options = () if everything else (*SHORT, "-n", "2", *BY_FILE)
-    starts = {WHOLE: "1"} if everything else {}
-    workers = Part("real workers", options, (WORKERS,), {"AGMERGE_TEST_ALL_LAUNCHERS": "1", **starts})
+    launchers = {"AGMERGE_TEST_ALL_LAUNCHERS": "1"}
     if not everything:
-        return [Part("unit tests", (*SHORT, *UNITS), environment={ONE_CORE: "1"}), workers]
+        return [Part("short tests", (*SHORT, *AT_ONCE), environment=launchers)]
     levels = {"plain processor": PLAIN, "without loops in C": {"AGMERGE_KERNEL": "off"}}
     if capability() == "AVX512":
         levels["AVX2"] = AVX2
     units = Part("unit tests", ("--hypothesis-profile=long", *UNITS))
+    workers = Part("real workers", (), (WORKERS,), {**launchers, WHOLE: "1"})
     return [units, *(Part(name, (*SHORT, *UNITS), (), level) for name, level in levels.items()), workers]
 
 
@@ -101,7 +98,8 @@ def choice(part: Part, arguments: Sequence[str]) -> list[str] | None:
     named = [one for one in arguments if one.startswith("tests/")]
     if not named:
         return [*arguments, *part.chosen]
-    mine = [one for one in named if one.startswith(WORKERS) == (WORKERS in part.chosen)]
+    ignores, only = WORKERS in part.options, WORKERS in part.chosen
+    mine = [one for one in named if not (ignores if one.startswith(WORKERS) else only)]
     return [one for one in arguments if one not in named or one in mine] if mine else None
 
 

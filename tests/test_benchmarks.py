@@ -7,8 +7,6 @@ import json
 import math
 from pathlib import Path
 
-import adaptive_picture
-import converge
 import parity_phases
 import pytest
 import quantising
@@ -19,7 +17,6 @@ import torch
 from lab import rendezvous
 from lab.network import LINKS, Loopback, Network, named
 from speed import shapes
-from speed.contenders import ADAPTIVE, KNOWN
 
 import merging
 from sparsifiers import native
@@ -50,33 +47,7 @@ def test_a_link_is_full_duplex_unless_it_is_asked_for_otherwise(monkeypatch: pyt
     assert named("none", "duplex") == "unshaped, a port each"
 
 
-def test_contenders_are_held_against_another_one_in_the_same_rounds() -> None:
-    ours, hook = {"seconds": [0.2, 0.3], "rounds": [0, 2]}, {"seconds": [0.4, 0.5, 0.4], "rounds": [0, 1, 2]}
-    found = {"floor": FOUND["floor"], "ours": {**ours, "bytes": [0, 0]}, "hook": {**hook, "bytes": [0, 0, 0]}}
-    assert step_time.ratios(found, "ours", "hook") == pytest.approx([0.5, 0.75])
-    shown = step_time.table({**CELL, "link": "duplex", "found": found}, "hook").splitlines()
-    assert "| | ms a step | / floor | / hook |" in shown[2]
-    assert next(line for line in shown if line.startswith("| ours")).split(" | ")[3].startswith("0.62 (0.50")
-
-
-def test_as_many_processes_as_memory_holds_are_started_together() -> None:
-    names = ["floor", *(f"other {number}" for number in range(5))]
-    assert [len(group) for group in step_time.groups(names, 4)] == [4, 3]
-    assert step_time.groups(names, 4, together=24) == [names]
-
-
 # -- more workers ----------------------------------------------------------------------------------------------
-
-
-def test_bytes_of_factors_do_not_grow_with_workers() -> None:
-    _, tensors, dimensions = scale.profile("bert-large")
-    names = {"powersgd 4": 2_230_000, "acpsgd 4": 1_270_000}  # elements, about: of both factors or one, and vectors
-    for name, elements in names.items():
-        strategy = scale.STRATEGIES[name]
-        sent = float(scale.loaded(strategy, tensors, dimensions).load.sum())
-        assert sent == pytest.approx(4 * elements, rel=0.01)
-        few, many = (strategy.sent(scale.Network(workers, 1e-5, 1e-9), sent) for workers in (8, 4096))
-        assert many == pytest.approx(4096 / 4095 * few, rel=0.15) and many < 8 * sent
 
 
 def test_a_nodes_port_carries_one_selection_for_each_other_node_in_two_levels() -> None:
@@ -105,21 +76,6 @@ def test_bytes_of_a_step_are_those_that_training_was_seen_to_send() -> None:
         assert strategy.sent(scale.Network(4, 1e-5, 1e-9), load) == pytest.approx(seen, rel=0.1)
 
 
-def test_the_simulation_is_held_against_the_codec_that_a_cell_had_chosen(tmp_path: Path) -> None:
-    def cell(**more: str) -> str:
-        slow = {name: {**FOUND["floor"], "seconds": [0.2, 0.2], **more} for name in ("agmerge topk", "Horovod")}
-        return json.dumps({**CELL, "model": "gpt2", "link": "shared", "found": FOUND | slow}) + "\n"
-
-    predicted = []
-    for number, (line, given) in enumerate([(cell(), ()), (cell(), ("int8",)), (cell(wire="int8"), ())]):
-        file = tmp_path / f"{number}.jsonl"
-        file.write_text(line)
-        dense, chosen = scale.check(file, *given).splitlines()[2:]
-        assert "Horovod" in dense and "agmerge topk" in chosen
-        predicted.append(int(chosen.split("|")[5]))
-    assert predicted[0] > predicted[1] == predicted[2]
-
-
 def test_horovods_workers_get_the_variables_that_horovodrun_gives() -> None:
     env = rendezvous.variables("10.0.0.1", 7, "net0") | rendezvous.own({"RANK": "1", "WORLD_SIZE": "4"})
     assert (env["HOROVOD_GLOO_RENDEZVOUS_ADDR"], env["HOROVOD_GLOO_RENDEZVOUS_PORT"]) == ("10.0.0.1", "7")
@@ -127,34 +83,6 @@ def test_horovods_workers_get_the_variables_that_horovodrun_gives() -> None:
 
 
 # -- time to a loss --------------------------------------------------------------------------------------------
-
-
-def test_adamw_has_contenders_and_a_folder_of_its_own() -> None:
-    args = converge.arguments(["--optimizer", "adamw", "--model", "lm"])
-    assert args.timed == list(ADAPTIVE) and set(args.timed) <= KNOWN.keys() and str(args.out).endswith("-lm-adamw")
-    assert {f"{name}, AdamW" for name in args.curves[1:]} <= ADAPTIVE.keys()
-    assert all(one.optimizer == "adamw" for one in ADAPTIVE.values())
-    plain = converge.arguments([])
-    assert plain.out == Path("runs/converge") and plain.curves[:2] == ["dense", "topk"]
-
-
-def test_steps_that_are_timed_together_count_one_by_one() -> None:
-    curve = {"curve": [[0, 5.0], [100, 2.0]], "bytes": 0, "workers": 2}
-    found = {"dense": curve, "LocalOptimizer": curve}
-    timed = {"seconds": [0.8], "bytes": [8e6], "rounds": [0]}
-    times = {"a link": {"Horovod, AdamW": timed, "LocalOptimizer, AdamW": timed, "no exchange, AdamW": timed}}
-    shown = converge.table(found, times, "a link").splitlines()
-    assert "| no exchange, AdamW | - | 0.800 | - | - | - |" in shown
-    assert "| Horovod, AdamW | 99 | 0.800 | 79 | 1.0x | 789 |" in shown
-    assert "| LocalOptimizer, AdamW | 99 | 0.100 | 10 | 8.0x | 99 |" in shown
-
-
-@pytest.mark.parametrize("carry", ["apply", "hold"])
-def test_the_picture_shows_what_is_shared_moving_by_what_was_sent(carry: str) -> None:
-    seen = adaptive_picture.course(carry)
-    assert len(seen.base) == adaptive_picture.STEPS + 1 == len(seen.own[0])
-    sent = {step for steps in seen.sent for step in steps}
-    assert sent and all((seen.base[step] != seen.base[step - 1]) == (step in sent) for step in range(1, len(seen.base)))
 
 
 # -- codec work of quantisers ------------------------------------------------------------------------------------

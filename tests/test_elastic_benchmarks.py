@@ -11,10 +11,8 @@ from pathlib import Path
 
 import elastic_others
 import pytest
-from lab import network
-from recovery.contenders import CONTENDERS, WORKERS, Contender
-from recovery.goodput import ClockTurn, goodput, pace
-from recovery.turn import Line, Pause, Turn, beyond, pause, repeated, timeline, usual
+from recovery.goodput import goodput
+from recovery.turn import Line, Pause, beyond, pause, repeated, usual
 
 BENCHMARKS = Path(elastic_others.__file__).parent
 STEADY = [Line(float(t), pid, t, 3, t) for t in range(1, 5) for pid in (7, 8, 9)]  # a step a second
@@ -52,27 +50,6 @@ def test_a_usual_step_is_one_worker_s_without_a_change_and_two_workers_need_not_
     assert beyond([*STEADY, *two], Pause(4.0, 8.0)) == 4.0 - 0.5
 
 
-def test_lines_of_all_workers_are_read_by_time_and_unfinished_ones_are_left(tmp_path: Path) -> None:
-    (tmp_path / "3.lines").write_text("[2.0, 1, 3, 1]\n[4.0, 2, 3")
-    (tmp_path / "5.lines").write_text("[1.0, 1, 3, 1]\n")
-    assert timeline(tmp_path) == [Line(1.0, 5, 1, 3, 1), Line(2.0, 3, 1, 3, 1)]
-
-
-def test_a_job_that_ends_by_itself_is_reported_with_what_it_said(tmp_path: Path) -> None:
-    class Broken(Contender):
-        """Job whose only worker ends at once."""
-
-        def start(self) -> None:
-            self.launch(sys.executable, "-c", "print('no such model')")
-
-        def replace(self) -> None:
-            raise NotImplementedError
-
-    found = Turn(Broken(tmp_path, "mlp", 5), patience=60, seed=0).run(kills=1, steps=2)
-    assert "has ended" in found["failed"] and found["deaths"] == []
-    assert elastic_others.row("broken", [found]) == ["broken", found["failed"].splitlines()[0]]
-
-
 def test_a_row_has_medians_of_all_turns_and_says_how_many_failed() -> None:
     first = {"deaths": [1.0, 9.0], "from_kill": [3.0], "arrivals": [], "repeated": [0, 1], "steps": [2.0, 2.0]}
     second = {"deaths": [2.0], "from_kill": [5.0], "arrivals": [], "repeated": [1], "steps": [2.0]}
@@ -92,93 +69,6 @@ def test_goodput_is_what_was_gained_of_what_those_present_would_have_made() -> N
     assert found == figures
     early = goodput([*STEADY, *two], began=2.0, kills=[4.5], paces={3: 1.0, 2: 0.5})  # nobody has come until 8.5
     assert early == {"gained": 6, "seconds": 6.5, "fewer": 4.0, "possible": 10.5, "paused": 2.0, "goodput": 6 / 10.5}
-
-
-def test_goodput_counts_steps_that_are_made_again_once_and_one_pace_where_no_other_is_known() -> None:
-    again = [Line(10.0 + n, pid, 3 + n, 3, 1 + n) for n in range(3) for pid in (17, 18, 19)]
-    found = goodput([*STEADY, *again], began=1.0, kills=[4.5], paces={3: 1.0})
-    assert found == {"gained": 4, "seconds": 11.0, "fewer": 5.5, "possible": 11.0, "paused": 5.0, "goodput": 4 / 11}
-    lost = goodput([*STEADY, *(Line(10.0, pid, 1, 3, 1) for pid in (17, 18, 19))], 2.0, [4.5], {3: 1.0})
-    assert lost["gained"] == -1 and lost["goodput"] == 0
-
-
-def test_a_pace_is_the_mean_of_one_worker_s_steps() -> None:
-    assert pace([Line(1.0, 7, 1, 3, 1), Line(1.5, 8, 1, 3, 1), Line(2.0, 7, 2, 3, 2), Line(7.0, 7, 4, 3, 5)]) == 2.0
-
-
-@pytest.mark.long
-@pytest.mark.timeout(100)
-@pytest.mark.parametrize("alone", [False, True])
-def test_workers_are_killed_by_the_clock_and_replaced_at_once(tmp_path: Path, alone: bool) -> None:
-    """A step lasts 20 ms, whoever makes it, and its number is that of the clock."""
-    script = """if True:
-        import json, os, sys, time
-        file, workers = open(f"{sys.argv[1]}/{os.getpid()}.lines", "a"), int(sys.argv[2])
-        while os.path.exists(sys.argv[1]):
-            time.sleep(0.02)
-            print(json.dumps([time.monotonic(), int(time.monotonic() * 50), workers, 1]), file=file, flush=True)
-    """
-    (folder := tmp_path / "job").mkdir()
-
-    class Quick(Contender):
-        """Job of workers that do nothing but write lines; the first three of them write that they are two."""
-
-        replaces = alone  # and yet nobody replaces them
-
-        def start(self) -> None:
-            for _ in range(WORKERS):
-                self.replace(2)
-
-        def replace(self, workers: int = 3) -> None:
-            self.launch(sys.executable, "-S", "-c", script, str(self.folder), str(workers))
-
-    job = Quick(folder, "mlp", 5)
-    turn = ClockTurn(job, patience=5 if alone else 30, seed=0, every=1.0)
-    found = turn.run_by_clock(steps=5, ticks=3)
-    folder.rename(tmp_path / "done")  # which ends the workers
-    if alone:  # the first death is the last one, and three never work again
-        assert (found["kills"], found["skipped"]) == (1, 2) and "no 5 steps of 3 workers" in found["failed"]
-        return
-    assert "failed" not in found and found["kills"] + found["skipped"] == 3 and found["kills"] >= 1
-    assert found["goodput"] == pytest.approx(1, abs=0.5) and 0 < found["fewer"] < found["seconds"]
-    assert set(found["paces"]) == {2, 3} and found["seconds"] == pytest.approx(3, abs=1)
-
-
-def test_a_row_of_kills_by_the_clock_has_medians_of_the_turns_that_ended_well() -> None:
-    turn = {"goodput": 0.91, "gained": 300, "seconds": 600.0, "kills": 10, "skipped": 0, "paused": 30.0}
-    turn |= {"paces": {"3": 2.0, "2": 1.5}, "megabytes": [4.0, 6.0]}
-    other = {**turn, "goodput": 0.95, "paces": {"3": 3.0}}
-    assert elastic_others.row_by_clock("x", [turn, other, {"failed": "too late\nlog"}]) == [
-        "x", "0.930", "30.0", "10", "0", "5.0", "2.50", "1.50", "5.0", "failed 1 of 3 turns: too late",
-    ]  # fmt: skip
-    assert elastic_others.row_by_clock("x", [{"failed": "too late\nlog"}]) == ["x", "too late"]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(400)
-def test_each_contender_that_is_here_takes_its_turn(tmp_path: Path) -> None:
-    if why := network.usable():
-        pytest.skip(why)
-    here = [name for name, kind in CONTENDERS.items() if name in ("agmerge", "torchrun") or not kind.missing()]
-    arguments = ["--kills", "1", "--turns", "1", "--steps", "2", "--model", "mlp", "--rate", "", "--suspect", "30"]
-    found = run("elastic_others.py", *arguments, "--only", ",".join(here))["found"]
-    assert all("failed" not in turn and len(turn["deaths"]) == 1 for (turn,) in found.values()), found
-    assert found["agmerge"][0]["repeated"] == [0] and found["torchrun"][0]["repeated"][0] >= 1
-    clock = ["--every", "20", "--minutes", "0.6", "--file-every", "5", "--only", "agmerge,torchrun"]
-    found = run("elastic_others.py", *arguments, *clock)["found"]
-    assert all(turn["kills"] >= 1 and turn["kills"] + turn["skipped"] == 2 for (turn,) in found.values()), found
-
-
-@pytest.mark.long
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("setting", ["default", "dgc", "updates"])
-def test_the_uninterrupted_training_sees_as_many_batches(setting: str) -> None:
-    arguments = ["--setting", setting, "--seeds", "1", "--steps", "800", "--every", "400", "--later", "50"]
-    (pair,) = run("elastic_training.py", *arguments, "--workers", "2")["pairs"]
-    assert pair["killed"]["killed"] == pair["killed"]["arrived"] == 1 and pair["killed"]["steps of fewer"] >= 40
-    equal, last = pair["alone"]["steps"]
-    assert abs(2 * equal - pair["killed"]["batches"]) <= 1 and equal < last == 800
-    assert 0.5 < pair["ratio"] < pair["same steps"] < 2  # it goes on learning in the steps between
 
 
 def run(name: str, *arguments: str) -> dict[str, object]:

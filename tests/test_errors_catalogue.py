@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.errors_page import written
 from support.raised import begins_with_code, raised, sources
+from support.syntax import nodes
 
 import agmerge
 from agmerge.__main__ import main
@@ -73,7 +74,7 @@ def test_every_code_is_raised_and_every_code_in_the_sources_has_an_entry() -> No
         node.value
         for module, tree in sources().items()
         if not module.startswith("agmerge.errors.")
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     assert {code_in(text) for text in texts if begins_with_code(text)} == CODES
@@ -88,7 +89,7 @@ def test_no_text_links_to_a_host_that_does_not_exist() -> None:
         node.value
         for module, tree in sources().items()
         if module != "agmerge.errors.catalogue"
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     assert [text for text in constants if "agmerge.example" in text] == []

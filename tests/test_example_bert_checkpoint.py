@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from data import small_text, windows
-from jobs.squad import JOBS
 from networks import bert_checkpoint
 from networks.bert import bert
 from support.example_trainings import locked, results  # noqa: F401
@@ -103,22 +102,6 @@ def test_a_small_checkpoint_trains_some_steps(small: Path, tmp_path: Path, capsy
     assert capsys.readouterr().err.count("qa_outputs.* begins at random\n") == 1  # of two workers, the first says so
 
 
-@pytest.mark.slow
-def test_word_pieces_come_from_the_file_that_was_named(small: Path, tmp_path: Path) -> None:
-    (tmp_path / "squad").mkdir()
-    for part in ("train", "dev"):
-        text = (small / f"squad/{part}-v1.1.json").read_bytes()
-        (tmp_path / f"squad/{part}-v1.1.json").write_bytes(text)
-    own = tmp_path / "pieces.txt"
-    own.write_text((small / "squad/vocab.txt").read_text(encoding="utf-8") + "anotherword\n", encoding="utf-8")
-    with pytest.raises(FileNotFoundError, match="or say --vocab_file FILE"):
-        results(f"bert-base-squad --tiny --data {tmp_path} --max-steps 1", tmp_path / "a", workers=1)
-    found = results(f"bert-base-squad --tiny --data {tmp_path} --vocab_file {own} --max-steps 1", tmp_path / "b", 1)
-    assert found[0]["step"] == 1
-    with pytest.raises(FileNotFoundError, match="no_such.txt is missing"):
-        results(f"bert-base-squad --tiny --data {small} --vocab_file no_such.txt", tmp_path / "c", workers=1)
-
-
 # -- what does not fit ---------------------------------------------------------------------------------------------
 
 
@@ -157,18 +140,6 @@ def test_a_checkpoint_that_does_not_fit_is_named_with_the_reason(state: Any, err
         loaded(state(nvidias(weights(104))))
 
 
-def test_a_checkpoint_of_the_other_size_names_its_job() -> None:
-    with torch.device("meta"):
-        large = JOBS["bert-large-squad"].network().state_dict()
-    with pytest.raises(ValueError, match="has width 1024 and 24 layers, .* 768 and 12: take the job bert-large-squad"):
-        loaded(nvidias(large), tiny=False)
-
-
-def test_too_few_word_pieces_are_said_with_the_flag() -> None:
-    with pytest.raises(ValueError, match="knows 104 word pieces, and the vocabulary has 105: .*--vocab_file FILE"):
-        loaded(nvidias(weights(104)), vocabulary=105)
-
-
 def test_a_file_that_would_run_something_is_refused_with_what_to_do(tmp_path: Path) -> None:
     torch.save({"model": {}, "loader": Path("a")}, tmp_path / "code.pt")
     (tmp_path / "noise.pt").write_bytes(b"noise")
@@ -178,9 +149,3 @@ def test_a_file_that_would_run_something_is_refused_with_what_to_do(tmp_path: Pa
             bert_checkpoint.read(tmp_path / f"{name}.pt")
     with pytest.raises(FileNotFoundError, match="no.pt: there is no such file"):
         bert_checkpoint.read(tmp_path / "no.pt")
-
-
-def test_two_things_to_begin_with_contradict(tmp_path: Path) -> None:
-    found = bert_checkpoint.of_state(nvidias(weights(104)), tmp_path)
-    with pytest.raises(ValueError, match="--weights and --init_checkpoint both say what to begin with"):
-        bert(vocabulary=100, weights=tmp_path, checkpoint=found, tiny=True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +85,6 @@ def test_a_checkpoint_of_another_number_of_workers_is_an_error_that_says_so(tmp_
         results(f"{line} --resume", tmp_path, workers=1)
 
 
-def test_resuming_where_nothing_lies_begins(tmp_path: Path) -> None:
-    found = results(f"digits --checkpoint-dir {tmp_path / 'kept'} --resume --max-steps 2", tmp_path)
-    assert found[0]["step"] == 2
-
-
-def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
-    results(f"digits --checkpoint-dir {tmp_path / 'kept'} --max-steps 1", tmp_path, workers=1)
-    with pytest.raises(ValueError, match="has checkpoints of digits, not of gpt-stdlib"):
-        results(f"gpt-stdlib --tiny --checkpoint-dir {tmp_path / 'kept'} --resume", tmp_path, workers=1)
-
-
 def test_two_checkpoints_are_kept_and_one_that_was_not_finished_is_not_taken(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     line = f"digits --compression none --batch-size 512 --checkpoint-dir {kept}"  # two steps an epoch
@@ -122,18 +110,3 @@ def test_a_signal_to_one_worker_ends_all_after_the_same_step(tmp_path: Path) -> 
     found = run(2, body)
     assert [one["reason"] for one in found] == ["signal"] * 2 and found[0]["step"] == found[1]["step"] < 44
     assert sorted(path.name for path in (tmp_path / "kept").glob("*/*")) == ["0.pt", "1.pt"]
-
-
-def test_a_new_run_does_not_mix_its_checkpoints_with_old_ones(tmp_path: Path) -> None:
-    line = f"digits --checkpoint-dir {tmp_path / 'kept'} --max-steps 1"
-    results(line, tmp_path, workers=1)
-    with pytest.raises(ValueError, match="has checkpoints: --resume goes on from them, or choose another folder"):
-        results(line, tmp_path, workers=1)
-
-
-def test_a_line_that_was_cut_off_stays_one_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "log").mkdir()
-    (tmp_path / "log" / "log.jsonl").write_text('{"kind": "sta')
-    results("digits --max-steps 1", tmp_path, workers=1)
-    broken, *rest = (tmp_path / "log" / "log.jsonl").read_text().splitlines()
-    assert broken == '{"kind": "sta' and [json.loads(line)["kind"] for line in rest][0] == "start"

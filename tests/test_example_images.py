@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gzip
 import multiprocessing
 import os
 import signal
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from data import cifar, idx, small_pictures
+from data import small_pictures
 from jobs.base import Settings, Task
 from jobs.images import JOBS
 from torch import Tensor
@@ -104,28 +103,6 @@ def test_all_that_is_held_out_is_evaluated_once(name: str, few: Path) -> None:
     assert figures == {"accuracy": 0.25, "loss": 0.5, **({"top5": 0.75} if "imagenet" in name else {})}
 
 
-def test_a_guess_among_the_first_five_counts_for_top_5(few: Path) -> None:
-    task = task_of("resnet50-imagenet", few)
-
-    class Fixed(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.arange(10.0).expand(len(x), 10)  # guesses class 9, then 8, 7, 6, 5
-
-    task.model = Fixed()
-    sums = task.evaluate()
-    labels = task.listings[1].labels
-    assert sums["hits"] == (labels == 9).sum() and sums["hits5"] == (labels >= 5).sum()
-
-
-def test_pictures_that_are_held_out_are_not_changed_but_normalised(few: Path) -> None:
-    task = task_of("resnet20-cifar10", few)
-    pictures = torch.cat([x for x, _ in task.held_batches()])
-    raw = torch.tensor(cifar.load(few / "cifar10", 10)[2])
-    assert torch.allclose(pictures * task.deviation + task.mean, raw.float(), atol=1e-3)
-    every = torch.cat([x for x, _ in task.batches(0)])
-    assert every.mean().abs() < 0.2 and 0.8 < every.std() < 1.2
-
-
 @pytest.mark.slow
 def test_processes_that_read_ahead_give_the_same_bits_in_the_same_order(few: Path) -> None:
     alone, helped = (task_of("resnet50-imagenet", few, readers=readers) for readers in (0, 2))
@@ -134,27 +111,6 @@ def test_processes_that_read_ahead_give_the_same_bits_in_the_same_order(few: Pat
     for process in multiprocessing.active_children():
         os.kill(process.pid, signal.SIGTERM)  # as a launcher does: the training decides when it ends
     assert equal([*found, *batches], list(alone.batches(3, first=8)))
-
-
-@pytest.mark.parametrize("name", ["mnist", "vgg16-imagenet"])
-def test_too_few_pictures_for_a_batch_of_every_worker_are_told(name: str, few: Path) -> None:
-    with pytest.raises(ValueError, match="200 pictures are not one batch of 128 for each of 2 workers: .*--batch-size"):
-        task_of(name, few, batch_size=128, workers=2)
-    assert task_of(name, few, batch_size=128, workers=2, uneven=True).passes(0) == 1
-
-
-def test_weights_are_refused_where_there_are_none(few: Path) -> None:
-    with pytest.raises(ValueError, match="--weights: only networks of transformers"):
-        task_of("resnet20-cifar10", few, weights=few)
-
-
-def test_a_vit_with_weights_begins_where_they_end(few: Path, tmp_path: Path) -> None:
-    task = task_of("vit-base-cifar100", few)
-    with torch.no_grad():
-        task.model.inner.vit.layernorm.weight.fill_(0.5)
-    task.model.inner.save_pretrained(tmp_path)
-    again = task_of("vit-base-cifar100", few, weights=tmp_path)
-    assert (again.model.inner.vit.layernorm.weight == 0.5).all()
 
 
 PUBLISHED = {  # job: the rates of 4 workers by epoch, and samples per worker
@@ -198,22 +154,3 @@ def test_a_tiny_job_learns_a_batch_and_reaches_every_parameter(name: str, few: P
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.97 * losses[0]
-
-
-def test_pictures_of_another_size_are_not_mnists(few: Path, tmp_path: Path) -> None:
-    for path in (few / "mnist").iterdir():
-        content = gzip.decompress(path.read_bytes())
-        if "images" in path.name:
-            content = content[:8] + bytes((0, 0, 0, 14, 0, 0, 0, 56)) + content[16:]
-        (tmp_path / path.name).write_bytes(content)
-    with pytest.raises(ValueError, match="pictures of 56 x 14 pixels; MNIST's are of 28 x 28"):
-        task_of("mnist", tmp_path)
-
-
-def test_a_label_of_mnist_out_of_range_is_told(few: Path, tmp_path: Path) -> None:
-    for path in (few / "mnist").iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    labels = bytes((0, 0, 8, 1)) + HELD_OUT.to_bytes(4, "big") + bytes([10] * HELD_OUT)
-    (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(labels)
-    with pytest.raises(ValueError, match="a label of the t10k set is 10"):
-        idx.load(tmp_path)

@@ -9,14 +9,11 @@ import sys
 from pathlib import Path
 
 import launch
-import launchers
 import pytest
-from cluster import each
-from cluster.commands import Machine, command, cores
-from cluster.hosts import Cluster, Host, cluster, hosts, read
+from cluster.commands import Machine, command
+from cluster.hosts import Cluster, Host, read
 from cluster.sbatch import sbatch
 
-LAUNCH = Path(launch.__file__)
 PLAIN = Machine(name="here", root=False, cores=4, env={"HOME": "/home/me"})
 ROOT = Machine(name="here", root=True, cores=4, env={"PATH": "/bin", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"})
 TWO = (Host("a", 2), Host("b", 2))
@@ -115,50 +112,6 @@ def test_what_cannot_be_is_said(line: str, why: str) -> None:
         launch.main(line.split())
 
 
-def test_an_unknown_launcher_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="there is torchrun, horovodrun, mpirun, alone, and slurm"):
-        command("pdsh", at(), "t.py", [])
-
-
-def test_without_a_script_there_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    for line in ("-np 2", "-np 2 --"):
-        with pytest.raises(SystemExit):
-            launch.main(line.split())
-        assert "what shall the workers run?" in capsys.readouterr().err
-
-
-def test_hosts_have_slots() -> None:
-    assert hosts(["a:4", "b"]) == (Host("a", 4), Host("b", 1))
-    assert cluster({"hosts": ["a:4", "b"]}).workers == 5
-    assert at(3, hosts=(Host("a", 2), Host("b", 2), Host("c", 2))).placed() == [Host("a", 2), Host("b", 1)]
-
-
-def test_threads_of_one_core_count_once(tmp_path: Path) -> None:
-    for number, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
-        place = tmp_path / f"cpu{number}" / "topology"
-        place.mkdir(parents=True)
-        (place / "thread_siblings_list").write_text(siblings)
-    assert cores(tmp_path, range(4)) == 2
-    assert cores(tmp_path, [0, 2]) == 1
-    assert cores(tmp_path / "none", range(3)) == 3
-
-
-@needs_toml
-def test_flags_come_before_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "c.toml"
-    file.write_text('launcher = "horovodrun"\nworkers = 4\nhosts = ["a:4"]\npython = "py"\n[environment]\nA = 1\n')
-    launch.main(["--config", str(file), "--dry-run", "-np", "2", "--", "digits.py"])
-    assert capsys.readouterr().out == f"env A=1 horovodrun -np 2 -H a:4 py {LAUNCH.parent / 'digits.py'}\n"
-    launch.main(["--config", str(file), "--dry-run", "-H", "b:1,c:2", "--", "digits.py"])  # its workers were for a
-    assert "horovodrun -np 3 -H b:1,c:2 py" in capsys.readouterr().out
-
-
-@needs_toml
-def test_the_sample_of_a_cluster_can_be_read() -> None:
-    found = read(LAUNCH.parent / "cluster.toml")
-    assert cluster(found).workers == 8 and found["environment"]["OMP_NUM_THREADS"] == "4"
-
-
 @needs_toml
 @pytest.mark.parametrize(
     "text, why",
@@ -208,27 +161,6 @@ def test_slurms_file_is_written_and_submitted(
     assert file.read_text().startswith("#!/bin/bash\n#SBATCH --job-name=")
 
 
-def test_each_makes_every_combination_once() -> None:
-    found = each.runs(["compression=none,topk,acpsgd", "--density=0.01,0.001", "rank=2"], ["digits", "--epochs", "1"])
-    assert [" ".join(line[3:]) for line in found.values()] == [
-        "--compression none --run-name digits_compression=none",
-        "--compression topk --density 0.01 --run-name digits_compression=topk_density=0.01",
-        "--compression topk --density 0.001 --run-name digits_compression=topk_density=0.001",
-        "--compression acpsgd --rank 2 --run-name digits_compression=acpsgd_rank=2",
-    ]
-    assert all(line[:3] == ["digits", "--epochs", "1"] for line in found.values())
-
-
-def test_each_run_has_a_folder_of_its_own() -> None:
-    (name, line), *_ = each.runs(["merging=a/b:x=1"], ["--seed", "1", "--checkpoint-dir=c"]).items()
-    assert name == "run_merging=a-b-x=1" and line[-4:] == ["--run-name", name, "--checkpoint-dir", f"c/{name}"]
-
-
-def test_the_last_value_of_a_flag_counts() -> None:
-    assert each.value_of("--a", ["--a", "1", "--b", "--a=2"]) == "2"
-    assert each.value_of("--a", ["--ab", "1"]) is each.value_of("--a", ["--a"]) is None
-
-
 RUN = """
 import json, pathlib, sys
 at = {flag: sys.argv[sys.argv.index(flag) + 1] for flag in ("--run-name", "--log-dir", "--compression")}
@@ -257,24 +189,3 @@ def test_a_sweep_goes_on_after_a_failure_and_compares(tmp_path: Path, capsys: py
     assert "1 of 3 runs failed or were not made: j_compression=broken (status 5)" in err
     with pytest.raises(SystemExit, match="is there already"):
         launch.main([*line[:3], "compression=none", *line[4:]])
-
-
-def test_lines_for_other_hosts_are_only_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch.main(["-H", "a.example:1,b.example:1", "--", "digits.py"]) == 0
-    out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 2 and "or add --ssh" in err
-    launch.main(["-H", "localhost:1,b.example:1", "--ssh", "--dry-run", "--", "digits.py"])
-    first, second = capsys.readouterr().out.splitlines()
-    assert not first.startswith("ssh") and second.startswith("ssh -o BatchMode=yes b.example ")
-
-
-def test_a_script_of_the_folder_one_is_in_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert launch.script_path("digits.py") == str(LAUNCH.parent / "digits.py")
-    (tmp_path / "digits.py").touch()
-    assert launch.script_path("digits.py") == "digits.py"
-
-
-def test_workers_of_srun_know_it() -> None:
-    assert launchers.launcher({"SLURM_STEP_NUM_TASKS": "2"}, []) == "slurm"
-    assert launchers.launcher({"SLURM_STEP_NUM_TASKS": "2", "TORCHELASTIC_RUN_ID": "1"}, []) == "torchrun"

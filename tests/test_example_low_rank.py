@@ -8,7 +8,6 @@ import json
 import sys
 from pathlib import Path
 
-import compressor_table
 import mnist
 import models
 import numpy as np
@@ -22,7 +21,6 @@ from torch import Size
 
 import agmerge
 import merging
-import sparsifiers
 from agmerge.testing import run
 
 MB = 2**20
@@ -58,17 +56,6 @@ def test_what_contradicts_is_refused(capsys: pytest.CaptureFixture[str], line: s
     assert words in capsys.readouterr().err
 
 
-def test_a_threshold_is_of_the_planner_that_the_benchmark_has_anyway() -> None:
-    assert synthetic_benchmark.arguments([]).merging == "threshold"
-    args = synthetic_benchmark.arguments(["--threshold", "25"])
-    assert options.given(args, "the model")["merging"] == merging.get("threshold")  # 25 MB is its default, too
-
-
-def test_low_rank_is_described_by_its_rank() -> None:
-    settings = {"compression": "acpsgd", "rank": "4", "density": "0.01", "exchange": "sparse", "memory": "residual()"}
-    assert options.described(settings) == "acpsgd, rank 4, sparse exchange, memory residual"
-
-
 # -- models ----------------------------------------------------------------------------------------------------
 
 SIZES = {  # model: tensors, elements
@@ -92,21 +79,6 @@ def shapes(name: str) -> list[Size]:
 def test_the_published_models_have_their_sizes(name: str) -> None:
     found = shapes(name)
     assert (len(found), sum(shape.numel() for shape in found)) == SIZES[name]
-
-
-def test_berts_loss_is_of_words_and_of_the_next_sentence_and_reaches_every_tensor() -> None:
-    pytest.importorskip("transformers")
-    with torch.device("meta"):
-        work = models.build("bert_base", 3, sentence_len=5)
-        assert (work.x.shape, work.y.shape, work.unit) == ((3, 5), (3, 6), "sentences")
-        words, follows = work.model(work.x)
-        assert words.shape == (3, 5, models.BERT_VOCABULARY) and follows.shape == (3, 2)
-        work.loss().backward()
-        assert all(parameter.grad is not None for parameter in work.model.parameters())
-    again = work.to(torch.device("meta"))
-    assert again.criterion is models.pretraining_loss
-    guessed = models.pretraining_loss((torch.zeros(3, 5, 8), torch.zeros(3, 2)), torch.ones(3, 6, dtype=torch.long))
-    assert guessed.item() == pytest.approx(torch.tensor([8.0, 2.0]).log().sum().item())
 
 
 # -- merge buffers ---------------------------------------------------------------------------------------------
@@ -172,36 +144,6 @@ def test_a_threshold_gives_as_many_messages_of_resnet_50_as_the_published_rule()
 # -- the sweep -------------------------------------------------------------------------------------------------
 
 
-def test_names_of_a_sweep_are_separated_by_blanks_or_commas() -> None:
-    assert compressor_table.names(["s-sgd,powersgd", "acpsgd", "acpsgd,", "topk"]) == [
-        "s-sgd",
-        "powersgd",
-        "acpsgd",
-        "topk",
-    ]
-
-
-def test_s_sgd_is_what_sends_all_elements() -> None:
-    assert [compressor_table.compression(name) for name in ("S-SGD", "ssgd", "acpsgd", "fp16")] == [
-        "none",
-        "none",
-        "acpsgd",
-        "fp16",
-    ]
-
-
-def test_a_table_compares_with_the_first() -> None:
-    first = {"mean": 50.0, "interval": 1.0, "unit": "img/sec", "bytes_sent": 8000, "link_bytes": 12000, "steps": 4}
-    second = first | {"mean": 100.0, "bytes_sent": 250, "link_bytes": 750}
-    assert compressor_table.table([("s-sgd", first), ("acpsgd", second)]).splitlines() == [
-        "compressor  img/sec per worker  x s-sgd  bytes/step  link/step  fewer bytes",
-        "s-sgd               50.0 +-1.0     1.00        2000       3000         1.0x",
-        "acpsgd             100.0 +-1.0     2.00          62        188        16.0x",
-    ]
-    alone = [(name, {**figures, "link_bytes": 0}) for name, figures in (("s-sgd", first), ("acpsgd", second))]
-    assert compressor_table.table(alone).splitlines()[2].endswith("32.0x")
-
-
 def swept(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
     """The rows of the table of a sweep of one worker, and all that was printed."""
     monkeypatch.setattr(sys, "argv", [*SMALL.split(), *line.split()])
@@ -259,26 +201,3 @@ def test_the_recipe_for_a_script_of_acpsgd_keeps_replicas_equal() -> None:
     (first, settings), (second, _) = run(2, body)
     assert torch.equal(first, second)
     assert (settings["compression"], settings["rank"], settings["exchange"]) == ("acpsgd", "4", "sparse")
-
-
-def test_a_dense_start_and_other_names_are_as_the_table_says() -> None:
-    def body(rank: int) -> list[float]:
-        model = DigitsCNN()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        agmerge.broadcast_parameters(model.state_dict(), root_rank=0)
-        threshold = merging.get("threshold")
-        options = {"compression": "Power-SGD", "rank": 1, "exchange": "sparse", "memory": "none", "merging": threshold}
-        optimizer = agmerge.DistributedOptimizer(optimizer, model.named_parameters(), **options)
-        optimizer.set_compressor("none")
-        sent = []
-        for name in ("none", "powersgd", "HalfRankKReducer", sparsifiers.PowerSGD(rank=4, seed=1)):
-            optimizer.set_compressor(name)
-            trained(model, optimizer, rank, steps=1)  # in which ranks agree anew
-            before = optimizer.stats()["bytes_sent"]
-            trained(model, optimizer, rank, steps=2)
-            sent.append(optimizer.stats()["bytes_sent"] - before)
-        return sent
-
-    dense, both, one, more = run(2, body)[0]
-    assert dense > 2 * 4 * 151_306 > 20 * both
-    assert one < both < more < 4 * both

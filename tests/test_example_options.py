@@ -4,23 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jobs
 import pytest
-import torch
 import train
-from cluster import each
-from jobs.base import Recipe, Settings, generator, held_out, share
-from jobs.schedules import Linear, Steps
-from options import described
-from reporting import logs
-from torch.distributed.run import get_args_parser
+from jobs.base import Recipe, Settings, share
 from training import options as train_options
-from training import show
 
-import agmerge
 import merging
 import sparsifiers
 
@@ -106,15 +97,6 @@ def test_a_recipe_is_as_published_unless_a_flag_says_otherwise() -> None:
     assert recipe("digits --tiny").epochs < published.epochs
 
 
-def test_a_warm_up_is_for_rates_that_have_one() -> None:
-    steps = replace(jobs.get("digits").recipe, schedule=Steps(((30, 0.1),)))
-    assert train_options.warmed(steps, 2.0, "x") == Steps(((30, 0.1),), warmup=2.0)
-    linear = replace(steps, schedule=Linear(), epochs=10)
-    assert train_options.warmed(linear, 2.0, "x") == Linear(0.2)
-    with pytest.raises(ValueError, match="--warmup-epochs: the rate of digits has no warm-up"):
-        recipe("digits --warmup-epochs 2")
-
-
 @pytest.mark.parametrize(
     "line, words",
     [
@@ -135,37 +117,6 @@ def test_what_has_no_meaning_is_refused(line: str, words: str, capsys: pytest.Ca
     assert ended.value.code == 2 and words in capsys.readouterr().err
 
 
-def test_momentum_is_about_sgd() -> None:
-    with pytest.raises(ValueError, match="--momentum is about SGD, and gpt-stdlib trains with adamw"):
-        recipe("gpt-stdlib --momentum 0.9")
-
-
-def test_jobs_are_listed_and_shown_without_data(capsys: pytest.CaptureFixture[str]) -> None:
-    train.main(["--list"])
-    listed = capsys.readouterr().out
-    assert all(f"{name} " in listed for name in jobs.JOBS)
-    train.main("gpt-stdlib --dry-run --local-steps 4".split())
-    shown = capsys.readouterr().out
-    assert "817,920 parameters in 52 tensors" in shown and "agmerge.LocalOptimizer(every=4, " in shown
-
-
-def test_options_that_contradict_end_with_the_librarys_sentence(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="merging='dear' requires an all-reduce.*Pass compression='none'"):
-        train.main(["digits", "--merging", "dear", "--compression", "topk", "--log-dir", str(tmp_path)])
-    with pytest.raises(SystemExit, match="every=4 requires sync='updates'"):
-        train.main(["gpt-stdlib", "--sync", "gradients", "--every", "4", "--log-dir", str(tmp_path)])
-    agmerge.shutdown()
-
-
-@pytest.mark.parametrize(
-    "flag", [flag for flag in train_options.make_parser()._option_string_actions if flag[1] == "-"]
-)
-def test_torchrun_leaves_our_flags_alone(flag: str) -> None:
-    """It looks for short forms of its own flags behind the script, too, and ends where several begin so."""
-    parsed = get_args_parser().parse_args(["train.py", "digits", flag, "1"])
-    assert parsed.training_script_args == ["digits", flag, "1"]
-
-
 # -- a worker's part -------------------------------------------------------------------------------------------
 
 
@@ -183,53 +134,6 @@ def test_parts_are_disjoint_and_as_many_as_there_are(uneven: bool) -> None:
     assert share(11, settings(0, 3), 2).tolist() != share(11, settings(0, 3), 1).tolist()
 
 
-def test_all_that_is_held_out_is_some_workers() -> None:
-    seen = [sample for rank in range(3) for sample in range(11)[held_out(11, settings(rank, 3))]]
-    assert sorted(seen) == list(range(11))
-
-
-def test_what_is_drawn_depends_on_the_place_alone() -> None:
-    def drawn(rank: int, epoch: int, step: int) -> float:
-        return torch.rand(1, generator=generator(settings(rank, 2), epoch, step)).item()
-
-    places = [(rank, epoch, step) for rank in range(2) for epoch in range(3) for step in range(3)]
-    values = [drawn(*place) for place in places]
-    assert len(set(values)) == len(values) and values == [drawn(*place) for place in places]
-
-
 def test_every_job_names_a_compressor_and_no_quantiser() -> None:
     for name in jobs.JOBS:
         assert options(name)["compression"] in sparsifiers.names()
-
-
-def test_what_quantises_has_no_use_for_a_density() -> None:
-    assert {*sparsifiers.quantisers(), "auto", "eden"} <= set(each.BITS)
-    assert {*sparsifiers.quantisers(), *sparsifiers.low_rank_names(), "auto"} <= logs.WITHOUT_DENSITY
-    settings = each.choices(["compression=eden,topk", "density=0.1,0.01"])
-    assert [found.get("density") for found in each.product(settings)] == [None, "0.1", "0.01"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"compression": "topk", "density": "0.01"}, "topk, density 0.01, sparse exchange, memory none"),
-        ({"compression": "eden-2", "density": "0.01"}, "eden-2, sparse exchange, memory none"),
-        ({"compression": "auto", "density": "0.01"}, "auto, sparse exchange, memory none"),
-        ({"compression": "acpsgd", "density": "0.01", "rank": "4"}, "acpsgd, rank 4, sparse exchange, memory none"),
-        ({"compression": "none", "density": "0.01"}, "none"),
-    ],
-)
-def test_a_compressor_is_described_by_what_it_has(settings: dict[str, str], text: str) -> None:
-    assert described({"exchange": "sparse", "memory": "none", **settings}) == text
-
-
-def test_an_outline_of_a_network_has_its_parameters_and_next_to_no_memory() -> None:
-    network = jobs.get("gpt2-wikitext2").network
-    pytest.importorskip("transformers")
-    outline = show.outlined(network)
-    with torch.device("meta"):
-        whole = network()
-    assert [(name, p.shape) for name, p in outline.named_parameters()] == [
-        (name, p.shape) for name, p in whole.named_parameters()
-    ]  # what is shared is there once
-    assert all(p.untyped_storage().nbytes() == 4 and not p.is_meta for p in outline.parameters())

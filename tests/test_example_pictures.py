@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -45,29 +44,6 @@ def test_binary_cifar_is_read_from_its_folder_or_the_one_around_it(tmp_path: Pat
         assert train_x.shape == (5, 3, 32, 32) and (test_x[1] == 8).all() and train_x.dtype == np.uint8
 
 
-def test_the_second_label_of_binary_cifar_100_counts(tmp_path: Path) -> None:
-    for name in ("train.bin", "test.bin"):
-        (tmp_path / name).write_bytes(records(2, 3, 99))
-    train_x, train_y, _, _ = cifar.load(tmp_path, 100)
-    assert train_y.tolist() == [3, 99] and (train_x[1] == 99).all()
-
-
-def test_planes_are_red_green_and_blue_row_by_row(tmp_path: Path) -> None:
-    picture = np.arange(3072) % 251
-    for name in ("train.bin", "test.bin"):
-        (tmp_path / name).write_bytes(bytes(2) + picture.astype(np.uint8).tobytes())
-    train_x = cifar.load(tmp_path, 100)[0]
-    assert train_x[0, 2, 5, 7] == (2 * 1024 + 5 * 32 + 7) % 251
-
-
-def test_pickled_cifar_10_is_read(tmp_path: Path) -> None:
-    for name in [f"data_batch_{number}" for number in range(1, 6)] + ["test_batch"]:
-        content = {b"data": np.full((2, 3072), 7, np.uint8), b"labels": [1, 9]}
-        (tmp_path / name).write_bytes(pickle.dumps(content, protocol=4))
-    train_x, train_y, _, test_y = cifar.load(tmp_path, 10)
-    assert train_x.shape == (10, 3, 32, 32) and train_y.tolist() == [1, 9] * 5 and test_y.tolist() == [1, 9]
-
-
 def test_a_pickle_of_python_2_and_numpy_1_is_read(tmp_path: Path) -> None:
     def text(value: bytes) -> bytes:
         return b"T" + len(value).to_bytes(4, "little") + value  # a string of Python 2
@@ -102,25 +78,6 @@ def test_a_broken_file_of_cifar_is_named_with_what_is_wrong(case: str, tmp_path:
     assert str(tmp_path / name) in str(error.value)
 
 
-ODD = {
-    "no 'data'": {"data": None},
-    "no 'fine_labels'": {"fine_labels": None},
-    "its pictures are no array of bytes": {"data": np.zeros((3, 3071), np.uint8)},
-    "its pictures are no array": {"data": np.zeros((3, 3072))},
-    "no list of numbers": {"fine_labels": [0, "1", 2]},
-    "3 pictures, but 2 classes": {"fine_labels": [0, 1]},
-    "picture 2 has class 100": {"fine_labels": [0, 1, 100]},
-    "picture 0 has class -1": {"fine_labels": [-1, 1, 0]},
-}
-
-
-@pytest.mark.parametrize("words", ODD)
-def test_a_pickle_with_other_things_than_cifars_is_refused(words: str, tmp_path: Path) -> None:
-    pickled_100(tmp_path, **ODD[words])
-    with pytest.raises(ValueError, match=f"{tmp_path}/train: .*{words}"):
-        cifar.load(tmp_path, 100)
-
-
 class Run:
     """Create a file when unpickled, if it is allowed to."""
 
@@ -141,21 +98,6 @@ def test_a_pickle_that_names_anything_but_arrays_is_refused_and_runs_nothing(tmp
         path.write_bytes(b"\x80\x02c" + name + b"\n.")
         with pytest.raises(ValueError, match="asks for"):
             pickles.load(path)
-
-
-@pytest.mark.parametrize(
-    "files, words",
-    [
-        ((), "neither cifar-10-batches-bin/ with data_batch_1.bin nor cifar-10-batches-py/ with data_batch_1"),
-        (("cifar-10-batches-bin/data_batch_1.bin",), "has no data_batch_2.bin, .*test_batch.bin: unpack"),
-    ],
-)
-def test_missing_files_of_cifar_are_told(files: tuple[str, ...], words: str, tmp_path: Path) -> None:
-    for name in files:
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).touch()
-    with pytest.raises(FileNotFoundError, match=words):
-        cifar.load(tmp_path, 10)
 
 
 # -- folders ---------------------------------------------------------------------------------------------------
@@ -181,34 +123,6 @@ def test_pictures_are_listed_by_class_and_name(classes: Path) -> None:
     assert train.names == ("a/3.png", "b/1.jpg", "b/2.JPEG") and train.labels.tolist() == [0, 1, 1]
 
 
-def test_a_listing_is_kept_until_a_folder_changes(classes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = folders.listing(classes / "train")
-    kept = classes / ".train.listing.json"
-    assert {path.name for path in classes.iterdir()} == {"train", "val", kept.name}
-    monkeypatch.setattr(folders, "_pictures", lambda folder: pytest.fail("it was listed again"))
-    again = folders.listing(classes / "train")
-    assert again.names == first.names and torch.equal(again.labels, first.labels)
-    monkeypatch.undo()
-    drawn(classes / "train/a/9.JPEG")
-    assert folders.listing(classes / "train").names[1] == "a/9.JPEG"
-    drawn(classes / "train/c/1.JPEG")
-    assert folders.listing(classes / "train").classes == ("a", "b", "c")
-    for broken in ("{", "[]", json.dumps({"changed": {}}), "null"):
-        kept.write_text(broken)
-        assert len(folders.listing(classes / "train").names) == 5
-
-
-def test_where_nothing_can_be_written_pictures_are_listed_each_time(
-    classes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError("read-only")
-
-    monkeypatch.setattr(Path, "write_text", refuse)
-    assert len(folders.listing(classes / "train").names) == 3
-    assert not (classes / ".train.listing.json").exists()
-
-
 def test_folders_that_are_missing_empty_or_different_are_told(classes: Path) -> None:
     (classes / "val/c").mkdir()
     with pytest.raises(ValueError, match="val/c holds no pictures"):
@@ -220,34 +134,6 @@ def test_folders_that_are_missing_empty_or_different_are_told(classes: Path) -> 
         folders.listing(classes / "b")
     with pytest.raises(FileNotFoundError, match="a holds no folders"):
         folders.listing(classes / "train/a")
-
-
-@pytest.mark.parametrize("mode, name", [("L", "a.JPEG"), ("CMYK", "a.JPEG"), ("RGBA", "a.png"), ("P", "a.png")])
-def test_pictures_of_other_modes_become_red_green_and_blue(mode: str, name: str, tmp_path: Path) -> None:
-    drawn(tmp_path / name, mode=mode)
-    assert folders.picture(tmp_path / name, 32, folders.centre).shape == (3, 32, 32)
-
-
-def test_a_picture_that_does_not_decode_is_named(classes: Path) -> None:
-    whole = (classes / "train/b/1.jpg").read_bytes()
-    for content in (b"<html>", whole[: len(whole) // 2]):
-        (classes / "train/b/1.jpg").write_bytes(content)
-        with pytest.raises(ValueError, match=f"{classes}/train/b/1.jpg: this picture does not decode"):
-            folders.picture(classes / "train/b/1.jpg", 32, folders.centre)
-
-
-def test_a_part_of_a_picture_is_where_it_was_chosen_at_any_scale(tmp_path: Path) -> None:
-    pixels = np.zeros((400, 800, 3), np.uint8)
-    pixels[:, 400:, 0] = 255
-    pixels[200:, :, 2] = 255
-    Image.fromarray(pixels).save(tmp_path / "a.JPEG", quality=95)
-    for box, red, blue in (((0, 0, 400, 200), 0, 0), ((400, 0, 800, 200), 255, 0), ((450, 220, 650, 380), 255, 255)):
-        found = folders.picture(tmp_path / "a.JPEG", 24, lambda width, height, box=box: box)[:, 4:-4, 4:-4].float()
-        assert (found[0] - red).abs().max() < 12 and (found[2] - blue).abs().max() < 12
-
-
-def test_the_middle_is_224_of_256_pixels_of_the_shorter_side() -> None:
-    assert folders.centre(256, 512) == (16, 144, 240, 368) and folders.centre(512, 256) == (144, 16, 368, 240)
 
 
 def test_any_part_is_inside_and_of_the_areas_and_ratios_that_were_published() -> None:
@@ -277,24 +163,6 @@ def test_a_crop_is_a_part_in_the_same_size_with_a_margin_of_zeros() -> None:
         assert len(match) == 1
         places.update(match)
     assert len(places) > 12 and max(places)[0] == 4 and min(places)[0] == 0
-
-
-def test_about_half_of_the_pictures_are_flipped() -> None:
-    pictures = torch.arange(200 * 6).view(200, 1, 2, 3)
-    found = augment.flip(pictures, seeded())
-    flipped = [torch.equal(a, b.flip(2)) for a, b in zip(found, pictures, strict=True)]
-    assert 70 < sum(flipped) < 130
-    assert all(f or torch.equal(a, b) for f, a, b in zip(flipped, found, pictures, strict=True))
-
-
-def test_a_rotation_keeps_the_middle_and_turns_by_up_to_its_angle() -> None:
-    pictures = torch.zeros(64, 1, 33, 33)
-    pictures[:, :, 16, :] = 1.0  # a line, of which the ends move
-    found = augment.rotate(pictures, 15, seeded())
-    assert torch.allclose(found[:, 0, 16, 16], torch.ones(64), atol=1e-4)
-    heights = found[:, 0, :, 28].argmax(1) - 16  # 12 pixels from the middle: 12 tan(15 degrees) is 3.2
-    assert heights.abs().max() == 3 and heights.min() < 0 < heights.max()
-    assert torch.allclose(augment.rotate(pictures, 0, seeded()), pictures, atol=1e-4)
 
 
 def test_moments_are_those_of_each_channel() -> None:

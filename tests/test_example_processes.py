@@ -16,7 +16,6 @@ from pathlib import Path
 
 import launch
 import pytest
-from cluster.commands import over_ssh
 from cluster.hosts import Cluster
 from cluster.processes import run
 from cluster.sbatch import sbatch
@@ -36,11 +35,6 @@ def wait_for(path: Path, seconds: float = 20) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("code, status", [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137)])
-def test_the_status_is_that_of_the_command(code: str, status: int) -> None:
-    assert run([["sh", "-c", code]]) == (status, False)
-
-
 def test_one_that_fails_ends_the_others_at_once() -> None:
     before = time.monotonic()
     assert run([["sleep", "50"], ["sh", "-c", "sleep 0.2; exit 4"], ["sleep", "50"]]).status == 4
@@ -56,15 +50,6 @@ def test_one_that_ends_well_leaves_the_others_some_time(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     stubborn = f"trap '' TERM; touch {shlex.quote(str(ready))}; for i in {{1..600}}; do sleep 0.05; done"
     assert run([["bash", "-c", stubborn], ["sh", "-c", until(ready)]], grace=0.2).status == 128 + signal.SIGKILL
-
-
-def test_a_program_that_is_missing_ends_what_was_started(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    with pytest.raises(FileNotFoundError, match="no_such_program"):
-        run([["sh", "-c", f"echo $$ > {shlex.quote(str(pid))}; exec sleep 50"], ["no_such_program"]])
-    if pid.exists():  # else it was ended before it could write
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid.read_text()), 0)
 
 
 @pytest.mark.parametrize("number, written", [(signal.SIGTERM, "TERM"), (signal.SIGINT, "INT")])
@@ -102,39 +87,6 @@ def test_after_a_signal_a_sweep_does_not_go_on(tmp_path: Path) -> None:
     assert launched.returncode == 1 and not (tmp_path / "2").exists()
 
 
-@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="needs Linux's /proc")
-def test_open_mpi_gets_a_signal_that_it_hands_on(tmp_path: Path) -> None:
-    """Below horovodrun, too, which would leave it behind."""
-    loop = "for i in {1..600}; do sleep 0.05; done"
-    program(tmp_path / "mpirun", f"#!/bin/bash\ntrap 'echo USR1 > got; exit 0' USR1\ntouch ready\n{loop}\n")
-    program(tmp_path / "horovodrun", "#!/bin/bash\nmpirun & wait $!\n")
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    (tmp_path / "t.py").touch()
-    line = [sys.executable, str(LAUNCH), "--launcher", "horovodrun", "-np", "2", "--", "t.py"]
-    # The programs beside Python come first, and Horovod may be there: this Python has none beside it.
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    launched = subprocess.Popen([str(tmp_path / "bin" / "python"), *line[1:]], cwd=tmp_path, env=env)
-    wait_for(tmp_path / "ready")
-    launched.send_signal(signal.SIGTERM)
-    assert launched.wait(20) == 0
-    assert (tmp_path / "got").read_text() == "USR1\n"
-
-
-def test_another_hosts_command_ends_with_its_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program of ssh's name runs what it is given here; its SIGTERM is the end of its input."""
-    program(tmp_path / "ssh", '#!/bin/sh\nexec sh -c "$4"\n')
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    there = tmp_path / "a folder"
-    there.mkdir()
-    saves = "trap 'echo saved > saved; exit 0' TERM; touch ready; for i in {1..600}; do sleep 0.05; done"
-    fails = f"{until(there / 'ready')}; exit 5"
-    lines = [over_ssh("a", str(there), ["bash", "-c", saves]), over_ssh("b", str(there), ["bash", "-c", fails])]
-    assert run(lines).status == 5
-    assert (there / "saved").read_text() == "saved\n"
-    assert run([over_ssh("a", str(there), ["touch", "it's"])]).status == 0 and (there / "it's").exists()
-
-
 def test_slurms_file_is_bash_that_saves_and_waits_for_its_next_turn(tmp_path: Path) -> None:
     """Programs of Slurm's names write down what they are told; the worker ends by a SIGTERM to itself alone."""
     program(tmp_path / "scontrol", '#!/bin/sh\necho "scontrol $*" >> said\necho node1\n')
@@ -158,14 +110,3 @@ def test_slurms_file_is_bash_that_saves_and_waits_for_its_next_turn(tmp_path: Pa
         "saved",
         "scontrol requeue 7",
     ]
-
-
-@pytest.mark.slow
-def test_torchrun_gives_a_script_its_own_flags(tmp_path: Path) -> None:
-    """Two workers that only write down what they were given; --run is a short form of torchrun's --run-path."""
-    (tmp_path / "t.py").write_text(
-        "import os, pathlib, sys\npathlib.Path(os.environ['RANK']).write_text(' '.join(sys.argv[1:]))\n"
-    )
-    line = [sys.executable, str(LAUNCH), "-np", "2", "--", "t.py", "j", "--run", "name", "--log-dir", "d"]
-    assert subprocess.run(line, cwd=tmp_path, timeout=60, check=False).returncode == 0
-    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() == "j --run name --log-dir d"

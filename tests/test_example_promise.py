@@ -37,6 +37,7 @@ def test_it_runs_as_make_train_runs_it(flags: list[str], third: str) -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()[-3:]] == ['compression="none"', "default", third]
 
 
+@pytest.mark.long
 def test_a_training_that_fails_shows_why() -> None:
     with pytest.raises(SystemExit, match='compression="none" failed'):
         promise.run({"compression": "none"}, argparse.Namespace(workers=0, link="200mbit", steps=1))

@@ -113,30 +113,12 @@ def test_published_command_lines_are_read(line: str, flags: dict[str, Any]) -> N
     assert not {"threshold", "mgwfbp", "asc", "fp16", "fp16_allreduce", "dnn", "dataset", "train_part"} & set(args)
 
 
-@pytest.mark.parametrize("text", ["2.5", "0", "-1", "many", "inf"])
-def test_numbers_of_epochs_are_whole(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        read(f"mnist --epochs {text}")
-    assert "argument --epochs" in capsys.readouterr().err
-
-
-def test_what_no_flag_says_is_left_open() -> None:
-    assert {value for name, value in vars(read("")).items() if name != "no_cuda"} == {None}
-
-
 @pytest.mark.parametrize("flag", published.REFUSED)
 @pytest.mark.parametrize("form", ["{}", "{} 3", "{}=3"])
 def test_what_cannot_be_says_what_to_do(flag: str, form: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         read("mnist " + form.format(flag))
     assert f"error: {flag}: {published.REFUSED[flag]}\n" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flag, value", [("--max_seq_length", "512"), ("--dataset_config_name", "wikitext-2-raw-v1")])
-def test_what_is_so_anyway_may_not_be_said_otherwise(flag: str, value: str) -> None:
-    with pytest.raises(ValueError, match=f"^{flag} {value}: it is {published.NEEDLESS[flag]} here, and cannot be"):
-        read(f"mnist {flag} {value}")
-    assert vars(read(f"mnist {flag} {published.NEEDLESS[flag]}")) == vars(read("mnist"))
 
 
 @pytest.mark.parametrize(
@@ -155,35 +137,6 @@ def test_flags_that_contradict_each_other(line: str, words: str) -> None:
     with pytest.raises(ValueError) as error:
         read(line)
     assert words in str(error.value)
-
-
-def test_warm_up_as_a_part_of_all_epochs() -> None:
-    assert published.warmup_epochs(read("mnist"), 30) is None
-    assert published.warmup_epochs(read("mnist --warmup-epochs 5"), 30) == 5
-    assert published.warmup_epochs(read("mnist --warmup_proportion 0.1"), 30) == 3
-    with pytest.raises(ValueError, match="give one of them"):
-        published.warmup_epochs(read("mnist --warmup-epochs 5 --warmup_proportion 0.1"), 30)
-
-
-def test_merging_by_name_with_options_or_a_saved_plan() -> None:
-    assert published.planner("MG-WFBP") == merging.get("mgwfbp")
-    assert published.planner("mgwfbp:asc=True,least=8") == merging.get("mgwfbp", asc=True, least=8)
-    assert published.planner("threshold:bytes=32768") == merging.get("threshold", bytes=32768)
-    assert published.planner("runs/plan.json") == "runs/plan.json"
-
-
-@pytest.mark.parametrize(
-    "text, error, words",
-    [
-        ("omsg", ValueError, "did you mean 'omgs'"),
-        ("omgs:fast=1", TypeError, "no option 'fast'"),
-        ("threshold:bytes", ValueError, "bytes has no value; write NAME:option=value"),
-        ("threshold:bytes=many", (TypeError, ValueError), "threshold: bytes"),
-    ],
-)
-def test_merging_that_there_is_not(text: str, error: Any, words: str) -> None:
-    with pytest.raises(error, match=words):
-        published.planner(text)
 
 
 def test_aliases_begin_with_ours_and_no_flag_has_two_meanings() -> None:

@@ -16,7 +16,7 @@ import pytest
 import synthetic_benchmark
 import torch
 import train
-from support.published_lines import ELSEWHERE, LINES, MODELS, Line, acpsgd
+from support.published_lines import LINES, MODELS, Line, acpsgd
 from training import options as train_options
 from training import show
 
@@ -105,12 +105,6 @@ def test_a_line_without_a_job_here_says_so(line: Line, bert: Path, capsys: pytes
         assert "there is resnet50-imagenet, " in error
 
 
-@pytest.mark.parametrize("line", ELSEWHERE, ids=called)
-def test_lines_of_other_experiments_say_so(line: Line, bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    error = failed([line.script, *words(line, bert)], capsys)
-    assert line.job in error or "is no published script" in error
-
-
 @pytest.mark.parametrize(
     ("line", "sent"),
     [
@@ -178,38 +172,7 @@ def test_what_is_not_told_or_contradicts_lists_the_jobs(
     assert error in failed(line.split(), capsys)
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"hidden_size": 512}, "it has width 512 and 12 layers; here is bert-base of 768 and 12 or bert-large of 1024"),
-        ({"hidden_act": "relu", "type_vocab_size": 16}, "hidden_act 'relu' (bert-base has 'gelu'), type_vocab_size 16"),
-        ({"vocab_size": 28996}, "vocab_size 28996 (bert-base has 30522)"),
-        ({"vocab_size": 30528, "hidden_dropout_prob": 0.0}, "it has hidden_dropout_prob 0.0 (bert-base has 0.1)"),
-        (None, "describes no BERT that is here: it is no object of JSON"),
-    ],
-)
-def test_a_configuration_of_another_bert_is_refused(
-    change: dict[str, Any] | None, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "c.json").write_text(json.dumps([] if change is None else CONFIGURATION | change))
-    assert error in failed(["--config_file", str(tmp_path / "c.json")], capsys)
-
-
-def test_a_configuration_is_checked_against_the_job(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(bert / "pre-model" / MODELS["large"] / "bert_config.json")
-    assert train_options.arguments(["--config_file", file]).job == "bert-large-squad"
-    assert "which means bert-large-squad" in failed(["bert-base-squad", "--config_file", file], capsys)
-
-
 # -- the script under a published name -----------------------------------------------------------------------------
-
-
-def test_a_link_with_a_published_name_is_that_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", [str(tmp_path / "wiki2_lstm_topk.py"), "--epochs", "3", "--dry-run"])
-    train.main()
-    assert capsys.readouterr().out.startswith("lstm-wikitext2: ")
 
 
 # -- ACP-SGD's benchmarks ------------------------------------------------------------------------------------------
@@ -236,14 +199,6 @@ def test_the_lines_of_acpsgds_benchmarks_are_taken(opt: str) -> None:
     assert settings["compression"] == {"ssgd": "none"}.get(opt, opt) and settings.get("rank", "4") == "4"
 
 
-def test_dear_is_a_planner_under_the_same_flag() -> None:
-    args = synthetic_benchmark.arguments("--model cnn --opt dear --threshold 2 --rank 4".split())
-    found = options.given(args, "the model")
-    dear = merging.get("dear", bytes=2 * 2**20)
-    assert found == {"compression": "none", "merging": dear, "model": "the model"}
-    assert "bytes=2097152" in accepted(args)["merging"]
-
-
 @pytest.mark.parametrize("opt", ["ssgd", "powersgd", "acpsgd", "dear"])
 def test_the_benchmark_trains_with_each(
     opt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -255,21 +210,6 @@ def test_the_benchmark_trains_with_each(
     shown = capsys.readouterr().out
     assert {"ssgd": "none", "dear": "none"}.get(opt, f"{opt}, rank 2, ") in shown.partition("Compression: ")[2]
     assert ("Plan: dear" if opt == "dear" else "Plan: threshold") in shown
-
-
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("--opt ssgd --compression topk", "--opt names a compressor, and so does --compression"),
-        ("--opt ssgd --each topk dgc", "--opt names a compressor"),
-        ("--opt dear --merging single", "--opt dear names a planner, and so does --merging"),
-        ("--rdma", "--rdma: costs are measured here"),
-    ],
-)
-def test_the_benchmark_says_what_contradicts(line: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        synthetic_benchmark.arguments(line.split())
-    assert error in capsys.readouterr().err
 
 
 def test_every_job_of_a_line_is_there() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import report
-from reporting import curves, logs
-from reporting.comparison import Spread, rows, spread
+from reporting import logs
+from reporting.comparison import Spread, rows
 
 Line = dict[str, Any]
 
@@ -64,43 +63,6 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     assert found.end == end()
 
 
-def test_a_target_between_epochs_counts(tmp_path: Path) -> None:
-    spent = {"train_seconds": 1.4, "wall_seconds": 2.0, "bytes_sent": 9, "link_bytes": 5}
-    target = {"kind": "target", "metric": "accuracy", "target": 0.7, "value": 0.72, "epoch": 1.5, "step": 15, **spent}
-    other = {**target, "metric": "top5", "step": 11}
-    found = a_run(tmp_path, "a", epoch(1, 0.5), other, target, epoch(2, 0.8), target=0.7)
-    assert found.reached(None) == logs.Point(0.72, 1.5, 15, 1.4, 2.0, 5)
-    assert found.reached(0.75) == logs.Point(0.8, 2, 20, 2.0, 4.0, 2e6)
-
-
-def test_of_perplexity_less_is_better(tmp_path: Path) -> None:
-    lines = [epoch(n + 1, value, metric="perplexity") for n, value in enumerate((90.0, math.nan, 40.0, 50.0))]
-    found = a_run(tmp_path, "a", *lines, metric="perplexity")
-    assert found.best() == 40.0
-    point = found.reached(95.0)
-    assert point is not None and point.epoch == 1
-    assert found.reached(39.0) is None
-
-
-def test_what_was_done_again_counts_once(tmp_path: Path) -> None:
-    """Killed in the third epoch, and resumed after the first."""
-    again = [epoch(2, 0.6, seconds=3.0), epoch(3, 0.7, seconds=3.0), end()]
-    found = a_run(tmp_path, "a", epoch(1, 0.5), epoch(2, 0.9), end(False), start("a", step=10), *again)
-    assert [point.value for point in found.points] == [0.5, 0.6, 0.7] and found.best() == 0.7
-    assert found.end == end()
-    assert a_run(tmp_path, "b", epoch(1, 0.5), end(), start("b", step=10)).end is None
-
-
-def test_half_a_line_is_left_out_with_a_note(tmp_path: Path) -> None:
-    half = json.dumps(epoch(2, 0.9))[:50]
-    path = written(tmp_path, "a", start(), epoch(1, 0.5), half)
-    found = logs.read(path)
-    assert found.best() == 0.5 and found.note == f"{path}:3: left out, this line was cut off"
-    path = written(tmp_path, "b", start(), epoch(1, 0.5), half + "\n", start(step=10), epoch(2, 0.6))
-    found = logs.read(path)
-    assert found.best() == 0.6 and ":3: left out" in found.note
-
-
 @pytest.mark.parametrize(
     "lines, why",
     [
@@ -115,11 +77,6 @@ def test_broken_logs_are_refused(lines: list[Line | str], why: str, tmp_path: Pa
     path = written(tmp_path, "a", *lines)
     with pytest.raises(SystemExit, match=why):
         report.main([str(path)])
-
-
-def test_a_log_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"report.py: .*nothing.jsonl"):
-        report.main([str(tmp_path / "nothing.jsonl")])
 
 
 def test_runs_are_compared_with_the_dense_one_of_their_kind(tmp_path: Path) -> None:
@@ -142,16 +99,6 @@ def test_runs_are_compared_with_the_dense_one_of_their_kind(tmp_path: Path) -> N
         rows(runs, 0.75, "no")
 
 
-def test_of_several_dense_runs_the_most_alike_counts(tmp_path: Path) -> None:
-    runs = [
-        a_run(tmp_path, "plain", epoch(1, 0.9, seconds=8.0)),
-        a_run(tmp_path, "omgs", epoch(1, 0.9, seconds=6.0), merging="omgs"),
-        a_run(tmp_path, "sparse", epoch(1, 0.9, seconds=2.0), merging="omgs", compression="topk"),
-    ]
-    last = rows(runs, 0.5)[-1]
-    assert last.times_dense == 3.0 and last.other == {"merging": "omgs"}
-
-
 def test_seeds_share_a_row(tmp_path: Path) -> None:
     values = (0.7, 0.9, 0.8)
     runs = [a_run(tmp_path, f"s{n}", epoch(1, value), end(), seed=n) for n, value in enumerate(values)]
@@ -160,11 +107,6 @@ def test_seeds_share_a_row(tmp_path: Path) -> None:
     assert row.train_seconds == Spread(1.0, 1.0, math.inf)
     head, line = report.table([row]).splitlines()
     assert "0.8 (0.7 to 0.9)" in line and "1 (1 to -)" in line and "runs" in head
-
-
-def test_median_and_range() -> None:
-    assert spread([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
-    assert spread([]) == Spread(math.inf, math.inf, math.inf)
 
 
 def test_tables_for_people_and_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,16 +133,6 @@ def test_tables_for_people_and_programs(tmp_path: Path, capsys: pytest.CaptureFi
     assert second["times_dense"] is None and second["density"] == 0.01  # no target, so no times
 
 
-def test_without_a_target_figures_are_of_whole_runs_and_of_as_many_steps(tmp_path: Path) -> None:
-    dense, long = (a_run(tmp_path, name, epoch(1, 0.5, 3.0), epoch(2, 0.6, 3.0)) for name in ("none", "long"))
-    topk = a_run(tmp_path, "topk", epoch(1, 0.5), epoch(2, 0.6), compression="topk")
-    short = a_run(tmp_path, "short", epoch(1, 0.5), compression="dgc")
-    found = {row.compression: row for row in rows([dense, long, topk, short])}
-    assert found["topk"].train_seconds.median == 2.0 and found["topk"].steps.median == 20
-    assert found["topk"].times_dense == 3.0 and found["topk"].megabytes.median == 2.0
-    assert found["dgc"].train_seconds.median == 1.0 and found["dgc"].times_dense == math.inf  # it made fewer steps
-
-
 def test_logs_of_any_script_and_of_the_trainer_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = tmp_path / "mine" / "log.jsonl"
     own.parent.mkdir()
@@ -222,35 +154,3 @@ def test_logs_of_any_script_and_of_the_trainer_are_compared(tmp_path: Path, caps
     assert "eval_loss 1.5" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--metric takes one of .*eval_loss"):
         report.main([str(state), "--metric", "accuracy"])
-
-
-@pytest.mark.parametrize("value, text", [(12345.6, "12346"), (0.123456, "0.1235"), (math.inf, "-"), (math.nan, "-")])
-def test_numbers_have_four_digits(value: float, text: str) -> None:
-    assert report.number(value) == text
-
-
-def test_curves_of_one_setting_have_one_label(tmp_path: Path) -> None:
-    runs = [
-        a_run(tmp_path, "a", epoch(1, 0.5), epoch(2, 0.6), seed=1),
-        a_run(tmp_path, "b", epoch(1, 0.7), seed=2),
-        a_run(tmp_path, "c", epoch(1, 0.7, seconds=3.0), compression="topk", merging="omgs"),
-    ]
-    found = curves.curves(runs)
-    assert [one.label for one in found] == ["none 2w", "none 2w", "topk 0.01 2w merging=omgs"]
-    assert (found[0].seconds, found[0].epochs, found[0].values) == ([1.0, 2.0], [1, 2], [0.5, 0.6])
-
-
-def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = written(tmp_path, "a", start(), epoch(1, 0.5))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match="--picture needs matplotlib: pip install matplotlib"):
-        report.main([str(path), "--picture", str(tmp_path / "out.svg")])
-
-
-def test_a_picture_shows_every_setting_and_is_the_same_again(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    runs = [a_run(tmp_path, name, epoch(1, 0.5), epoch(2, 0.7), compression=name) for name in ("none", "topk")]
-    for name in ("one.svg", "two.svg"):
-        curves.draw(runs, tmp_path / name, 0.6)
-    text = (tmp_path / "one.svg").read_text()
-    assert text == (tmp_path / "two.svg").read_text() and text.count("topk 0.01 2w") == 1

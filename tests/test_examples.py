@@ -95,15 +95,6 @@ def test_the_launcher_is_known(env: dict[str, str], above: list[str], launcher: 
     assert launchers.launcher(env, above) == launcher
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="commands are read from /proc")
-def test_a_process_knows_the_commands_above_it() -> None:
-    code = "import launchers; print(*launchers.ancestors(), sep='\\n')"
-    line = ["/bin/sh", "-c", '"$@"; exit $?', "a name", sys.executable, "-c", code]
-    done = subprocess.run(line, cwd=ROOT / "examples", capture_output=True, text=True, timeout=100, check=True)
-    found = done.stdout.splitlines()
-    assert found[0].startswith('/bin/sh -c "$@"; exit $? a name') and len(found) > 1
-
-
 # -- the benchmark, and make -----------------------------------------------------------------------------------
 
 
@@ -170,17 +161,6 @@ def test_mnists_files_are_read_as_they_come(tmp_path: Path, mark: str, gzipped: 
         assert got.dtype == np.uint8 and np.array_equal(got, values)
 
 
-def test_images_are_standardised_by_those_for_training(tmp_path: Path) -> None:
-    expected = written(tmp_path)
-    train_x, train_y, test_x, test_y = mnist.data(tmp_path)
-    assert train_x.shape == (40, 1, SIDE, SIDE) and test_x.shape == (10, 1, SIDE, SIDE)
-    assert abs(train_x.mean()) < 1e-5 and abs(train_x.std() - 1) < 1e-5
-    pixels = expected["train-images"]
-    again = (expected["t10k-images"] - pixels.mean()) / pixels.std(ddof=1)
-    assert np.allclose(test_x[:, 0].numpy(), again, atol=1e-5)
-    assert train_y.tolist() == expected["train-labels"].tolist() and test_y.dtype == torch.int64
-
-
 HEAD = bytes((0, 0, 8, 3))  # of images
 LABELS = gzip.compress(packed(np.zeros(40)))
 BROKEN = {  # file, its content, and the words of the error
@@ -206,19 +186,6 @@ def test_a_broken_file_is_named_with_what_is_wrong(case: str, tmp_path: Path) ->
     with pytest.raises(ValueError, match=words) as error:
         idx.load(tmp_path)
     assert str(tmp_path) in str(error.value)
-
-
-def test_a_missing_file_is_told_with_the_names_that_were_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written(tmp_path)
-    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    monkeypatch.setattr(sys, "argv", ["mnist.py", "--data-dir", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        mnist.main()
-    stem = "t10k-labels"
-    names = f"{stem}-idx1-ubyte, {stem}-idx1-ubyte.gz, {stem}.idx1-ubyte, {stem}.idx1-ubyte.gz"
-    assert str(ended.value) == f"--data-dir: {tmp_path} has none of {names}"
 
 
 def test_the_mnist_example_trains_alone_on_either_images_and_says_which(
@@ -248,14 +215,3 @@ def test_a_model_has_its_size_and_learns(name: str, parameters: int, unit: str) 
     loss = work.loss()
     loss.backward()
     assert torch.isfinite(loss) and all(p.grad is not None for p in work.model.parameters())
-
-
-def test_an_unknown_model_is_told_the_names() -> None:
-    with pytest.raises(ValueError, match=r"unknown model 'resnet5'; models: .*cnn, .*gpt2, .*resnet50"):
-        models.build("resnet5", batch_size=2)
-
-
-def test_a_model_whose_library_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install transformers"):
-        models.build("gpt2", batch_size=2)

@@ -61,7 +61,7 @@ def test_process():
     ("options", "passed"),
     [
         (["-m", "not long"], 3 + 6 + 3 + 1 + 1 + 2),
-        (["--once"], 5),
+        pytest.param(["--once"], 5, marks=pytest.mark.long),
         pytest.param(["-k", "x-2-2"], 1, marks=pytest.mark.long),
     ],
 )

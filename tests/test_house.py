@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.syntax import dotted, nodes, parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("agmerge", "sparsifiers", "merging")
@@ -36,7 +38,7 @@ ROOMS = {  # of agmerge/, from below to above: which of the rooms below it each 
     "optimizer": "tensors runtime options engine checkpoint",
     "integrations": "tensors runtime step options engine checkpoint optimizer",
     "agmerge": "runtime options checkpoint testing optimizer integrations",
-    "cli": "backends options step agmerge",
+    "cli": "backends options step agmerge metrics runtime testing",
     "__main__": "cli",
 }
 MOST_BOXES, MOST_LEVELS, MOST_ARROWS, MOST_SMALL = 20, 12, 90, 12  # of agmerge/; small: files below 40 lines
@@ -60,7 +62,8 @@ class Import:
     in_function: bool
 
 
-def imports(name: str, source: str, is_package: bool) -> Iterator[Import]:
+@functools.cache
+def imports(name: str, source: str, is_package: bool) -> tuple[Import, ...]:
     """Everything that module ``name`` imports, wherever the statement stands."""
 
     def walk(node: ast.AST, inside: bool) -> Iterator[Import]:
@@ -73,15 +76,15 @@ def imports(name: str, source: str, is_package: bool) -> Iterator[Import]:
                 up = name.split(".")[: len(name.split(".")) - node.level + is_package]
                 base = ".".join([*up, *([node.module] if node.module else [])])
             yield from (Import(f"{base}.{alias.name}", node.lineno, inside) for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and dotted(node.func).endswith(("import_module", "__import__")):
             known = node.args and isinstance(node.args[0], ast.Constant)
             yield Import(ast.literal_eval(node.args[0]) if known else "anything", node.lineno, inside)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+        elif isinstance(node, ast.Attribute) and node.attr == "distributed" and dotted(node) == "torch.distributed":
             yield Import("torch.distributed", node.lineno, inside)
         for child in ast.iter_child_nodes(node):
             yield from walk(child, inside)
 
-    yield from walk(ast.parse(source), False)
+    return tuple(walk(parsed(source), False))
 
 
 def within(target: str, module: str) -> bool:
@@ -99,7 +102,7 @@ def problems(modules: Mapping[str, str], packages: frozenset[str] = frozenset(PA
     """Every rule that is broken. ``modules``: source by dotted name; ``packages``: those that are packages."""
     found, edges = [], {}
     for name, source in modules.items():
-        top, here = name.partition(".")[0], list(imports(name, source, name in packages))
+        top, here = name.partition(".")[0], imports(name, source, name in packages)
         for one in here:
             where, root = f"{name}:{one.line}", one.target.partition(".")[0]
             if name.startswith(INTEGRATIONS) and root in FRAMEWORKS.get(
@@ -184,19 +187,19 @@ def find_circle(edges: Mapping[str, set[str | None]]) -> list[str]:
 
 def style(source: str) -> Iterator[tuple[int, str]]:
     """Prints, missing annotations and length, with their lines."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     length = len(source.splitlines())
     if length > LONGEST:
         yield length, f"has {length} lines"
     methods = {
         child: not any(ast.unparse(one) == "staticmethod" for one in child.decorator_list)
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.ClassDef)
         for child in node.body
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
     }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "pprint", "pprint.pprint"):
+    for node in nodes(tree):
+        if isinstance(node, ast.Call) and dotted(node.func) in ("print", "pprint", "pprint.pprint"):
             yield node.lineno, "prints"
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             given = [*node.args.posonlyargs, *node.args.args]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.syntax import nodes, parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("agmerge", "sparsifiers", "merging")
@@ -24,7 +25,7 @@ COLLECTIVE = "Collective. "  # comes first where a function communicates
 
 def texts(source: str) -> Iterator[tuple[ast.AST, str]]:
     """Yield every module, class and function that has a docstring, with it."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(parsed(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)
             if text:

@@ -36,6 +36,7 @@ from tests.support.prose import (  # noqa: E402
     words_of,
 )  # fmt: skip
 from tests.support.raised import ROOMS, sources, text  # noqa: E402
+from tests.support.syntax import dotted, nodes  # noqa: E402
 
 BUDGETS = Path(__file__).resolve().parent / "support" / "prose_budgets.json"
 HEADROOM = 1.1
@@ -61,9 +62,9 @@ def messages() -> str:
     """Return the texts of all exceptions and warnings, a line each."""
     trees, found = sources(), []
     for module, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             raises = isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
-            warns = isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "warn") and node.args
+            warns = isinstance(node, ast.Call) and dotted(node.func) in ("warnings.warn", "warn") and node.args
             call = node.exc if raises else node if warns else None  # type: ignore[union-attr]
             if isinstance(call, ast.Call):
                 found.append(" ".join(text(call.args[0], module, trees).split()))

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support.syntax import dotted, nodes, parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("agmerge", "sparsifiers", "merging")
@@ -67,17 +68,11 @@ def sources() -> dict[str, str]:
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
 
 
-@cache
-def parsed(source: str) -> ast.Module:
-    """Return the tree of a file."""
-    return ast.parse(source)
-
-
 def classes(of: Sources) -> dict[str, list[ast.ClassDef]]:
     """Return the classes that these files define, by name."""
     found: dict[str, list[ast.ClassDef]] = {}
     for source in of.values():
-        for node in ast.walk(parsed(source)):
+        for node in nodes(parsed(source)):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(node)
     return found
@@ -91,9 +86,9 @@ def features(of: Sources) -> Iterator[str]:
     ours = classes(of)
     for path, source in of.items():
         tree = parsed(source)
-        told = {id(node) for one in ast.walk(tree) if isinstance(one, ast.Assert) for node in ast.walk(one)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+        told = {id(node) for one in nodes(tree) if isinstance(one, ast.Assert) for node in ast.walk(one)}
+        for node in nodes(tree):
+            if isinstance(node, ast.Call) and dotted(node.func) in ("isinstance", "issubclass"):
                 asked = {ast.unparse(name).split(".")[-1] for name in parts(node.args[1])} & set(ours)
                 if id(node) not in told and not all(is_allowed(path, name) for name in asked):
                     yield f"{path}:{node.lineno}: {ast.unparse(node)}"
@@ -114,7 +109,7 @@ def is_allowed(path: str, name: str) -> bool:
 def fields(of: Sources) -> set[str]:
     """Return the fields of all plain records, dataclasses and mirrors of structs."""
     found = set()
-    for node in [node for name, nodes in classes(of).items() if name in RECORDS for node in nodes]:
+    for node in [node for name, named in classes(of).items() if name in RECORDS for node in named]:
         for one in node.body:
             if isinstance(one, ast.AnnAssign):
                 found.add(ast.unparse(one.target))
@@ -129,7 +124,7 @@ def writes(of: Sources) -> Iterator[tuple[str, str, int, str]]:
     """Yield path, attribute, line and text of each attribute that is written from outside of its class."""
     free = fields(of) | OTHERS
     for path, source in of.items():
-        for node in ast.walk(parsed(source)):
+        for node in nodes(parsed(source)):
             if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
                 owner = ast.unparse(node.value)
                 if owner not in ("self", "cls", *THREADS) and node.attr not in free:
@@ -153,8 +148,8 @@ def test_no_exception_is_idle() -> None:
     asked = [
         (path, ast.unparse(name).split(".")[-1])
         for path, source in sources().items()
-        for node in ast.walk(parsed(source))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
+        for node in nodes(parsed(source))
+        if isinstance(node, ast.Call) and dotted(node.func) in ("isinstance", "issubclass")
         for name in parts(node.args[1])
     ]
     used = {

@@ -176,6 +176,7 @@ def test_the_source_distribution_can_test_itself(sdist: Path) -> None:
     assert [name for name in held if name.endswith((".so", ".pyc"))] == []
 
 
+@pytest.mark.long
 def test_the_metadata_leads_somewhere(wheel: Path) -> None:
     archive = ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make test`` runs every part whatever the others' end, and says in one line how many tests passed and failed."""
+"""``make test`` runs every part whatever the others' end, files side by side, and one line says how many passed."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,13 +53,14 @@ def test_all_parts_run_and_one_line_sums_them_up(
         return (1, Count(2, 1)) if part.name == failing else (0, Count(3, 0, 1))
 
     monkeypatch.setattr(run_tests, "run", run)
-    assert run_tests.main(["-k", "this"]) == (failing is not None)
+    monkeypatch.setattr(run_tests, "capability", lambda: "AVX2")
+    assert run_tests.main(["--all", "-k", "this"]) == (failing is not None)
     *_, by_part, total = capsys.readouterr().out.splitlines()
     bad, good = "2 passed, 1 failed", "3 passed, 0 failed, 1 skipped"
-    names = [part.name for part in parts(everything=False)]
+    names = [part.name for part in parts(everything=True)]
     assert by_part == "; ".join(f"{name}: {bad if name == failing else good}" for name in names)
-    assert names[0] == "unit tests" and names[-1] == "real workers"
-    assert total == "total: " + ("5 passed, 1 failed, 1 skipped" if failing else "6 passed, 0 failed, 2 skipped")
+    assert names[0] == "unit tests" and names[-1] == "real workers" and len(names) == 4
+    assert total == "total: " + ("11 passed, 1 failed, 3 skipped" if failing else "12 passed, 0 failed, 4 skipped")
 
 
 def test_the_slowest_files_are_named_by_what_all_their_tests_took(tmp_path: Path) -> None:
@@ -76,11 +80,47 @@ def test_a_part_has_its_environment_and_keeps_bytecode(monkeypatch: pytest.Monke
 
 
 def test_paths_choose_their_part() -> None:
-    units, workers = parts(everything=False)
+    (short,) = parts(everything=False)
+    units, *_, workers = parts(everything=True)
     one, other = "tests/agmerge/exchanges/test_format.py::test_x", f"{WORKERS}/test_soak.py"
-    assert [choice(part, ["-x", one]) for part in (units, workers)] == [["-x", one], None]
-    assert [choice(part, [one, "-x", other]) for part in (units, workers)] == [[one, "-x"], ["-x", other]]
-    assert [choice(part, ["-x"]) for part in (units, workers)] == [["-x"], ["-x", WORKERS]]
+    assert [choice(part, ["-x", one]) for part in (short, units, workers)] == [["-x", one], ["-x", one], None]
+    assert [choice(part, [one, "-x", other]) for part in (short, units, workers)] == [
+        [one, "-x", other],
+        [one, "-x"],
+        ["-x", other],
+    ]
+    assert [choice(part, ["-x"]) for part in (short, units, workers)] == [["-x"], ["-x"], ["-x", WORKERS]]
+
+
+FILES = {
+    "test_a.py": "import os, time\nimport pytest\n"
+    "def test_one(tmp_path): assert tmp_path.name == 'test_one0'\n"
+    "@pytest.mark.parametrize('x', [1, 2, 3])\ndef test_three(x): assert x < 3\n",
+    "test_b.py": "import os, signal\ndef test_dies(): os.kill(os.getpid(), signal.SIGKILL)\ndef test_lost(): pass\n",
+    **{f"test_{name}.py": "import os\ndef test_it(): pass\n" for name in "cdefg"},
+}
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_files_run_side_by_side_and_none_is_lost(once: bool, tmp_path: Path) -> None:
+    """Though a process dies: its test has failed, and another process takes the files that are left."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "pytest.ini").write_text("[pytest]")
+    (tmp_path / "conftest.py").write_text(
+        "from side_by_side import SideBySide\n"
+        "def pytest_configure(config): config.pluginmanager.register(SideBySide(config, 2))\n"
+    )
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}", str(tmp_path)]
+    paths = {"PYTHONPATH": str(Path(run_tests.__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ended = subprocess.run(
+        [*command, *(["-x"] if once else [])], env={**os.environ, **paths}, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ended.returncode == (2 if once else 1), ended.stdout + ended.stderr
+    found = run_tests.counted(1, report)
+    assert found == Count(8, 2) or once and found.failed == 1
+    assert once or "The process of this test has died" in ended.stdout and "assert 3 < 3" in ended.stdout
 
 
 @pytest.mark.parametrize(("capability", "levels"), [("AVX512", 3), ("AVX2", 2), ("DEFAULT", 2)])

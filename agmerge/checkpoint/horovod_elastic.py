@@ -105,18 +105,21 @@ def _levelled(
 ) -> dict[str, Any]:
     """Collective. Return ``updates`` with rank 0's steps, outer optimizer and shared parameters.
 
+    If a message of rank 0's was under way all send that again, so that all make the same calls. A newcomer also takes
+    what rank 0 has measured for moments.
     Where one of these differs, by a commit that this worker or rank 0 alone has made, its parameters are as far ahead
     of rank 0's as they were of its own. ``updates``: a result of ``LocalReplica.saved``; ``residuals``: its worker's;
     ``homes``: devices of its parameters, by name.
     """
     base = updates["base"]
     forms = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in base.items()}
-    forms, common = broadcast_object((forms, {key: updates[key] for key in ("steps", "outer")}))
+    common = {key: updates[key] for key in ("steps", "outer", "under_way")}
+    forms, common, moments = broadcast_object((forms, common, updates.get("moments")))
     shared = {name: torch.empty(shape, dtype=dtype, device=homes[name]) for name, (shape, dtype) in forms.items()}
     for name in shared.keys() & base.keys():
         shared[name].copy_(base[name])
     broadcast_parameters(shared)
     levelled = {**updates, **common, "base": shared}
     if not all(name in base and torch.equal(shared[name], base[name]) for name in shared):
-        levelled = displaced(levelled, displacements(updates, residuals))
-    return levelled
+        levelled = {**displaced(levelled, displacements(updates, residuals)), "under_way": common["under_way"]}
+    return levelled if base or moments is None else {**levelled, "moments": moments}

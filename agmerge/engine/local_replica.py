@@ -161,18 +161,23 @@ class DeltaTable:
     A parameter that has taken part goes on, also when it is frozen: some of its updates may not have been sent yet. So
     does one that is frozen and has a gradient, which the optimizer steps with.
 
-    ``more``: returns one more dense tensor that is averaged with the deltas of these parameters; None: there is none.
     """
 
-    def __init__(
-        self, members: ParameterTable, more: Callable[[Sequence[ParameterInfo]], ParameterInfo | None] | None = None
-    ) -> None:
-        self._members, self._more = members, more
+    def __init__(self, members: ParameterTable) -> None:
+        self._members = members
+        self._more: Callable[[Sequence[ParameterInfo]], ParameterInfo | None] | None = None
         self._tracked: set[str] = set()  # parameters that take part whether they need a gradient or not
 
     def track(self, names: Iterable[str]) -> None:
         """Make these parameters take part from now on, whether they need a gradient or not."""
         self._tracked.update(names)
+
+    def average_along(self, more: Callable[[Sequence[ParameterInfo]], ParameterInfo | None] | None) -> None:
+        """Average one more dense tensor with the deltas, from the next agreement on.
+
+        ``more``: returns it for the parameters that take part. None, or if that returns None: there is none.
+        """
+        self._more = more
 
     def parameters(self) -> list[ParameterInfo]:
         """Return the parameters that take part."""
@@ -191,7 +196,7 @@ class DeltaTable:
         return any(wide(member.dtype) != member.dtype for member in self.parameters())
 
     def active(self) -> list[ParameterInfo]:
-        """Return those of :meth:`parameters`, each with the dtype of its delta, and ``more``."""
+        """Return those of :meth:`parameters`, each with the dtype of its delta, and what is averaged along."""
         parameters = self.parameters()
         more = None if self._more is None else self._more(parameters)
         deltas = [replace(member, dtype=wide(member.dtype)) for member in parameters]
@@ -218,15 +223,19 @@ class LocalReplica:
     exchanges.
     """
 
-    def __init__(
-        self, members: ParameterTable, table: DeltaTable, exchange: GradientExchange, options: Updates
-    ) -> None:
-        self._members, self._table, self._exchange, self._options = members, table, exchange, options
+    def __init__(self, members: ParameterTable, table: DeltaTable, exchange: GradientExchange) -> None:
+        self._members, self._table, self._exchange = members, table, exchange
         self.own_steps = OwnSteps()  # exchanged or not
         self._snapshot: object = None  # of the table, as of the last check
         self.strayed = watch_straying(self)
         self._access = ScriptAccess(self)  # the script's, to the parameters, between steps
         self.shared = self._fitting()
+
+    @property
+    def _options(self) -> Updates:
+        updates = self._exchange.agreed.config.sync.updates
+        assert updates is not None
+        return updates
 
     @property
     def steps(self) -> int:
@@ -250,7 +259,8 @@ class LocalReplica:
 
     def memory_for(self, config: Config) -> Memory:
         """Return the memory of unsent updates with ``config``; a residual that exists is kept in any case."""
-        memory = self._options.memory_for(config.compression.compressor, narrow=self._table.is_narrow)
+        assert config.sync.updates is not None
+        memory = config.sync.updates.memory_for(config.compression.compressor, narrow=self._table.is_narrow)
         return Residual() if self._exchange.agreed.current.residuals() and not memory.has_residual else memory
 
     def refit(self) -> None:

@@ -18,6 +18,7 @@ from agmerge.engine.moments import Departure, OptimizerMoments, followed_share
 from agmerge.errors import warn
 from agmerge.step.config import Updates
 from agmerge.tensors.parameters import ParameterInfo, ParameterTable, local_of, optimizers_of
+from sparsifiers.quantising.moving import Momentum
 
 UNREACHABLE = (
     "AGM714: The moments of {names} stay each worker's own, so steps are shorter than with the averaged gradient. With "
@@ -122,10 +123,10 @@ class MeanMoments:
             for number, moments in enumerate(self._moments.values())
         ]
 
-    def follow(self, parameter: torch.Tensor, elements: slice, moved: torch.Tensor) -> None:
-        """Move momenta as some elements of ``parameter``, flat in C order, were moved to the mean: by ``moved``."""
-        for departure in self._departures:
-            departure.follow(parameter, elements, moved, self._period, self._share)
+    def follow(self, parameter: torch.Tensor) -> Momentum | None:
+        """Return the momentum of ``parameter`` that follows its movement to the mean; None: there is none."""
+        found = (departure.momentum(parameter, self._period, self._share) for departure in self._departures)
+        return next((momentum for momentum in found if momentum is not None), None)
 
     @property
     def unreachable(self) -> tuple[str, ...]:

@@ -205,11 +205,6 @@ class MomentScales:
         self._arrive()
         return self._ratios[self._numbers[name]]
 
-    def of(self, name: str) -> float:
-        """Return the ratio of a parameter, from 1 / workers to 1: 1 until the first measurement."""
-        ratio = self.measured(name)
-        return 1.0 if ratio is None else ratio
-
     @property
     def overall(self) -> float:
         """Return the ratio over all parameters, from 1 / workers to 1: 1 until the first measurement."""

@@ -3,7 +3,7 @@
 
 The second moment of Adam's kind holds the square of the worker's own gradient, which is too large:
 :meth:`OptimizerMoments.before_step` counts only the share that the workers' mean gradient has. The first moment holds
-the noise of one worker: :meth:`Departure.follow` moves it to the mean of the workers' momenta, which follows from how
+the noise of one worker: :meth:`Departure.momentum` moves it to the mean of the workers' momenta, which follows from how
 the mean of their parameters differs from the own ones. Only this file knows the keys of optimizers' states.
 """
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from agmerge.backends.streams import HostCopies, streams_of
 from agmerge.tensors.parameters import optimizers_of
+from sparsifiers.quantising.moving import Momentum
 
 # Facts about the classes of torch.optim.
 
@@ -99,36 +100,20 @@ class _Squares:
         return value if left_out is None else torch.where(left_out.to(value.device), 0.0, value)
 
 
-class LoweredMoments:
-    """Second moments that were lowered for one step of the optimizer, which raises them again."""
-
-    def __init__(self, squares: list[_Squares], scale: Tensor | float | None, left_out: Tensor | None) -> None:
-        self._squares, self._scale, self._left_out = squares, scale, left_out
-        self._add(-1.0)
-
-    def _add(self, sign: float) -> None:
-        """Add the squares of all gradients, times their factors and ``sign``, to the moments: one pass."""
-        plain = [each for each in self._squares if not each.decay and each.gradient.dtype == each.moment.dtype]
-        if self._scale is not None or self._left_out is not None:
-            plain = []
-        if plain:
-            gradients = [each.gradient for each in plain]
-            factors = [sign * each.factor for each in plain]
-            torch._foreach_addcmul_([each.moment for each in plain], gradients, gradients, factors)
-        if len(plain) < len(self._squares):
-            done = {id(each) for each in plain}
-            for each in self._squares:  # one temporary at a time
-                if id(each) not in done:
-                    summand = each.summand(self._scale, self._left_out)
-                    each.moment.addcmul_(summand, summand, value=sign * each.factor)
-
-    @torch.no_grad()
-    def undo(self) -> None:
-        """Restore the second moments, if the step was not made and gradients and parameters have not changed.
-
-        An element is then within one rounding of what it was, relative to the larger of it and what was subtracted.
-        """
-        self._add(1.0)
+def _lower(squares: list[_Squares], scale: Tensor | float | None, left_out: Tensor | None) -> None:
+    """Subtract the squares of all gradients, times their factors, from the moments: one pass."""
+    plain = [each for each in squares if not each.decay and each.gradient.dtype == each.moment.dtype]
+    if scale is not None or left_out is not None:
+        plain = []
+    if plain:
+        gradients = [each.gradient for each in plain]
+        factors = [-each.factor for each in plain]
+        torch._foreach_addcmul_([each.moment for each in plain], gradients, gradients, factors)
+    done = {id(each) for each in plain}
+    for each in squares:  # one temporary at a time
+        if id(each) not in done:
+            summand = each.summand(scale, left_out)
+            each.moment.addcmul_(summand, summand, value=-each.factor)
 
 
 class OptimizerMoments:
@@ -149,7 +134,7 @@ class OptimizerMoments:
         ratio: Callable[[Tensor], float | None],
         scale: Tensor | float | None = None,
         found_inf: Tensor | None = None,
-    ) -> LoweredMoments | None:
+    ) -> None:
         """Lower second moments so that the step about to be made counts ``ratio * g * g`` in place of ``g * g``.
 
         The optimizer's own update of a moment ``v``, ``b2 * v + (1 - b2) * g * g``, makes ``b2 * v + (1 - b2) * ratio *
@@ -161,18 +146,15 @@ class OptimizerMoments:
             ratio: of a parameter, as of :meth:`MomentScales.measured`. None: not known.
             scale: loss scale that the gradients still contain, for fused optimizers under a ``GradScaler``.
             found_inf: 1.0 where the optimizer will leave this step out itself, then nothing is lowered, bitwise.
-
-        Returns:
-            what was done, to be undone if the step is not made. None: nothing was.
         """
         self._steps += 1
         squares = [each for one in optimizers_of(self._optimizer) for each in self._squares(one, ratio)]
         left_out = None if found_inf is None else found_inf.bool().reshape(())
         if left_out is not None and left_out.device.type == "cpu":
             if left_out:
-                return None
+                return
             left_out = None
-        return LoweredMoments(squares, scale, left_out) if squares else None
+        _lower(squares, scale, left_out)
 
     def _squares(self, optimizer: Any, ratio: Callable[[Tensor], float | None]) -> list[_Squares]:
         """Return the second moments of one optimizer that are to be lowered; scale those of first steps."""
@@ -354,7 +336,7 @@ ALMOST_HALF = 0.45  # found by simulation, for b1 from 0.8 to 0.95: straying is 
 
 
 def followed_share(period: int, overlap: int) -> float:
-    """Return which share of a difference momenta should follow, for :meth:`Departure.follow`.
+    """Return which share of a difference momenta should follow, for :meth:`Departure.momentum`.
 
     A fragment that arrives only when it leaves again tells of a momentum that the arrival before has changed meanwhile.
     To take the whole difference then counts it twice. The difference ``d`` of momenta obeys ``d[t + 1] = b1 * (d[t] -
@@ -379,67 +361,53 @@ class Departure:
     ) -> None:
         self._settings, self._scalars, self._rates = settings, scalars, rates  # the last: places of learning rates
         self._steps, self._left_at = steps, steps()  # of the optimizer, now and at the departure
-        self._memory: Tensor | None = None  # for the roots of one piece, and the next
         scalars.queue()
 
     def rates(self) -> list[float]:
         """Return the learning rates of the departure, by param group. Waits for devices that have them."""
         return [self._scalars.read(place) for place in self._rates]
 
-    @torch.no_grad()
-    def follow(self, parameter: Tensor, elements: slice, moved: Tensor, period: int, share: float = 1.0) -> None:
-        """Move the momentum of some elements to the mean of all workers' momenta.
+    def momentum(self, parameter: Tensor, period: int, share: float = 1.0) -> Momentum | None:
+        """Return the momentum of ``parameter``, as it follows the parameter to the mean of all workers; None: it stays.
 
         To first order ``moved = -period * rate / (1 - b1^t) * (mean momentum - own momentum) / (sqrt(v^) + eps)``, so
         ``momentum -= moved * (sqrt(v^) + eps) * (1 - b1^t) / (period * rate)``. The second moment ``v^`` is the present
         one, and other numbers are those of the departure. A step of SGD, and of RMSprop with momentum, is ``rate *
         momentum``: the same formula without the factors between. Where ``moved`` of all workers is 0 in the sum, and
         they have the same ``v``, the mean of their momenta stays. If there is no momentum, or the rate was 0, nothing
-        changes.
+        follows.
 
         Args:
-            parameter: of the optimizer, contiguous.
-            elements: which of its elements, in C order.
-            moved: 1-D, of these: the mean of all workers minus what this worker sent of its own.
+            parameter: of the optimizer, contiguous. It moves by the mean of all workers minus what this worker sent.
             period: steps of which a fragment holds the difference: 1 if every step sends every element.
             share: of the difference that is followed: see :func:`followed_share`.
         """
         settings, place = self._settings.get(parameter, (None, 0))
         state = None if settings is None else settings.optimizer.state.get(parameter)
         if settings is None or not state:
-            return
+            return None
         rate, momentum = self._scalars.read(settings.rate), _moment(state, settings.momentum, parameter)
         if rate == 0 or momentum is None or not momentum.is_contiguous():
-            return
-        target = momentum.view(-1)[elements]
+            return None
         if settings.squares is None:
-            target.sub_(moved, alpha=share / (period * rate))
-            return
+            return Momentum(momentum.view(-1), None, share / (period * rate), 0.0)
         steps = self._scalars.read(place)
         squares = _moment(state, "max_exp_avg_sq" if "max_exp_avg_sq" in state else settings.squares, parameter)
         if steps < 1 or squares is None or not squares.is_contiguous():
-            return
+            return None
         factor = share * (1 - settings.beta1**steps) / (period * rate)
         if settings.is_rectified:
             rectified = rectification(settings.beta2, steps)
             if rectified is None:  # these steps are not divided by a second moment
-                target.sub_(moved, alpha=factor)
-                return
+                return Momentum(momentum.view(-1), None, factor, 0.0)
             factor /= rectified
         if settings.momentum_decay is not None:
             # Of NAdam's step the momentum makes up this share (Dozat 2016, its mu): early on, half is the new gradient.
             factor *= settings.beta1 * (1 - 0.5 * 0.96 ** (steps * settings.momentum_decay))
         bias = math.sqrt(1 - settings.beta2 ** self._present_steps(state, steps))
         # (sqrt(v^) + eps) * bias. In RAdam's steps eps is added before the bias is corrected.
-        root = self._root(squares.view(-1)[elements]).add_(settings.eps * (1 if settings.is_rectified else bias))
-        target.addcmul_(moved, root, value=-factor / bias)
-
-    def _root(self, squares: Tensor) -> Tensor:
-        """Return the square roots, 1-D, until the next call: new memory for each piece would take a fifth longer."""
-        memory, size = self._memory, squares.numel()
-        if memory is None or memory.numel() < size or (memory.dtype, memory.device) != (squares.dtype, squares.device):
-            self._memory = memory = torch.empty_like(squares)
-        return torch.sqrt(squares, out=memory[:size])
+        eps = settings.eps * (1 if settings.is_rectified else bias)
+        return Momentum(momentum.view(-1), squares.view(-1), factor / bias, eps)
 
     def _present_steps(self, state: Mapping[str, Any], steps: float) -> float:
         """Return how many steps the second moment holds. On a device it is counted, not read."""

@@ -59,12 +59,12 @@ def refuse_elastic(config: Config) -> None:
     )  # fmt: skip
     found = {
         f"exchange={exchange!r}": exchange not in (AUTO, SPARSE),
-        f"compression={compressor.name!r}": Kind.LOW_RANK in compressor.kinds,
+        f"compression={compressor.name!r}": bool(compressor.kinds & {Kind.LOW_RANK, Kind.CUSTOM}),
         "merging='dear'": sync.model is not None,
         "process_set=": bool(sync.process_set.ranks) or sync.process_set.horovod is not None,
         "dense='partial'": config.compression.partial is not None,
         "a GradScaler": config.guards.scaled and updates is None,
-        "fragments=": updates is not None and updates.fragments > 1,
+        "fragments=": updates is not None and updates.takes_turns,
         "overlap=": updates is not None and updates.overlap > 0,
     }
     for what, is_there in found.items():

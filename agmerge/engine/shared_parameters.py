@@ -16,13 +16,14 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from agmerge.exchanges.base import ReadPiece
+from agmerge.exchanges.base import ArrivedPieces
 from agmerge.step.config import Outer
 from agmerge.step.flat_buffers import Received, Sent
 from agmerge.step.gradient_exchange import Combined, GradientExchange
 from agmerge.tensors.arena import Difference
 from agmerge.tensors.layout import Segment, Slot
 from sparsifiers import native
+from sparsifiers.quantising.moving import Momentum, Moved
 
 # Pieces of tensors that were sent, and combined updates applied to them: functions of flat tensors.
 
@@ -175,7 +176,7 @@ def _ascending(indices: torch.Tensor, values: torch.Tensor) -> Pair:
 # Shared parameters.
 
 Tensors = dict[str, torch.Tensor]  # by name of the parameter
-Follow = Callable[[torch.Tensor, slice, torch.Tensor], None]  # a parameter, elements of it, flat, and their movement
+Follow = Callable[[torch.Tensor], Momentum | None]  # returns the momentum of a parameter; None: none follows
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -281,7 +282,7 @@ class SharedParameters(ABC):
     def apply(self, combined: Combined, follow: Follow | None = None) -> None:
         """Move ``base`` and the parameters by the combined updates. The exchange has been committed.
 
-        ``follow``: called with the movement of a parameter towards the mean of all workers.
+        ``follow``: returns what follows the movement of a parameter towards the mean of all workers.
         """
 
     @abstractmethod
@@ -367,8 +368,10 @@ class UnsentInParameters(SharedParameters):
         received = lists_by_name(combined.buffers.store.received)
         lists = {name: of_name for name, of_name in received.items() if name in self.own}
         sent = self._sent(combined, [*updates, *lists])
-        pieces = [one for one in combined.buffers.store.pieces if one.slot.name in self.own]
-        self._take_pieces(pieces, updates, sent, follow)
+        if self._outer is None:
+            self._move_by(combined.buffers.store.pieces, follow)
+        else:
+            self._collect(combined.buffers.store.pieces, updates, sent)
         for name, of_name in lists.items():  # they have no update
             if self._goes_along(name):
                 apply_lists(*self._flat(name), of_name, sent[name])
@@ -390,32 +393,39 @@ class UnsentInParameters(SharedParameters):
         if whole:
             torch._foreach_copy_([self.own[n].detach() for n in whole], [self.base[n] for n in whole])
 
-    def _take_pieces(
-        self, pieces: Sequence[ReadPiece], updates: Tensors, sent: dict[str, list[Piece]], follow: Follow | None
-    ) -> None:
-        """Apply the pieces of quantized tensors one by one, or add them to ``updates`` and ``sent`` for an outer step.
+    def _move_by(self, messages: Sequence[ArrivedPieces], follow: Follow | None) -> None:
+        """Apply the pieces of quantized tensors of all messages.
 
         ``base`` moves by what arrives, and a worker's own by as much less what it has sent of that.
         """
         strided: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by name: copies in C order
-        for slot, elements, combined, own_sent in pieces:
-            name, moved, gone = slot.name, combined(), own_sent()
-            base, own = self.base[name], self.own[name].detach()
-            if self._outer is not None:
-                if name not in updates:
-                    updates[name], sent[name] = torch.zeros_like(base, memory_format=torch.contiguous_format), []
-                updates[name].view(-1)[elements].copy_(moved)
-                sent[name].append(Piece(elements.start, elements.stop, elements.start, None, gone.clone()))
-                continue
+
+        def tensors(slot: Slot) -> Moved | None:
+            if slot.name not in self.own:
+                return None
+            base, own = self.base[slot.name], self.own[slot.name].detach()
             if not (base.is_contiguous() and own.is_contiguous()):
-                base, own = strided.setdefault(name, (base.contiguous(), own.contiguous()))
-            base.view(-1)[elements].sub_(moved)
-            own.view(-1)[elements].add_(torch.sub(gone, moved, out=moved))
-            if follow is not None:
-                follow(self.own[name], elements, moved)
+                base, own = strided.setdefault(slot.name, (base.contiguous(), own.contiguous()))
+            return Moved(base.view(-1), own.view(-1), None if follow is None else follow(self.own[slot.name]))
+
+        for message in messages:
+            message.move(tensors)
         for name, (base, own) in strided.items():
             self.base[name].copy_(base)
             self.own[name].detach().copy_(own)
+
+    def _collect(self, messages: Sequence[ArrivedPieces], updates: Tensors, sent: dict[str, list[Piece]]) -> None:
+        """Add the pieces of quantized tensors of all messages to ``updates`` and ``sent``, for an outer step."""
+        for message in messages:
+            for slot, elements, combined, own_sent in message.read():
+                name = slot.name
+                if name not in self.own:
+                    continue
+                if name not in updates:
+                    updates[name] = torch.zeros_like(self.base[name], memory_format=torch.contiguous_format)
+                    sent[name] = []
+                updates[name].view(-1)[elements].copy_(combined)
+                sent[name].append(Piece(elements.start, elements.stop, elements.start, None, own_sent.clone()))
 
     def _goes_along(self, name: str) -> bool:
         """Return whether a parameter moves by the same update as ``base``, and both are flat in memory."""

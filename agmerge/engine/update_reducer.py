@@ -33,10 +33,12 @@ from agmerge.engine.participation import Participation, check_not_averaged, open
 from agmerge.engine.plain_clipping import PlainClipping
 from agmerge.engine.sharded_steps import ShardedSteps
 from agmerge.exchanges.message.format import Flag
+from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.planning.replanner import Replanner
 from agmerge.runtime import workers
-from agmerge.step.config import Config, planner_for
+from agmerge.step.config import Config, Updates, planner_for
 from agmerge.step.gradient_exchange import Combined, Due, GradientExchange
+from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.arena import Difference
 from agmerge.tensors.parameters import ParameterTable
 
@@ -48,23 +50,12 @@ class UpdateReducer:
     passes = None  # a step uses the gradients that exist
 
     def __init__(self, members: ParameterTable, config: Config) -> None:
-        assert config.sync.updates is not None
-        self.updates, self.members = config.sync.updates, members
-        self._table = DeltaTable(members)
-        if self.updates.may_overlap and self._table.is_narrow:
-            self.updates = replace(self.updates, overlap=0)
-            config = config.changed(updates=self.updates)
-        self._moments = MeanMoments(members, self.updates) if self.updates.mean_moments else None
-        if self._moments is not None:
-            self._table = DeltaTable(members, self._moments.measurement)
-        config = self._with_planner(config)
-        self.exchange = open_exchange(
-            members,
-            self._table,
-            config,
-            _no_plans if self.updates.takes_turns else Replanner,
-        )
-        self.replica = LocalReplica(members, self._table, self.exchange, self.updates)
+        self.members, self._table = members, DeltaTable(members)
+        config = self._fitted(config)
+        self._moments: MeanMoments | None = None  # None: they stay as the optimizer makes them
+        self._keep_moments(_updates_of(config))
+        self.exchange = open_exchange(members, self._table, config, _replanner)
+        self.replica = LocalReplica(members, self._table, self.exchange)
         self.participation = Participation(self.exchange, self.replica.compared)
         self.flags_of_all = 0  # flags of all ranks in the last exchange, see Flag
         self._announced: tuple[str, ...] = ()  # parameters with bad gradients, as said in the messages under way
@@ -76,10 +67,24 @@ class UpdateReducer:
         self._averaged_twice = AveragedTwice(members, self.exchange)
         self._plain_clipping = PlainClipping(members, self.exchange)
 
-    def _with_planner(self, config: Config) -> Config:
-        """Return ``config`` with a planner that makes as many merge buffers as take turns."""
+    @property
+    def updates(self) -> Updates:
+        """Return the schedule of the exchanges, as the present config has it."""
+        return _updates_of(self.exchange.agreed.config)
+
+    def _fitted(self, config: Config) -> Config:
+        """Return ``config`` as it fits the parameters, with as many merge buffers as take turns."""
+        updates = _updates_of(config)
+        if updates.may_overlap and (self._table.is_narrow or workers.can_regroup()):
+            updates = replace(updates, overlap=0)
         elements = sum(member.local.numel() for member in self._table.parameters())
-        return config.changed(planner=planner_for(self.updates, config.merging.planner, elements))
+        return config.changed(updates=updates, planner=planner_for(updates, config.merging.planner, elements))
+
+    def _keep_moments(self, updates: Updates) -> None:
+        """Keep the optimizer's moments in the scale of the mean from now on, or no more, as ``updates`` has it."""
+        if updates.mean_moments != (self._moments is not None):
+            self._moments = MeanMoments(self.members, updates) if updates.mean_moments else None
+            self._table.average_along(None if self._moments is None else self._moments.measurement)
 
     # -- the group of workers -------------------------------------------------------------------------------------
 
@@ -121,8 +126,9 @@ class UpdateReducer:
         """Collective. Use another config, as :meth:`Participation.reconfigure`; unsent updates stay where they are."""
         self.replica.check_not_shown(what)
         self.flush()
-        config = self._with_planner(config).changed(memory=self.replica.memory_for(config))
-        self.participation.reconfigure(config, what, advice)
+        config = self._fitted(config)
+        self.participation.reconfigure(config.changed(memory=self.replica.memory_for(config)), what, advice)
+        self._keep_moments(self.updates)
         self.replica.refit()
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -367,5 +373,12 @@ class BackwardPolls:
             exchange.poll()
 
 
-def _no_plans(*_: object) -> None:
-    """Return None: where fragments take turns, the first plan stays."""
+def _updates_of(config: Config) -> Updates:
+    """Return how updates are exchanged with ``config``."""
+    assert config.sync.updates is not None
+    return config.sync.updates
+
+
+def _replanner(buffers: MergeBuffers, times: RunningStepTimes) -> Replanner | None:
+    """Return the maker of plans; None where fragments take turns: the first plan stays."""
+    return None if _updates_of(buffers.config).takes_turns else Replanner(buffers, times)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,7 +25,8 @@ from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.ops import ReduceOp
 from agmerge.tensors.arena import Difference, Unwritten, Write
 from agmerge.tensors.layout import Segment, Slot
-from sparsifiers import Kind, Quantiser, Selection
+from sparsifiers import Custom, Kind, Quantiser, Selection
+from sparsifiers.quantising.moving import Arrived, Moved, move_all, read_all
 
 
 class Store(ABC):
@@ -79,12 +80,12 @@ class Store(ABC):
         """Count zeros in the blocks of a tensor that is sent, or could be, in few bits: 1-D; None: all are zero."""
 
     def takes_pieces(self, slot: Slot) -> bool:
-        """Return whether :meth:`take_piece` gets the pieces of a quantised tensor: then no update is written."""
+        """Return whether :meth:`take_pieces` gets the pieces of a quantised tensor: then no update is written."""
         return False
 
-    def take_piece(self, piece: ReadPiece) -> None:
-        """Record a piece of a quantised tensor that has arrived."""
-        raise NotImplementedError(f"{piece.slot.name}: {type(self).__name__} takes no pieces")
+    def take_pieces(self, arrived: ArrivedPieces) -> None:
+        """Record the pieces of quantised tensors of a message that has arrived."""
+        raise NotImplementedError(f"{type(self).__name__} takes no pieces")
 
     def owed_of(self, slot: Slot) -> torch.Tensor:
         """Return what this rank, as an owner of sums, has rounded and owes to all: float32, 1-D, as long as the tensor.
@@ -103,13 +104,31 @@ class Store(ABC):
 
 
 class ReadPiece(NamedTuple):
-    """Piece of a quantised tensor that has arrived. Its functions return float32, 1-D, valid until they are called for
-    another piece."""
+    """Piece of a quantised tensor that has been read: float32, 1-D, valid until the next one is read."""
 
     slot: Slot
     elements: slice  # of the tensor, flat in C order
-    combined: Callable[[], torch.Tensor]  # the update, of all ranks
-    sent: Callable[[], torch.Tensor]  # what receivers read of this rank's own message
+    combined: torch.Tensor  # the update, of all ranks
+    sent: torch.Tensor  # what receivers read of this rank's own message
+
+
+@dataclass(frozen=True)
+class ArrivedPieces:
+    """Pieces of quantised tensors of one message that has arrived. They are not read until they are needed."""
+
+    quantiser: Quantiser
+    pieces: Sequence[tuple[Slot, slice]]  # with their elements, as of :class:`ReadPiece`
+    records: Arrived
+
+    def read(self) -> Iterator[ReadPiece]:
+        """Read the pieces, one after the other."""
+        for (slot, elements), pair in zip(self.pieces, read_all(self.quantiser, self.records), strict=True):
+            yield ReadPiece(slot, elements, *pair)
+
+    def move(self, tensor_of: Callable[[Slot], Moved | None]) -> None:
+        """Read the pieces and move by them, in one pass over memory, what ``tensor_of`` says of each slot, if any."""
+        moved = {slot.index: tensor_of(slot) for slot in {slot.index: slot for slot, _ in self.pieces}.values()}
+        move_all(self.quantiser, self.records, [moved[slot.index] for slot, _ in self.pieces])
 
 
 # Messages. On a device, what follows the first collective of one on another communicator starts once so many later ones
@@ -148,6 +167,7 @@ class ExchangeContext:
     cast: torch.dtype | None = None  # dtype of dense segments on the wire; None: the gradient's own
     rounds_dense: bool = False  # dense segments on the host may be rounded: their `work` keeps the error
     quantiser: Quantiser | None = None  # of quantised tensors; None: there are none
+    custom: Custom | None = None  # of tensors that a script's own class compresses; None: there are none
     feedback: bool = False  # the quantisation error stays in `work`, so that sent values are subtracted
     owes: bool = False  # the store keeps what owners of sums have rounded, see `Store.owed_of`
     fragments: int = 1  # a message of quantised tensors has every so many-th run of blocks, in turn from step to step

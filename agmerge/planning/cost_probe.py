@@ -146,7 +146,7 @@ class MessageTimer:
         part = self.buffers.config.compression.compressor.part(Kind.SPARSE)
         assert part is not None  # the tensor class is a sparse one
         sparsifier = cast(Sparsifier, part.unobserved)  # figures are of training, and not of probes
-        work, k, shapes = self.buffers.vector(self.segment, self.step)
+        work, k, shapes = self.buffers.vector(self.buffers.flat.operands(self.segment), self.step)
         return sparsifier.select(work, k=k, key=f"probe of {self.segment.numel}", step=self.step, shapes=shapes)
 
     def _send(self) -> Callable[[], object]:

@@ -246,7 +246,8 @@ class Replanner:
     def status(self) -> PlanStatus:
         """Return the activity of planning, and what is in use for which reason."""
         first = self._step - self._steps + 1  # step of this agreement, counted from 1
-        until = first + LIKELY - first % 10 if self._steps < LIKELY else self._step + FIRST
+        likely = LIKELY + self._first - FIRST
+        until = first + likely - first % 10 if self._steps < likely else self._step + FIRST
         probed = self._measurer.bytes_probed
         return status_of(self.buffers, self._choice, self._activity, self._measured, probed, until)
 
@@ -288,9 +289,21 @@ class Replanner:
         if self._activity is Activity.FIXED:
             return False
         if self._has_no_plan:
-            return steps == FIRST
+            return steps == self._first
         every = self._planner.recheck_every
         return bool(every) and steps % every == 0
+
+    @property
+    def _first(self) -> int:
+        """Return after how many steps of this agreement the first plan from times is made.
+
+        Not while updates still arrive in time: later steps, which do not wait for them, can do with more bits.
+        """
+        updates = self.buffers.config.sync.updates
+        if updates is None or not updates.overlap:
+            return FIRST
+        in_time = updates.in_time * updates.fragments // updates.every  # exchanges, as `_step` counts them
+        return FIRST + max(0, in_time - (self._step - self._steps))
 
     @property
     def _has_no_plan(self) -> bool:

@@ -12,7 +12,7 @@ import merging
 from agmerge.backends import Backend
 from agmerge.backends.topology import Nodes
 from agmerge.exchanges import Exchange, SegmentBuffers, routing
-from agmerge.exchanges.base import ReadPiece, Store
+from agmerge.exchanges.base import ArrivedPieces, Store
 from agmerge.exchanges.low_rank.bases import Bases
 from agmerge.exchanges.message.scaled import ZeroCount
 from agmerge.exchanges.node_shards import NodeShards, sharded
@@ -245,6 +245,7 @@ class FlatBuffers:
             self.bases = Bases(low_rank, factored)
         self.owed: dict[str, torch.Tensor] = {}  # by name, in the tensor's shape: see `owed_of`
         self._owing: list[tuple[Slot, slice, torch.Tensor]] = []  # what replaces it when the step ends
+        self.in_pieces: frozenset[int] = frozenset()  # slots of which :meth:`takes_pieces`
         self.may_move: list[bool] = []  # by slot: a gradient may move to where its update will be, see `update`
         self._has_shards = nodes is not None
         self._untrimmed = 2  # steps
@@ -266,6 +267,7 @@ class FlatBuffers:
         """
         self.updates.rebuild(bounds)
         self.in_place.choose(filter(self._needs_no_arena, prepared))
+        self.in_pieces = frozenset(i for i in self.in_place.slots if self.arena_of[i].memory.hands_back)
         # With merging="dear" a gradient stays where it is.
         self.may_move = [
             self.config.sync.model is None and local.is_contiguous() and index not in self.in_place.slots
@@ -278,9 +280,16 @@ class FlatBuffers:
         keeps = arena.memory.has_residual or arena.memory.has_momentum
         return not self._has_shards and not keeps and arena.tensor_class.kind is Kind.QUANTISED
 
+    def release_unused(self) -> None:
+        """Return memory that was used once to the system: of arenas whose tensors are sent from where they lie."""
+        for arena in self.arenas.values():
+            if all(slot.index in self.in_place.slots for slot in arena.slots):
+                arena.release()
+        trim()
+
     def takes_pieces(self, slot: Slot) -> bool:
         """Return whether the owner of a tensor takes its pieces as they arrive: no memory of its size is needed."""
-        return slot.index in self.in_place.slots and self.arena_of[slot.index].memory.hands_back
+        return slot.index in self.in_pieces
 
     # -- segments and tensors -------------------------------------------------------------------------------------
 
@@ -456,7 +465,7 @@ class SentValues(Store):
         self.has_residual = any(arena.memory.has_residual for arena in flat.arenas.values())
         self.sent: list[Sent] = []
         self.received: list[Received] = []
-        self.pieces: list[ReadPiece] = []  # of quantised tensors
+        self.pieces: list[ArrivedPieces] = []  # of quantised tensors, by message
         self._zeros: ZeroCount | None = None  # of quantised tensors; None: not asked for
 
     def subtract_sent(
@@ -506,9 +515,9 @@ class SentValues(Store):
         """Return whether pieces of a quantised tensor are recorded, and no update is written."""
         return self._flat.takes_pieces(slot)
 
-    def take_piece(self, piece: ReadPiece) -> None:
-        """Record a piece that has arrived."""
-        self.pieces.append(piece)
+    def take_pieces(self, arrived: ArrivedPieces) -> None:
+        """Record the pieces of a message that has arrived."""
+        self.pieces.append(arrived)
 
     def owed_of(self, slot: Slot) -> torch.Tensor:
         """Return what this rank, as an owner of sums, owes to all: float32, 1-D."""
@@ -559,7 +568,7 @@ class ProbedValues(SentValues):
     def owe(self, slot: Slot, elements: slice, values: torch.Tensor) -> None:
         """Do nothing."""
 
-    def take_piece(self, piece: ReadPiece) -> None:
-        """Decode a piece, as the owner of its tensor would."""
-        piece.combined()
-        piece.sent()
+    def take_pieces(self, arrived: ArrivedPieces) -> None:
+        """Read the pieces, as the owner of their tensors would."""
+        for _ in arrived.read():
+            pass

@@ -565,6 +565,7 @@ class GradientExchange:
             yield
         finally:
             buffers.rebuild(plan)
+            buffers.flat.release_unused()
 
     def _attempt(self, flags: int = Flag.ACTIVE, due: Due | None = None, nonfinite: Sequence[str] = ()) -> Round | None:
         """Return the round under way; None before the first agreement. It begins with the first tensor of a step."""

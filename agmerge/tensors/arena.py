@@ -9,6 +9,7 @@ memory has a residual, the update has a buffer of its own; until the exchange ha
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -45,10 +46,6 @@ class Difference(NamedTuple):
     def tensor(self) -> torch.Tensor:
         """Return the difference as a new tensor, in the strides of the minuend."""
         return self.minuend - self.subtrahend
-
-    def part(self, elements: slice) -> torch.Tensor:
-        """Return some elements of the difference as a new tensor; both tensors have one dimension."""
-        return self.minuend[elements] - self.subtrahend[elements]
 
 
 def as_tensor(gradient: torch.Tensor | Difference | None) -> torch.Tensor | None:
@@ -112,6 +109,22 @@ def trim() -> None:
         give = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if give is not None:
             give(ctypes.c_size_t(0))
+
+
+DONTNEED = 4  # MADV_DONTNEED of Linux
+
+
+def give_back(flat: torch.Tensor) -> None:
+    """Return the pages of a flat buffer of :func:`zeros` to the system: what was in it is lost. Only on Linux.
+
+    Another buffer in its place would not do: allocators keep freed memory, and fill it with zeros to give it out again.
+    """
+    if sys.platform == "linux" and flat.device.type == "cpu":
+        page = mmap.PAGESIZE
+        first = -(-flat.data_ptr() // page) * page
+        length = (flat.data_ptr() + flat.nbytes - first) // page * page
+        if length > 0:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), DONTNEED)
 
 
 def view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
@@ -223,9 +236,9 @@ def move_to_update(update: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor
     return update.copy_(gradient) if is_movable(update, gradient) else gradient
 
 
-# add(work, update, residual, gradient) writes work = residual + gradient, and returns whether that is finite; or None,
-# with nothing done. `update`: where the tensor's update will be.
-Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], "bool | None"]
+# add(work, update, residual, gradient, moves) writes work = residual + gradient, and returns whether that is finite; or
+# None, with nothing done. `update`: where the tensor's update will be, and where the gradient is copied if it `moves`.
+Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], "bool | None"]
 
 
 class Arena:
@@ -247,7 +260,7 @@ class Arena:
         rate: Callable[[Slot], Rate] | None = None,
     ) -> None:
         self.tensor_class, self.memory, self._size = tensor_class, memory, size
-        self._slots = slots
+        self.slots = slots
         self.rate_of: Callable[[Slot], Rate | None] = rate or (lambda slot: None)
         self.values = Halves(length, tensor_class.storage, tensor_class.device, slots, double=memory.has_residual)
         self.momenta = Halves(length, tensor_class.storage, tensor_class.device, slots) if memory.has_momentum else None
@@ -272,10 +285,16 @@ class Arena:
             return
         length, tensor_class = self.update.numel(), self.tensor_class
         if self.in_place:
-            self.values = Halves(length, tensor_class.storage, tensor_class.device, self._slots, double=False)
+            self.values = Halves(length, tensor_class.storage, tensor_class.device, self.slots, double=False)
         self.update = self.values.front if self.in_place else zeros(length, tensor_class.dtype, tensor_class.device)
-        self._handed_out = HandedOut(self.update, self._slots)
+        self._handed_out = HandedOut(self.update, self.slots)
         self.gradients = self._handed_out.views
+
+    def release(self) -> None:
+        """Return memory to the system of which nothing is needed after this step: work and updates, no residual."""
+        give_back(self.update)
+        if not self.memory.has_residual:
+            give_back(self.values.front)
 
     @property
     def work(self) -> torch.Tensor:
@@ -322,11 +341,19 @@ class Arena:
             gradient = self.gradients[index]
         residual = self.values.back_of[index] if self.memory.has_residual else None
         if add is not None and self.is_sum and residual is not None and gradient is not None:
-            finite = add(work, self.gradients[index], residual, gradient)
+            finite = add(work, self.gradients[index], residual, gradient, alongside.copy is not None)
             if finite is not None:
                 return finite
         momentum = self._momentum_of(slot, self.momenta) if self.momenta and self._momentum_of_gradients else None
         return self.memory.compensate(work, residual, gradient, momentum, self._size, alongside)
+
+    def accumulate_and_move(
+        self, slot: Slot, gradient: torch.Tensor, add: Add | None, notes: native.Noting | None
+    ) -> tuple[bool | None, torch.Tensor]:
+        """Do what :meth:`accumulate` and :meth:`move_to_update` do, in one pass if possible; return both results."""
+        copy = self.update_for(slot, gradient)
+        finite = self.accumulate(slot, gradient, add, Alongside(copy, notes))
+        return finite, self.move_to_update(slot, gradient) if copy is None else copy
 
     def update_for(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return where a gradient is copied while it is accumulated: its update's place; None: it is not copied."""
@@ -394,14 +421,14 @@ class Arena:
         no rank had a gradient (``used``, by slot) has an update of 0, and its residual and momentum stay as before.
         """
         if self.memory.averages and self.momenta is not None:
-            rates = {self.rate_of(slot) for slot in self._slots}
+            rates = {self.rate_of(slot) for slot in self.slots}
             if len(rates) == 1:
                 self.memory.correct(self.update, Momentum(self.momenta.back, self.momenta.front, *rates))
             else:
-                for slot in self._slots:
+                for slot in self.slots:
                     self.memory.correct(self.gradients[slot.index], self._momentum_of(slot, self.momenta))
         if self.memory.averages or waits:
-            for slot in self._slots:
+            for slot in self.slots:
                 if not used[slot.index]:
                     self.gradients[slot.index].zero_()
                     self.revert(slot)

@@ -91,6 +91,7 @@ ADAPTIVE = {
     f"{name}, AdamW": replace(one, optimizer="adamw")
     for name, one in {
         "no exchange": CONTENDERS["no exchange"],
+        "floor": CONTENDERS["floor"],
         "Horovod": CONTENDERS["Horovod"],
         "DDP": CONTENDERS["DDP"],
         "DDP PowerSGD": CONTENDERS["DDP PowerSGD"],

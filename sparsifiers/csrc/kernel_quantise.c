@@ -110,20 +110,31 @@ static void note_all(const struct senders *all, int64_t block, int64_t count, ui
 
 /* -- exported functions -------------------------------------------------------------------------------------------- */
 
+INLINE int subtract_body(const float *values, const float *less, int64_t n, float *to)
+{
+    for (int64_t i = 0; i < n; i++)
+        to[i] = values[i] - less[i];
+    return 0;
+}
+FOR_EACH_LEVEL(int, subtract, (const float *values, const float *less, int64_t n, float *to), (values, less, n, to))
+
 /* Write n values, of a kind of kernel_gradients.h, as records; zeros fill up the last block. The squares
-   of all are added to `squares` unless it is NULL. */
-EXPORT void kernel_quantise(const void *values, int64_t n, int kind, int codec, int64_t size, uint64_t key,
-                            int64_t first, uint8_t *out, double *squares)
+   of all are added to `squares` unless it is NULL. less: is subtracted from values that are floats; NULL: nothing is. */
+EXPORT void kernel_quantise(const void *values, const float *less, int64_t n, int kind, int codec, int64_t size,
+                            uint64_t key, int64_t first, uint8_t *out, double *squares)
 {
     ON_A_LINE float tile[TILE];
     struct blocks of = {codec, (int)size, key, first};
     for (int64_t start = 0; start < n; start += TILE) {
         int64_t here = least(TILE, n - start), count = (here + size - 1) / size;
         const float *from = tile;
-        if (kind == FLOAT32 && here == count * size)
+        if (kind == FLOAT32 && here == count * size && !less)
             from = (const float *)values + start;
         else {
-            widen(values, start, here, kind, tile);
+            if (less)
+                subtract((const float *)values + start, less + start, here, tile);
+            else
+                widen(values, start, here, kind, tile);
             memset(tile + here, 0, (size_t)(count * size - here) * sizeof(float));
         }
         kernel_write_blocks(&of, from, count, here, 0, out, squares);

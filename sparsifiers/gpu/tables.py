@@ -170,7 +170,7 @@ class BlockTable:
         numbers = np.array([run.number for run in self.runs], dtype=np.uint64).view(np.int64)
         fields = [[run[field] for run in self.runs] for field in range(1, len(BlockRun._fields))]
         size, first, blocks, length, source, target = (np.array(one, dtype=np.int64) for one in fields)
-        self._rows = np.stack([before[:-1], numbers, first, blocks, size, length, source, target], axis=1)
+        self.rows = np.stack([before[:-1], numbers, first, blocks, size, length, source, target], axis=1)  # of FIELDS
 
     def part(self, chosen: Sequence[int]) -> BlockTable:
         """Return the table of some runs, by their numbers."""
@@ -193,11 +193,11 @@ class BlockTable:
 
         keys: of 64 bits. sources, targets: addresses of tensors, by run, in place of the bytes; 0: there is none.
         """
-        words = np.empty(self._rows.size + len(keys), dtype=np.int64)
-        rows = words[: self._rows.size].reshape(self._rows.shape)
-        rows[:] = self._rows
+        words = np.empty(self.rows.size + len(keys), dtype=np.int64)
+        rows = words[: self.rows.size].reshape(self.rows.shape)
+        rows[:] = self.rows
         for field, addresses in ((_SOURCE, sources), (_TARGET, targets)):
             if addresses is not None:
                 rows[:, field] = addresses
-        words[self._rows.size :] = np.array(keys, dtype=np.uint64).view(np.int64)
+        words[self.rows.size :] = np.array(keys, dtype=np.uint64).view(np.int64)
         return send(words, torch.empty(len(words), dtype=torch.int64, device=device))

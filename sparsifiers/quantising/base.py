@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparsifiers import native
 from sparsifiers.base import Compressor, Kind
 from sparsifiers.gpu import records
 from sparsifiers.gpu.tables import BlockRun, BlockTable
+from sparsifiers.quantising import loops
 from sparsifiers.quantising.draws import Draws, key_within
 
 # Blocks, which share a scale: a pure function of the shape.
@@ -83,6 +83,8 @@ WRITTEN = (
     "_encode_known",
     "_decode",
     "_zeros",
+    "encode",
+    "decode_sum",
 )  # methods that compiled loops replace
 PART = 1024  # blocks that the host quantises at once: intermediate results stay in the cache
 
@@ -109,11 +111,11 @@ class Quantizer(Compressor):
         return self.memory != "none"
 
     def loops(self) -> int:
-        """Return its number in `sparsifiers.native`: of compiled loops that write and read the same bits.
+        """Return its number in `sparsifiers.quantising.loops`: of compiled loops that write and read the same bits.
 
-        They are not used by a subclass that writes `_encode`, `_decode`, `record_bytes` or `__init__` itself.
+        They are not used by a subclass that writes one of `WRITTEN` itself.
         """
-        return native.NONE
+        return loops.NONE
 
     @abstractmethod
     def record_bytes(self, size: int) -> int:
@@ -164,10 +166,17 @@ class Quantizer(Compressor):
         to be equal on all ranks; not finite if one of the values is not.
         """
         record = self._record(size)
-        if native.quantize(values, size, draws, out, squares, record):
+        if loops.quantize(values, size, draws, out, squares, record):
             return
         if not records.encode(values, size, draws, out, squares, record[0]):
             self._encode_in_torch(values, size, draws, out, squares)
+
+    def encode_difference(
+        self, values: Tensor, less: Tensor, size: int, draws: Draws, out: Tensor, squares: Tensor | None = None
+    ) -> None:
+        """Write all blocks of `values - less`, as :meth:`encode` does; both have one shape and dtype."""
+        if not loops.quantize(values, size, draws, out, squares, self._record(size), less):
+            self.encode(values - less, size, draws, out, squares)
 
     def _encode_in_torch(self, values: Tensor, size: int, draws: Draws, out: Tensor, squares: Tensor | None) -> None:
         """Do the work of :meth:`encode` by torch's operations."""
@@ -189,7 +198,7 @@ class Quantizer(Compressor):
         out: 1-D, contiguous, as long as the values, of float32, bfloat16 or float16.
         """
         record = self._record(size)
-        if native.add_quantized(messages, draws, size, scale, out, record):
+        if loops.add_quantized(messages, draws, size, scale, out, record):
             return
         if not records.decode_sum(messages, draws, size, scale, out, record[0]):
             self._decode_sum_in_torch(messages, draws, size, scale, out)
@@ -220,7 +229,7 @@ class Quantizer(Compressor):
         out: uint8, 1-D, of `second.record_bytes(size)` for each block.
         """
         by = self._record(size), second._record(size)
-        if native.quantize_sum(messages, draws, size, scale, own, out, *by):
+        if loops.quantize_sum(messages, draws, size, scale, own, out, *by):
             return
         if not records.encode_sum(messages, draws, size, scale, own, out, by[0][0], by[1]):
             self._encode_sum_in_torch(messages, draws, size, scale, second, own, out)
@@ -257,7 +266,7 @@ class Quantizer(Compressor):
         values: by run of `table`, its elements; None: zeros. key: of the message, under which each tensor has its own.
         out: uint8, 1-D, of which `table` says where records begin.
         """
-        if table.runs and not records.encode_all(table, values, key, out, squares, self._number()):
+        if table.runs and not records.encode_all(table, values, key, out, squares, self.loop_number()):
             self._encode_each(table, values, key, out, squares)
 
     def _encode_each(
@@ -278,7 +287,7 @@ class Quantizer(Compressor):
 
         rows, keys: uint8[W, bytes], of all senders. outs: by run of `table`, its elements.
         """
-        if table.runs and not records.decode_all(table, rows, keys, scale, outs, self._number()):
+        if table.runs and not records.decode_all(table, rows, keys, scale, outs, self.loop_number()):
             self._decode_each(table, rows, keys, scale, outs)
 
     def _decode_each(
@@ -303,7 +312,7 @@ class Quantizer(Compressor):
 
         rows, keys: uint8[W, bytes], of all senders. own: key of what is written. out: as of :meth:`encode_all`.
         """
-        numbers = self._number(), second._number()
+        numbers = self.loop_number(), second.loop_number()
         if table.runs and not records.encode_sum_all(table, rows, keys, scale, own, out, *numbers):
             self._encode_sum_each(table, rows, keys, scale, second, own, out)
 
@@ -328,13 +337,13 @@ class Quantizer(Compressor):
         """Return the records of a run, of each sender."""
         return list(rows[:, run.source : run.source + run.blocks * self.record_bytes(run.size)])
 
-    def _record(self, size: int) -> native.Record:
+    def _record(self, size: int) -> tuple[int, int]:
         """Return the number of the loops to use, and the bytes of a record."""
-        return self._number(), self.record_bytes(size)
+        return self.loop_number(), self.record_bytes(size)
 
-    def _number(self) -> int:
+    def loop_number(self) -> int:
         """Return the number of the loops to use."""
-        return self.loops() if _has_loops(type(self)) else native.NONE
+        return self.loops() if _has_loops(type(self)) else loops.NONE
 
     def _sum(self, rows: Sequence[Tensor], draws: Sequence[Draws], size: int, scale: float, part: slice) -> Tensor:
         """Return the scaled sum of the values in some records of all senders, `part`: float32[blocks, size]."""

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One launch saves, another one loads: ``python saving.py save|load FOLDER FROM``. ``FROM``: how many ranks have saved.
+"""One launch saves, another one loads: ``python saving.py save|load FOLDER FROM [CELL ...]``.
+
+``FROM``: how many ranks have saved. ``CELL``: a name of `CELLS`; without any, all of them.
 
 ``save`` trains every cell, saves it in the middle in three ways (a file a rank, all ranks in one file, and
 ``torch.distributed.checkpoint``), and goes on; ``load`` starts from each of them. Every rank writes what it saw.
@@ -112,13 +114,13 @@ def load(cell: str, folder: Path, way: str) -> dict[str, Any]:
     return {"waiting": before, "seen": seen}
 
 
-def main(what: str, folder: Path, saved_by: int) -> None:
+def main(what: str, folder: Path, saved_by: int, cells: list[str]) -> None:
     agmerge.init()
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="AGM40[12]")
-        for cell in CELLS:
+        for cell in cells or CELLS:
             if what == "save":
                 found[cell] = save(cell, folder)
                 continue
@@ -129,4 +131,4 @@ def main(what: str, folder: Path, saved_by: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from launching import HERE, results, torchrun
 pytestmark = pytest.mark.timeout(400)
 
 
-def launched(folder: Path, what: str, workers: int, saved_by: int) -> list[dict[str, Any]]:
+def launched(folder: Path, what: str, workers: int, saved_by: int, cells: Sequence[str] = ()) -> list[dict[str, Any]]:
     """What every rank saw, by cell."""
-    ended = torchrun(workers, HERE / "saving.py", what, str(folder), str(saved_by), timeout=300)
+    ended = torchrun(workers, HERE / "saving.py", what, str(folder), str(saved_by), *cells, timeout=300)
     assert ended.code == 0, ended.output[-4000:]
     return results(folder, max(workers, saved_by))[f"{what}{workers}"][:workers]
 
@@ -24,9 +25,13 @@ def close(found: dict[str, float], expected: dict[str, float]) -> bool:
     return all(math.isclose(found[key], expected[key], rel_tol=1e-5, abs_tol=1e-6) for key in expected)
 
 
-def test_a_second_launch_goes_on_as_the_first_one_to_the_bit(tmp_path: Path) -> None:
-    saved = launched(tmp_path, "save", 2, 2)
-    loaded = launched(tmp_path, "load", 2, 2)
+FEW = ("topk, sgd", "none, sgd", "dgc", "oktopk", "powersgd", "updates", "several")
+
+
+@pytest.mark.parametrize("cells", [FEW, pytest.param((), marks=pytest.mark.long)], ids=["few", "all"])
+def test_a_second_launch_goes_on_as_the_first_one_to_the_bit(tmp_path: Path, cells: tuple[str, ...]) -> None:
+    saved = launched(tmp_path, "save", 2, 2, cells)
+    loaded = launched(tmp_path, "load", 2, 2, cells)
     for cell, one in saved[0].items():
         assert len(set(one["seen"])) == 4 and any(one["waiting"].values()) == (cell not in _KEEPS_NOTHING), cell
         for seen in [saved[1][cell], *(rank[cell][way] for rank in loaded for way in ("by rank", "together", "dcp"))]:

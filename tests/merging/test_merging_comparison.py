@@ -12,7 +12,7 @@ from support.planning_problems import measured
 
 import merging
 from merging import Curve, Measurements, Plan, Profile, predict
-from merging.drawing import Row, compare, comparison_table, svg, ticks
+from merging.drawing import Row, compare, comparison_table, svg
 from merging.measured import step_end
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -111,44 +111,3 @@ def test_picture_has_a_group_a_row_and_every_bar_in_it(modes: tuple[str, ...]) -
             assert 150 <= x and wide >= 0 and x + wide <= width - 89
     keys = {rect.get("fill") for rect in root.findall(f"{SVG}rect[@class='key']")}
     assert {rect.get("fill") for group in groups for rect in group.findall(f"{SVG}rect")} <= keys
-
-
-def test_what_lies_beyond_three_times_the_best_is_cut() -> None:
-    given = measured(exchange=Curve((1,), (1e-2,)), dense=None, sparsify=None, modes=("dense",))
-    rows = compare(given)
-    assert rows[-1].planner == "layerwise" and rows[-1].ratio > 6
-    groups = ElementTree.fromstring(svg(rows, given)).findall(f"{SVG}g")
-    edges = [float(bar.get("x", 0)) + float(bar.get("width", 0)) for bar in groups[-1].findall(f"{SVG}rect")]
-    assert max(edges) == pytest.approx(950) and len(edges) < 2 * rows[-1].buffers
-    assert "\u2192" in "".join(groups[-1].itertext())
-    assert "\u2192" not in "".join(groups[0].itertext())
-
-
-def test_bars_lie_where_the_timeline_says() -> None:
-    given = allowed(("behind",))
-    row = compare(given)[0]
-    last = row.finish
-    bars = ElementTree.fromstring(svg((row,), given)).findall(f".//{SVG}g/{SVG}rect")
-    spans = predict(row.plan, given.profile, given.costs, "behind").spans
-    before = 0.0
-    for span, computes, sends in zip(spans, bars[::2], bars[1::2], strict=True):
-        for bar, start, end in ((computes, before, span.ready), (sends, span.start, span.end)):
-            assert float(bar.get("x", 0)) == pytest.approx(150 + 800 * start / last, abs=0.006)
-            assert float(bar.get("width", 0)) == pytest.approx(800 * (end - start) / last, abs=0.006)
-        before = span.ready
-
-
-def test_facts_cannot_break_the_picture() -> None:
-    given = measured(facts={"backend": "<b>&\"'", "note": "a\x00b\x1b\ud800\ufffe"})
-    root = ElementTree.fromstring(svg(compare(given), given).encode())
-    assert "backend <b>&\"', note a?b??" in "".join(root.itertext())
-    with pytest.raises(ValueError, match="no rows to draw"):
-        svg((), given)
-
-
-def test_ticks_are_round_and_few() -> None:
-    assert ticks(1.0) == pytest.approx([0.1 * i for i in range(11)])
-    assert ticks(0.0361) == pytest.approx([0.005 * i for i in range(8)])
-    for last in (1e-7, 3.3e-5, 0.02, 0.999, 7.0, 123.0):
-        marks = ticks(last)
-        assert 4 <= len(marks) <= 11 and marks[0] == 0 and marks[-1] <= last * (1 + 1e-9)

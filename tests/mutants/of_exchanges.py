@@ -23,9 +23,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "what a worker has sent stays in its parameters, and is sent again",
-        "agmerge/engine/shared_parameters.py",
-        "own.view(-1)[elements].add_(torch.sub(gone, moved, out=moved))",
-        "own.view(-1)[elements].sub_(moved)",
+        "agmerge/exchanges/quantised/exchange.py",
+        "sent = layout.table, pending.message, key, self._factor, own",
+        "sent = layout.table, pending.message, key, 0.0, own",
         (f"{FEW_BITS}::test_something_is_learned",),
     ),
     Mutant(
@@ -150,8 +150,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "elements are counted with padding",
         "agmerge/exchanges/sparse.py",
-        "elements += min(offer.capacity, load.segment.numel)",
-        "elements += offer.capacity",
+        "elements += min(capacity, load.segment.numel)",
+        "elements += capacity",
         (f"{EXCHANGES}::test_a_message_counts_elements_of_tensors_and_no_padding",),
     ),
     Mutant(

@@ -11,9 +11,38 @@ CODECS = "tests/agmerge/exchanges/test_codecs.py"
 COMPILED = "tests/agmerge/exchanges/test_codecs_compiled.py"
 KERNEL = "tests/sparsifiers/test_kernel.py"
 SQUARES = "tests/agmerge/tensors/test_squares.py"
+MOVING = "tests/sparsifiers/test_moving.py"
 UPDATE_LOOPS = "tests/sparsifiers/test_kernel_updates.py"
 MEMORY_LOOPS = "tests/sparsifiers/test_kernel_memories.py"
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "a worker's own moves as the shared parameters do, whatever it has sent",
+        "sparsifiers/csrc/kernel_quantise_move.c",
+        "sent[i] = sent[i] * factor - moved;",
+        "sent[i] = -moved;",
+        (f"{MOVING}::test_one_pass_gives_torchs_bits",),
+    ),
+    Mutant(
+        "a momentum is not multiplied by its root",
+        "sparsifiers/csrc/kernel_quantise_move.c",
+        "momentum[i] -= moved[i] * (sqrtf(squares[i]) + eps) * factor;",
+        "momentum[i] -= moved[i] * factor;",
+        (f"{MOVING}::test_one_pass_gives_torchs_bits",),
+    ),
+    Mutant(
+        "the row that is this sender's own is not added",
+        "sparsifiers/csrc/kernel_quantise_move.c",
+        "so_far = so_far ? (sum(so_far, read, blocks * size, total), total) : read;",
+        "so_far = so_far ? so_far : read;",
+        (f"{MOVING}::test_any_row_may_be_this_senders",),
+    ),
+    Mutant(
+        "what is subtracted is not read in the second tile",
+        "sparsifiers/csrc/kernel_quantise.c",
+        "subtract((const float *)values + start, less + start, here, tile);",
+        "subtract((const float *)values + start, less, here, tile);",
+        (f"{QLOOPS}::test_a_difference_is_written_as_its_values_are",),
+    ),
     Mutant(
         "a scale has no upper bound",
         "sparsifiers/csrc/kernel_quantise.h",

@@ -22,8 +22,16 @@ OWN_STEP = "tests/agmerge/engine/test_own_step.py"
 SCALED_DOWN = "tests/agmerge/engine/test_scaled_down.py"
 MOMENTS = "tests/agmerge/engine/test_moments.py"
 SCALES = "tests/agmerge/engine/test_moment_scales.py"
+CHANGES = "tests/agmerge/engine/test_updates_changes.py"
 OF_DEVICE = "tests/agmerge/device/test_device_moments.py"
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "another compressor keeps the moments of the one before",
+        "agmerge/engine/update_reducer.py",
+        "        self._keep_moments(self.updates)",
+        "        pass",
+        (f"{CHANGES}::test_another_compressor_brings_its_own_schedule_and_moments",),
+    ),
     Mutant(
         "momentum of values that travel in a codec is not cleared",
         "agmerge/tensors/arena.py",

@@ -66,7 +66,7 @@ def run(mutant: Mutant | None, tests: Sequence[str], library: Path | None) -> No
         _replace(ROOT / mutant.file, mutant.applied((ROOT / mutant.file).read_text(encoding="utf-8")))
     elif library is not None:
         _load(library)
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no", "-m", "not long"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no", "-m", "not long"]
     named = [str(ROOT / test) for test in tests]
     first = _FirstFailure(_failure_of(os.getpid()))
     os._exit(int(pytest.main([*options, f"--rootdir={ROOT}", *named], plugins=[first])))

@@ -45,13 +45,16 @@ int kernel_write_sum(float *total, int64_t n, const int32_t *const *indices, con
 int kernel_take_in(float *base, float *parameter, int64_t n, int64_t first, const int32_t *const *indices,
                    const float *const *values, const int64_t *counts, int64_t *at, int64_t lists, float scale,
                    const int32_t *own, const float *sent, int64_t count);
-void kernel_quantise(const void *values, int64_t n, int kind, int codec, int64_t size, uint64_t key, int64_t first,
+void kernel_quantise(const void *values, const float *less, int64_t n, int kind, int codec, int64_t size, uint64_t key, int64_t first,
                      uint8_t *out, double *squares);
 void kernel_add_quantised(const uint8_t *const *messages, const uint64_t *keys, const int64_t *firsts, int64_t senders,
                           int codec, int64_t size, float scale, void *out, int64_t n, int kind);
 void kernel_quantise_sum(const uint8_t *const *messages, const uint64_t *keys, const int64_t *firsts, int64_t senders,
                          int codec, int64_t size, float scale, int second, uint64_t key, int64_t first, uint8_t *out,
                          int64_t count);
+void kernel_move(int codec, const int64_t *runs, const int64_t *sent, int64_t count, const uint8_t *rows,
+                 int64_t row_bytes, const uint64_t *keys, int64_t senders, float scale, const uint8_t *message,
+                 uint64_t key, float factor, int64_t own, const uint64_t *addresses, const float *factors);
 void kernel_product(const float *left, int64_t n, const float *right, int64_t m, int64_t r, float scale, float *out);
 void kernel_orthonormalize(float *const *factors, const int64_t (*sizes)[2], int64_t count, double *scratch);
 
@@ -281,7 +284,7 @@ static void quantise_all(int level, int kind, int64_t n)
             for (int of = 0; of < 3; of++) { /* values of float, bfloat16 and float16 */
                 double squares = 1.0;
                 messages[of] = malloc((size_t)many);
-                kernel_quantise(of ? (const void *)halves : inputs[0], n, of, codec, size, keys[of], firsts[of],
+                kernel_quantise(of ? (const void *)halves : inputs[0], of ? 0 : inputs[1], n, of, codec, size, keys[of], firsts[of],
                                 messages[of], &squares);
                 float rounded = (float)squares;
                 hash_bytes(messages[of], many);
@@ -296,6 +299,23 @@ static void quantise_all(int level, int kind, int64_t n)
             for (int of = 1; kind != SPECIAL && of < 3; of++) {
                 kernel_add_quantised(all, keys, firsts, 1, codec, size, 1.0f, second, n, of);
                 hash_words((const int32_t *)(const void *)second, n / 2);
+            }
+            for (int64_t own = -1; own < 1; own++) { /* a momentum with its squares, and one without */
+                const int64_t runs[8] = {0, 5, firsts[0], blocks, size, n, 0, 0};
+                uint64_t addresses[4];
+                const float factors[2] = {0.2f, 1e-8f};
+                memcpy(second, inputs[2], sizeof second);
+                memcpy(third, inputs[3], sizeof third);
+                memcpy(first, inputs[1], sizeof first);
+                addresses[0] = (uint64_t)(uintptr_t)first;
+                addresses[1] = (uint64_t)(uintptr_t)second;
+                addresses[2] = (uint64_t)(uintptr_t)third;
+                addresses[3] = own ? 0 : (uint64_t)(uintptr_t)inputs[0];
+                kernel_move(codec, runs, runs, 1, messages[0], 0, keys, 1, 0.5f, messages[0], keys[0], 0.9f, own,
+                            addresses, factors);
+                hash_floats(first, n);
+                hash_floats(second, n);
+                hash_floats(third, n);
             }
             const int other = 7 - codec;
             const int64_t few = blocks * (2 + BYTES[other] * size / 8);

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).with_name("kernel_results.c")
-SOURCES = [path for path in sorted((ROOT / "sparsifiers" / "native").glob("*.c")) if path.stem != "kernel_module"]
+SOURCES = [path for path in sorted((ROOT / "sparsifiers" / "csrc").glob("*.c")) if path.stem != "kernel_module"]
 CROSS, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 TIMEOUT = 300  # seconds
 

@@ -24,6 +24,7 @@ EXAMPLES = {
     "build-horovod": "python -m agmerge build-horovod",
     "plan": "python -m agmerge plan profile.json --planner exact --save plan.json",
     "advise": "AGMERGE_LINK=200mbit python -m agmerge advise train.py",
+    "compare": "python -m agmerge compare powers.py --task digits --against eden-2,topk",
     "lighthouse": "python -m agmerge lighthouse",
     "explain": "python -m agmerge explain AGM102",
 }
@@ -85,6 +86,8 @@ def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.py").write_text(MODEL + DDP, encoding="utf-8")
+        page = (ROOT / "docs" / "compare_a_compressor.md").read_text(encoding="utf-8")
+        (folder / "powers.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
         (folder / "measure.py").write_text(MODEL + MEASURED, encoding="utf-8")
         if "plan" in names:
             shown(

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.syntax import dotted, nodes, parsed
+
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("agmerge", "sparsifiers", "merging")
 BASE = "AGMergeError"
@@ -20,10 +22,10 @@ UNKNOWN = "\u2026"  # in place of what is known only when it runs
 def sources() -> dict[str, ast.Module]:
     """Return the tree of every module, by its dotted name."""
     files = (path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))
-    return {dotted(path): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    return {module_name(path): parsed(path.read_text(encoding="utf-8")) for path in files}
 
 
-def dotted(path: Path) -> str:
+def module_name(path: Path) -> str:
     """Return the name of a module."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
@@ -34,7 +36,7 @@ def kinds(trees: dict[str, ast.Module]) -> set[str]:
     while len(known) > before:
         before = len(known)
         for tree in trees.values():
-            for node in ast.walk(tree):
+            for node in nodes(tree):
                 if isinstance(node, ast.ClassDef) and {ast.unparse(base) for base in node.bases} & known:
                     known.add(node.name)
     return known
@@ -44,9 +46,9 @@ def raised(trees: dict[str, ast.Module]) -> Iterator[tuple[str, str]]:
     """Yield the place of each error and warning, and its text."""
     names = kinds(trees)
     for module, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Call) and node.args:
-                called = ast.unparse(node.func)
+                called = dotted(node.func)
                 if called in WARN or called.rpartition(".")[2] in names:
                     words = ast.unparse(node.args[0]).replace('"', "'")  # Python 3.12 takes others than 3.11
                     yield f"{module}: {words}", text(node.args[0], module, trees)
@@ -77,8 +79,8 @@ def constant(name: str, module: str, trees: dict[str, ast.Module], owner: str = 
     ``owner``: the module before the dot.
     """
     said = []
-    for node in ast.walk(trees[module]):
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name] and not owner:
+    for node in nodes(trees[module]):
+        if isinstance(node, ast.Assign) and not owner and list(map(dotted, node.targets)) == [name]:
             if name in {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}:
                 continue  # made longer
             said.append(text(node.value, module, trees))
@@ -100,8 +102,8 @@ def examples(trees: dict[str, ast.Module]) -> dict[str, str]:
     """Return one text for each code: the shortest one that is written out, with an ellipsis for names and numbers."""
     found: dict[str, str] = {}
     for tree in trees.values():
-        inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-        for node in ast.walk(tree):
+        inner = {id(part) for node in nodes(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in nodes(tree):
             if isinstance(node, (ast.Constant, ast.JoinedStr)) and id(node) not in inner:
                 words = _written(node)
                 code = words[:6]

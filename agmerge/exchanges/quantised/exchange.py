@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +16,11 @@ from torch import Tensor
 from agmerge.backends import Handle
 from agmerge.errors import MessageError
 from agmerge.exchanges.base import (
+    ArrivedPieces,
     Exchange,
     ExchangeContext,
     InFlight,
     Noise,
-    ReadPiece,
     SegmentBuffers,
     wait_for,
 )
@@ -27,7 +28,6 @@ from agmerge.exchanges.dense import sum_in_rank_order, write_in_rank_order
 from agmerge.exchanges.message.format import Flag, Format, RoundHeader
 from agmerge.exchanges.quantised.layout import (
     MessageLayout,
-    Piece,
     Run,
     ShardLayout,
     cut_blocks,
@@ -40,6 +40,7 @@ from agmerge.tensors.layout import Segment, Slot
 from sparsifiers import Kind, Quantiser, Selection
 from sparsifiers.gpu.tables import BlockTable
 from sparsifiers.quantising.draws import Draws, key_of, key_within
+from sparsifiers.quantising.moving import Arrived
 
 SEED = 0  # of all random words: two runs of one command draw the same ones
 
@@ -55,7 +56,16 @@ class State:
     sums: Tensor | None = None  # uint8[W * longest]: the second phase, by owner; None: not begun
 
 
-Values = Callable[[slice], Tensor] | None  # returns elements of a tensor, flat in C order; None: they are zeros
+class Values(NamedTuple):
+    """Values of a tensor, 1-D in C order: ``minuend``, or what that is more than ``subtrahend``, of the same dtype."""
+
+    minuend: Tensor
+    subtrahend: Tensor | None = None
+
+    def part(self, elements: slice) -> Tensor:
+        """Return some of the values: a view, or a new tensor."""
+        part = self.minuend[elements]
+        return part if self.subtrahend is None else part - self.subtrahend[elements]
 
 
 class QuantisedExchange(Exchange):
@@ -86,7 +96,7 @@ class QuantisedExchange(Exchange):
         self._places: dict[int, tuple[str, int]] = {}  # by slot: the message of a tensor, and its place there
         self._prepared: set[int] = set()  # slots that have records in a message that has not started
         # By message and slot: tensors on devices that are to be quantised together, with their values, 1-D.
-        self._waiting: dict[str, dict[int, tuple[Slot, Values]]] = {}
+        self._waiting: dict[str, dict[int, tuple[Slot, Values | None]]] = {}
         # By message: float64[tensors], on devices float64[1], of all; 0 of those that have no records yet.
         self._squares: dict[str, Tensor] = {}
 
@@ -115,15 +125,15 @@ class QuantisedExchange(Exchange):
 
         On a device ``work`` is to stay as it is until the message has left.
         """
-        return self._prepare(slot, None if work is None else work.view(-1).__getitem__, step)
+        return self._prepare(slot, None if work is None else Values(work.view(-1)), step)
 
     def prepare_difference(self, slot: Slot, work: Difference, step: int) -> bool | None:
         """Quantise one tensor as :meth:`prepare` does; only what is sent of it is computed."""
         if not all(each.is_contiguous() for each in work):
             return super().prepare_difference(slot, work, step)
-        return self._prepare(slot, Difference(work.minuend.view(-1), work.subtrahend.view(-1)).part, step)
+        return self._prepare(slot, Values(work.minuend.view(-1), work.subtrahend.view(-1)), step)
 
-    def _prepare(self, slot: Slot, values: Values, step: int) -> bool | None:
+    def _prepare(self, slot: Slot, values: Values | None, step: int) -> bool | None:
         name, place = self._places[slot.index]
         if slot.tensor_class.device.type != "cpu":
             self._waiting[name][slot.index] = slot, values
@@ -144,7 +154,7 @@ class QuantisedExchange(Exchange):
         table = layout.table if len(chosen) == len(layout.pieces) else layout.table.part(chosen)
         pieces = [layout.pieces[number] for number in chosen]
         given = [waiting[piece.slot.index][1] for piece in pieces]
-        values = [None if of is None else of(piece.elements) for of, piece in zip(given, pieces, strict=True)]
+        values = [None if of is None else of.part(piece.elements) for of, piece in zip(given, pieces, strict=True)]
         message = self._messages[name]
         self.quantiser.encode_all(table, values, self._key(None, step, 0, self.comm.rank), message, squares)
         for slot, own in waiting.values():
@@ -152,7 +162,7 @@ class QuantisedExchange(Exchange):
             self._commit(slot, own, step, message)
         return squares[0]
 
-    def _encode(self, slot: Slot, values: Values, step: int, squares: Tensor) -> None:
+    def _encode(self, slot: Slot, values: Values | None, step: int, squares: Tensor) -> None:
         """Write the records of one tensor on the host, and its squares."""
         name, _ = self._places[slot.index]
         layout, message = self._layout(name, step), self._messages[name]
@@ -163,15 +173,19 @@ class QuantisedExchange(Exchange):
             if values is None:
                 message[where] = 0
             else:
-                own = Draws(key, piece.first)
-                self.quantiser.encode(values(piece.elements), piece.size, own, message[where], squares)
+                draws, part = Draws(key, piece.first), values.minuend[piece.elements]
+                if values.subtrahend is None:
+                    self.quantiser.encode(part, piece.size, draws, message[where], squares)
+                else:
+                    less = values.subtrahend[piece.elements]
+                    self.quantiser.encode_difference(part, less, piece.size, draws, message[where], squares)
         self._prepared.add(slot.index)
         self._commit(slot, values, step, message)
 
-    def _commit(self, slot: Slot, values: Values, step: int, message: Tensor) -> None:
+    def _commit(self, slot: Slot, values: Values | None, step: int, message: Tensor) -> None:
         """Tell the store what was written of a tensor."""
         if self.store.counts_zeros:
-            self.store.count_zeros(slot, None if values is None else values(slice(0, slot.numel)))
+            self.store.count_zeros(slot, None if values is None else values.part(slice(0, slot.numel)))
         segment = Segment(slot.tensor_class, (slot,))
         if self.store.takes_pieces(slot):  # it hears of that with the sum, see :meth:`_decode`
             return
@@ -259,39 +273,17 @@ class QuantisedExchange(Exchange):
         layout: MessageLayout = pending.extra.layout
         keys = self._keys(pending.control.step, phase, len(rows))
         if any(self.store.takes_pieces(piece.slot) for piece in layout.pieces):
-            own = [self._key(None, pending.control.step, 0, self.comm.rank)]
-            combined = self._reading("combined", layout.pieces, table, rows, keys, scale)
-            sent = self._reading("own", layout.pieces, layout.table, pending.message.view(1, -1), own, self._factor)
-            for piece, *reads in zip(layout.pieces, combined, sent, strict=True):
-                self.store.take_piece(ReadPiece(piece.slot, piece.elements, *reads))
+            key = self._key(None, pending.control.step, 0, self.comm.rank)
+            own = self.comm.rank if phase == 0 else -1  # in the second phase rows are of owners
+            sent = layout.table, pending.message, key, self._factor, own
+            pieces = [(piece.slot, piece.elements) for piece in layout.pieces]
+            self.store.take_pieces(ArrivedPieces(self.quantiser, pieces, Arrived(table, rows, keys, scale, *sent)))
             return
         if self._fragments > 1:
             for slot in {piece.slot.index: piece.slot for piece in layout.pieces}.values():
                 self._output(pending.extra, slot).zero_()
         outs = [self._output(pending.extra, piece.slot)[piece.elements] for piece in layout.pieces]
         self.quantiser.decode_all(table, rows, keys, scale, outs)
-
-    def _reading(
-        self, what: str, pieces: Sequence[Piece], table: BlockTable, rows: Tensor, keys: Sequence[int], scale: float
-    ) -> Iterator[Callable[[], Tensor]]:
-        """Yield functions that return the sum of each of ``pieces``, float32, 1-D: valid until the next is called.
-
-        On the host each decodes its own piece, while that is in the cache; on a device all are decoded in one launch.
-        """
-        lengths = [piece.elements.stop - piece.elements.start for piece in pieces]
-        if rows.device.type == "cpu":
-            room = self.keep((what,), max(lengths, default=0), torch.float32, rows.device)
-            for number, length in enumerate(lengths):
-                yield partial(self._read, table.singles[number], rows, keys, scale, room[:length])
-            return
-        outs = torch.split(self.keep((what,), sum(lengths), torch.float32, rows.device), lengths)
-        self.quantiser.decode_all(table, rows, keys, scale, outs)
-        yield from (partial(Tensor.detach, out) for out in outs)
-
-    def _read(self, table: BlockTable, rows: Tensor, keys: Sequence[int], scale: float, out: Tensor) -> Tensor:
-        """Write the sum of one piece to ``out``, and return that."""
-        self.quantiser.decode_all(table, rows, keys, scale, [out])
-        return out
 
     def _keys(self, step: int, phase: int, senders: int) -> list[int]:
         """Return the keys of so many senders' messages, without a tensor."""

@@ -24,6 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "feedback": {"compression": "int4", "memory": "residual"},
     "updates": {"sync": "updates", "density": 0.1, "wire": "fp32"},
     "hold": {"sync": "updates", "density": 0.1, "carry": "hold", "wire": "fp32"},
+    "few bits": {"sync": "updates", "exchange": "sparse"},
 }
 
 
@@ -81,6 +82,11 @@ class Training:
         """Return what a worker has not sent, also one that is dead."""
         return self.optimizers[worker]._reducer.replica.unsent().get("p", torch.zeros(NUMBERS, 32))
 
+    def owed(self, worker: int) -> torch.Tensor:
+        """Return what a worker, as an owner of sums, owes to all."""
+        state = self.optimizers[worker]._reducer.exchange.agreed.current.tensors
+        return state.get(("owed", "p"), torch.zeros(NUMBERS, 32))
+
     def check(self, results: list[Any]) -> None:
         """All that survivors have made is applied or kept; of the dead worker what it had not sent is lost."""
         dead = [worker for worker in range(SIZE) if isinstance(results[worker], elastic.Killed)]
@@ -101,11 +107,11 @@ class Training:
         lost = torch.zeros(NUMBERS, 32)
         for worker in dead:
             if worker != LEAVES or not left:  # else it had given it away
-                lost += self.unsent(worker) / self.steps[worker][-1]
+                lost += self.unsent(worker) / self.steps[worker][-1] + self.owed(worker)
         # A worker may see a step end when there is one less.
         sizes = [max(there) for there in itertools.zip_longest(*self.steps, fillvalue=0)]
         made = sum(gradient(worker) / sizes[step] for worker in range(SIZE) for step in range(len(self.steps[worker])))
-        kept = sum(self.unsent(worker) for worker in staying) / len(staying)
+        kept = sum(self.unsent(worker) / len(staying) + self.owed(worker) for worker in staying)
         assert torch.allclose(-self.shared(staying[0]) + kept, made - lost, atol=1e-3)
 
 

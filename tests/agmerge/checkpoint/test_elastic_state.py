@@ -214,7 +214,7 @@ def test_horovods_names_lead_to_horovod() -> None:
         ({"compression": "powersgd"}, r"compression='powersgd'"),
         ({"process_set": [0, 1]}, r"process_set="),
         ({"sync": "updates", "overlap": 1}, r"overlap="),
-        ({"sync": "updates", "every": 2, "fragments": 2}, r"fragments="),
+        ({"sync": "updates", "every": 2, "fragments": 2, "density": 0.1}, r"fragments="),
     ],
 )
 def test_settings_that_cannot_go_on_are_refused_by_name(options: dict[str, Any], words: str) -> None:

@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "apply": {"density": 0.1},
     "hold": {"carry": "hold", "every": 2, "density": 0.1},
     "overlap": {"overlap": 1, "every": 2, "density": 0.1},
+    "fragments": {"overlap": 1, "every": 2, "fragments": 2, "compression": "eden-2"},
     "outer": {"outer": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True), "compression": "none"},
 }
 
@@ -76,6 +77,16 @@ def unsent(one: Worker) -> dict[str, torch.Tensor]:
     return {name: tensor.double() for name, tensor in one[1]._reducer.replica.unsent().items()}
 
 
+def to_come(workers: list[Worker], size: int) -> dict[str, torch.Tensor]:
+    """Return by how much ``workers``, of ``size``, will move shared parameters: what is unsent, and what owners owe."""
+    found = {name: sum(unsent(one)[name] for one in workers) / size for name in unsent(workers[0])}
+    for one in workers:
+        for (kind, name), owed in one[1]._reducer.exchange.agreed.current.tensors.items():
+            if kind == "owed":
+                found[name] = found[name] + owed.double()
+    return found
+
+
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, one, other))
 
@@ -105,6 +116,46 @@ def test_survivors_keep_what_is_theirs_and_a_newcomer_has_the_shared_parameters(
         return [tensor.tolist() for tensor in shared.base.values()]
 
     agreed(testing.run(3, body))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_deaths_and_an_arrival_with_a_fragment_under_way(size: int) -> None:
+    """All but two workers die, the others go on, and one more comes, each time with a fragment that has not arrived.
+
+    It counts once: what survivors had not sent is what shared parameters move by, once everything is given out.
+    """
+    old = survivors(size, 5, **CASES["fragments"])
+    assert all(one[1]._reducer._receive_at is not None for one in old)
+    base = copy.deepcopy(dict(old[0][1]._reducer.replica.shared.base))
+    left = to_come(old[:2], size)
+    newcomer = worker(seeded(mlp, seed=1), **CASES["fragments"])
+
+    def given_out(one: Worker, expected: dict[str, torch.Tensor]) -> None:
+        one[1].consolidate()
+        for name, p in one[0].named_parameters():
+            torch.testing.assert_close(p.detach().double(), expected[name], rtol=0, atol=1e-6)
+
+    def go_on(rank: int) -> None:
+        _sync(old[rank])
+        given_out(old[rank], {name: base[name].double() - left[name] for name in base})
+        train(old[rank][0], old[rank][1], rank, range(5, 10))
+        old[rank][2].save()
+
+    testing.run(2, go_on)
+    before, left = copy.deepcopy(dict(old[0][1]._reducer.replica.shared.base)), to_come(old[:2], 2)
+    assert all(one[1]._reducer._receive_at is not None for one in old[:2])
+    grown = {name: tensor.double() - left[name] for name, tensor in before.items()}
+    assert any(tensor.any() for tensor in left.values())
+
+    def grow(rank: int) -> list[list[float]]:
+        one = old[rank] if rank < 2 else newcomer
+        _sync(one)
+        given_out(one, grown)
+        train(one[0], one[1], rank, range(10, 14))  # check_every=1: shared parameters are compared
+        one[1].consolidate()
+        return [p.tolist() for p in one[0].parameters()]
+
+    agreed(testing.run(3, grow))
 
 
 @pytest.mark.parametrize("behind", [0, 1])

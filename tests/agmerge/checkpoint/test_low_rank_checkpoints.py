@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -91,46 +90,6 @@ def test_a_restart_changes_no_bit(name: str, at: int, by: str, tmp_path: Path) -
     assert after == [seen for seen, *_ in on_ranks(2, MODEL, lambda rank, model: body(rank, model, range(9)))]
 
 
-@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
-@pytest.mark.parametrize("at", [1, 4])
-@pytest.mark.parametrize("name", COMPRESSORS)
-def test_a_copy_goes_on_with_the_same_bits(name: str, at: int, how: str) -> None:
-    def body(rank: int, model: nn.Module, copied: bool) -> str:
-        optimizer = wrap(model, compression=COMPRESSORS[name])
-        train(model, optimizer, rank, range(at))
-        if copied:
-            pair = model, optimizer
-            model, optimizer = pickle.loads(pickle.dumps(pair)) if how == "pickle" else copy.deepcopy(pair)
-        train(model, optimizer, rank, range(at, 7))
-        return everything(model, optimizer)
-
-    found = on_ranks(2, MODEL, lambda rank, model: body(rank, model, True))
-    assert found == on_ranks(2, MODEL, lambda rank, model: body(rank, model, False))
-
-
-@pytest.mark.parametrize("name", COMPRESSORS)
-def test_a_step_that_has_begun_is_saved_too(name: str) -> None:
-    options = {"compression": COMPRESSORS[name], "backward_passes_per_step": 2}
-
-    def body(rank: int, model: nn.Module, restart: bool) -> str:
-        optimizer = wrap(model, **options)
-        for step in range(6):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            if restart and step in (0, 3, 4):
-                state = through_a_file(optimizer.state_dict())
-                optimizer.close()
-                model.zero_grad()
-                optimizer = wrap(model, **options)
-                optimizer.load_state_dict(state)
-            loss_of(model, rank, 100 + step).backward()
-            optimizer.step()
-        return everything(model, optimizer)
-
-    found = on_ranks(2, MODEL, lambda rank, model: body(rank, model, True))
-    assert found == on_ranks(2, MODEL, lambda rank, model: body(rank, model, False))
-
-
 # -- others -----------------------------------------------------------------------------------------------------------
 
 
@@ -203,23 +162,6 @@ def test_a_checkpoint_that_rank_0_alone_has_gives_its_bases_to_all(compression: 
     assert seen != agreed(on_ranks(2, MODEL, fresh))
 
 
-@pytest.mark.parametrize("compression", LOW_RANK)
-def test_a_checkpoint_on_all_ranks_but_the_first_begins_anew(compression: str) -> None:
-    def first(rank: int, model: nn.Module) -> Any:
-        optimizer = wrap(model, plain(model), compression=compression)
-        train(model, optimizer, rank, range(4))
-        return optimizer.state_dict()
-
-    def second(rank: int, model: nn.Module) -> Any:
-        optimizer = wrap(model, plain(model), compression=compression, check_every=1)
-        if rank:
-            optimizer.load_state_dict(states[rank])
-        return train(model, optimizer, rank, range(4, 7))
-
-    states = on_ranks(2, MODEL, first)
-    agreed(on_ranks(2, MODEL, second))
-
-
 @pytest.mark.parametrize("saved", ["without bases", "by top-k", "of another rank", "of a plain optimizer"])
 @pytest.mark.parametrize("compression", LOW_RANK)
 def test_checkpoints_without_bases_that_fit_load(compression: str, saved: str) -> None:
@@ -266,35 +208,5 @@ def test_bases_that_are_not_finite_are_refused() -> None:
         state["agmerge"]["left_bases"]["0.weight"][0, 0] = torch.nan
         with pytest.raises(ValueError, match=r"basis.*0\.weight"):
             optimizer.load_state_dict(state)
-
-    on_ranks(1, MODEL, body)
-
-
-def test_a_checkpoint_holds_no_more_than_one_basis_a_tensor() -> None:
-    def body(rank: int, model: nn.Module) -> None:
-        optimizer = wrap(model, compression="acpsgd", rank=2)
-        sides = []
-        for step in range(4):
-            train(model, optimizer, rank, range(step, step + 1))
-            kept = bases(optimizer)
-            assert sorted(name for _, name in kept) == ["0.weight", "2.weight"]
-            assert all(len(rows) == 2 for rows in kept.values())
-            sides.append({name: side for side, name in kept})
-        for one, other in zip(sides, sides[1:], strict=False):
-            assert all(one[name] != other[name] for name in one)  # in turn
-
-    on_ranks(2, MODEL, body)
-
-
-def test_copies_in_a_checkpoint_are_copies() -> None:
-    def body(rank: int, model: nn.Module) -> None:
-        optimizer = wrap(model, compression="powersgd")
-        train(model, optimizer, rank, range(2))
-        before, state = bases(optimizer), optimizer.state_dict()
-        for side in ("left", "right"):
-            for rows in state["agmerge"][f"{side}_bases"].values():
-                rows.zero_()
-        after = bases(optimizer)
-        assert all(torch.equal(after[key], before[key]) for key in before)
 
     on_ranks(1, MODEL, body)

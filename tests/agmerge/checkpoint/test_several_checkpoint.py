@@ -14,7 +14,6 @@ from support.several_optimizers import MODEL, MUON, both, halves, moments, pair
 from torch import nn
 
 import agmerge
-from agmerge.checkpoint.horovod_elastic import TorchStateHandler
 
 CASES: dict[str, dict[str, Any]] = {
     "topk": {},
@@ -170,50 +169,3 @@ def test_replicas_that_differ_after_join_are_levelled_with_the_state_of_all() ->
 
     last, *_, rates = agreed(on_ranks(2, MODEL, body))
     assert last == 0 and rates == [0.02, 0.5]
-
-
-def test_an_elastic_commit_is_restored() -> None:
-    def body(rank: int, model: nn.Module) -> None:
-        optimizer = both(model)
-        train(model, optimizer, rank, range(2))
-        handler, kept = TorchStateHandler(optimizer), moments(optimizer.optimizers)
-        train(model, optimizer, rank, range(2, 4))
-        assert moments(optimizer.optimizers) != kept
-        handler.restore()
-        assert moments(optimizer.optimizers) == kept
-
-    on_ranks(2, MODEL, body)
-
-
-def test_a_step_that_was_under_way_goes_on() -> None:
-    """Saved between two backward passes of a step."""
-
-    def body(rank: int, model: nn.Module, restart: bool) -> str:
-        options = {"backward_passes_per_step": 2}
-        optimizer = both(model, **options)
-        train(model, optimizer, rank, range(2), backward=twice)
-        optimizer.zero_grad()
-        once(model, rank, 5)
-        if restart:
-            kept = through_a_file((model.state_dict(), optimizer.state_dict()))
-            model = seeded(lambda: copy.deepcopy(MODEL))
-            optimizer = both(model, **options)
-            model.load_state_dict(kept[0])
-            optimizer.load_state_dict(kept[1])
-        once(model, rank, 6)
-        optimizer.step()
-        return digest(model)
-
-    assert on_ranks(2, MODEL, lambda r, m: body(r, m, True)) == on_ranks(2, MODEL, lambda r, m: body(r, m, False))
-
-
-def once(model: nn.Module, rank: int, step: int) -> None:
-    """One backward pass."""
-    inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + rank))
-    model(inputs).square().mean().backward()
-
-
-def twice(model: nn.Module, rank: int, step: int) -> None:
-    """Two of them."""
-    once(model, rank, step)
-    once(model, rank, step + 50)

@@ -83,7 +83,7 @@ def by_hand(given: list[dict[str, Tensor]], name: str, step: int) -> tuple[float
 def test_ratios_are_those_of_moving_averages_by_hand(workers: int) -> None:
     generator, scales = torch.Generator().manual_seed(workers), MomentScales(NUMELS)
     averages = {name: [0.0, 0.0] for name in NUMELS}
-    assert scales.overall == 1.0 and scales.of("big") == 1.0 and scales.measured("big") is None
+    assert scales.overall == 1.0 and scales.measured("big") is None
     for step in range(30):
         given = gradients(generator, workers, signal=0.5)
         if step % 3 == 1:
@@ -99,11 +99,14 @@ def test_ratios_are_those_of_moving_averages_by_hand(workers: int) -> None:
             of_mean, of_own = averages[name]
             if of_own:
                 expected = min(max(of_mean / of_own, 1 / workers), 1.0)
-                assert scales.of(name) == pytest.approx(expected, rel=1e-5), (step, name)  # samples are in float32
+                assert scales.measured(name) == pytest.approx(expected, rel=1e-5), (
+                    step,
+                    name,
+                )  # samples are in float32
     weights = {name: NUMELS[name] / coordinates_of(NUMELS[name]).count for name in ("whole", "matrix", "big")}
     sums = [sum(weights[name] * averages[name][i] for name in weights) for i in (0, 1)]
     assert scales.overall == pytest.approx(min(max(sums[0] / sums[1], 1 / workers), 1.0), rel=1e-5)
-    assert scales.measured("nothing") is None and scales.of("nothing") == 1.0
+    assert scales.measured("nothing") is None
 
 
 @pytest.mark.parametrize("signal", [0.0, 0.5, 3.0])
@@ -112,17 +115,17 @@ def test_ratios_are_those_of_signal_and_noise(signal: float) -> None:
     for step in range(60):
         scales.take(mean_of(scales, gradients(generator, workers, signal), step), workers)
     expected = (signal**2 + 1 / workers) / (signal**2 + 1)
-    assert scales.of("big") == pytest.approx(expected, rel=0.1)
+    assert scales.measured("big") == pytest.approx(expected, rel=0.1)
     assert scales.overall == pytest.approx(expected, rel=0.1)
 
 
 def test_equal_gradients_have_the_ratio_one_and_opposite_ones_the_least() -> None:
     scales, one = MomentScales(NUMELS), gradients(torch.Generator().manual_seed(0), 1, 0.0)[0]
     scales.take(mean_of(scales, [one, one], 0), 2)
-    assert scales.of("matrix") == pytest.approx(1.0, rel=1e-6)
+    assert scales.measured("matrix") == pytest.approx(1.0, rel=1e-6)
     opposite = MomentScales(NUMELS)
     opposite.take(mean_of(opposite, [one, {name: -g for name, g in one.items()}], 0), 2)
-    assert opposite.of("matrix") == 0.5 == opposite.overall
+    assert opposite.measured("matrix") == 0.5 == opposite.overall
 
 
 def test_a_loss_scale_is_taken_off() -> None:
@@ -140,7 +143,7 @@ def test_an_overflow_does_not_count(bad: float) -> None:
     assert mean_of(scales, overflowed, 2).equal(mean_of(without, [given[0], {}, given[2]], 2))
     scales.take(mean_of(scales, overflowed, 2), 3)
     of_mean, of_own = by_hand([given[0], given[2]], "big", 2)
-    assert scales.of("big") == pytest.approx(of_mean / of_own, rel=1e-5)
+    assert scales.measured("big") == pytest.approx(of_mean / of_own, rel=1e-5)
     before = scales.state()
     scales.take(mean_of(scales, [{}, {}, {}], 3), 3)
     assert scales.state().equal(before)
@@ -152,7 +155,7 @@ def test_gradients_of_other_dtypes(dtype: torch.dtype) -> None:
     scales = MomentScales(NUMELS)
     scales.take(mean_of(scales, given, 0), 2)
     of_mean, of_own = by_hand(given, "big", 0)
-    assert scales.of("big") == pytest.approx(of_mean / of_own, rel=1e-5)
+    assert scales.measured("big") == pytest.approx(of_mean / of_own, rel=1e-5)
 
 
 def test_sparse_gradients_do_not_count() -> None:
@@ -169,11 +172,11 @@ def test_another_number_of_workers_begins_anew() -> None:
     scales, fresh = MomentScales(NUMELS), MomentScales(NUMELS)
     for step in range(5):
         scales.take(mean_of(scales, gradients(generator, 4, 0.0), step), 4)
-    assert scales.of("big") < 0.4
+    assert scales.measured("big") < 0.4
     last = mean_of(scales, gradients(generator, 2, 0.0), 5)
     scales.take(last, 2)
     fresh.take(last, 2)
-    assert scales.state().equal(fresh.state()) and scales.of("big") == fresh.of("big") >= 0.5
+    assert scales.state().equal(fresh.state()) and scales.measured("big") == fresh.measured("big") >= 0.5
 
 
 def test_a_checkpoint_goes_on_to_the_bit() -> None:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,9 @@ import torch
 from support import agreed, backward, digest, mlp, on_ranks, seeded, train
 from support.updates import base_of, reducer_of, updating
 from torch import nn
+
+import agmerge
+from agmerge.tensors.arena import trim
 
 MODEL = seeded(mlp)
 SIDE = 1 << 9
@@ -160,3 +166,36 @@ def test_shared_shows_what_is_common_and_gives_back_every_bit(dtype: torch.dtype
     start = seeded(mlp).to(dtype)
     first, second = agreed(on_ranks(2, start, body))
     assert (first != second) or "every" in options
+
+
+def resident() -> int:
+    """Return the bytes that this process holds in memory, without what its allocator keeps."""
+    trim()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is given back on Linux alone")
+def test_consolidate_keeps_no_memory() -> None:
+    """Everything is sent dense, from flat memory that later steps do not need: 4 bytes a parameter at least."""
+    model, data = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(4))), torch.ones(2, 1000)
+
+    def body(rank: int, own: nn.Module) -> float:
+        optimizer = agmerge.DistributedOptimizer(
+            torch.optim.SGD(own.parameters(), lr=1e-5), own.named_parameters(), sync="updates", exchange="sparse"
+        )
+
+        def held() -> int:
+            for _ in range(3):
+                optimizer.zero_grad()
+                own(data).square().mean().backward()
+                optimizer.step()
+            agmerge.barrier()
+            now = resident() if rank == 0 else 0
+            agmerge.barrier()
+            return now
+
+        before = held()
+        optimizer.consolidate()
+        return (held() - before) / (2 * 4_000_000)  # of two ranks in this process
+
+    assert on_ranks(2, model, body)[0] < 2.5

@@ -105,6 +105,32 @@ def test_with_overlap_what_is_under_way_arrives_first() -> None:
     assert_mean(list(models), list(steps))
 
 
+def test_another_compressor_brings_its_own_schedule_and_moments() -> None:
+    """Quantized updates are late, with moments in the scale of the mean; others are neither. Nothing is lost."""
+
+    def kept(optimizer: Any) -> tuple[int, str, bool]:
+        updates = optimizer._reducer.exchange.agreed.config.sync.updates
+        names = [slot.name for slot in optimizer._reducer.exchange.agreed.buffers.layout.slots]
+        measures = any(name.startswith("agmerge: measured") for name in names)
+        return updates.overlap, optimizer.stats()["moments"]["kept"], measures
+
+    def body(rank: int, model: nn.Module) -> Any:
+        optimizer = started(model, compression="auto", exchange="sparse", merging="agmerge")
+        steps, found = Steps(model, optimizer), list[Any]()
+        for number, compression in enumerate((None, "topk", "eden-2", "none")):
+            if compression is not None:
+                optimizer.set_compressor(compression)
+            train(model, optimizer, rank, range(4 * number, 4 * number + 4))
+            found.append(kept(optimizer))
+        optimizer.consolidate()
+        return named(model), steps, found
+
+    models, steps, found = zip(*on_ranks(2, MODEL, body), strict=True)
+    quantized, other = (1, "mean", True), (0, "own", False)
+    assert found[0] == found[1] == [quantized, other, quantized, other]
+    assert_mean(list(models), list(steps))
+
+
 def test_a_compressor_that_ranks_disagree_on_is_refused_and_nothing_has_changed() -> None:
     def body(rank: int, model: nn.Module) -> Any:
         optimizer = started(model)

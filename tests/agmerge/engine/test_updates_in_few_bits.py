@@ -123,6 +123,27 @@ def test_something_is_learned(spec: dict[str, Any]) -> None:
     assert few.norm() < 2 * whole.norm()
 
 
+@pytest.mark.parametrize("overlap, first", [(None, 14), (0, 10)])
+def test_bits_are_chosen_once_steps_no_longer_wait(overlap: int | None, first: int) -> None:
+    """A step that waits for its message would be a reason for fewer bits; four steps do, with a message that is late.
+
+    Times are measured after ten steps that do not.
+    """
+
+    def train(rank: int) -> list[str]:
+        run = Run(rank, {"overlap": overlap}, torch.optim.AdamW)
+        found = []
+        for _ in range(first + 1):
+            run.optimizer.zero_grad()
+            run.model(torch.randn(8, 48, generator=run.source)).square().mean().backward()
+            run.optimizer.step()
+            found.append(run.optimizer.stats()["planning"])
+        return found
+
+    for found in testing.run(2, train):
+        assert found[: first - 1] == ["timing"] * (first - 1) and found[first] != "timing"
+
+
 @EACH
 @WORKERS
 def test_resumed_between_any_two_steps_it_goes_on_to_the_bit(workers: int, spec: dict[str, Any]) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import agreed, digest, mlp, on_ranks, residuals, seeded, sgd, train, wrap
-from support.gradient_exchange import drawn as plain
+from support import agreed, digest, mlp, on_ranks, residuals, seeded, train, wrap
 from support.low_rank_steps import (
     MATRICES,
     NAMES,
@@ -63,35 +62,6 @@ def test_each_tensor_is_compressed_as_its_pattern_says(name: str) -> None:
         for tensor in ("wide", "square"):
             assert one.update(tensor).count_nonzero() == sparsifiers.budget(DENSITY, one.update(tensor).numel())
         assert torch.linalg.matrix_rank(one.update("tall")) == 2
-
-
-@both
-def test_a_tensor_does_not_notice_what_compresses_the_others(name: str) -> None:
-    """With PowerSGD to the bit; with ACP-SGD a side may be another, but for the first step."""
-    alone = steps_of(2, drawn, 4, compression=name, rank=2)[0]
-    beside = steps_of(2, drawn, 4, compression=hybrid(name), density=DENSITY, rank=2)[0]
-    for step in range(4 if name == "powersgd" else 1):
-        assert torch.equal(alone[step].update("tall"), beside[step].update("tall"))
-        assert torch.equal(alone[step].residuals["tall"], beside[step].residuals["tall"])
-
-
-@both
-def test_a_hybrid_trains_the_same_on_all_ranks_and_goes_on_after_a_restart(name: str) -> None:
-    options: dict[str, Any] = {"compression": {"0.*": "topk", ".*": name}, "density": 0.1, "rank": 2}
-
-    def whole(rank: int, model: nn.Module) -> list[str]:
-        return train(model, wrap(model, **options), rank, range(6))
-
-    def cut(rank: int, model: nn.Module) -> list[str]:
-        optimizer, inner = wrap(model, **options), sgd(model)
-        seen = train(model, optimizer, rank, range(3))
-        saved = optimizer.state_dict()
-        optimizer.close()
-        resumed = wrap(model, inner, **options)
-        resumed.load_state_dict(saved)
-        return seen + train(model, resumed, rank, range(3, 6))
-
-    assert agreed(on_ranks(2, MODEL, whole)) == agreed(on_ranks(2, MODEL, cut))
 
 
 @both
@@ -207,19 +177,6 @@ def test_ranks_that_are_told_other_ranks_do_not_begin() -> None:
 
 
 @both
-def test_an_object_is_as_good_as_a_name(name: str) -> None:
-    def body(who: int, model: nn.Module, compression: Any, **options: Any) -> list[str]:
-        return train(model, wrap(model, compression=compression, **options), who, range(3))
-
-    by_name = on_ranks(2, MODEL, lambda rank, model: body(rank, model, name, rank=2))
-    by_object = on_ranks(2, MODEL, lambda rank, model: body(rank, model, sparsifiers.low_rank(name, 2)))
-    by_alias = on_ranks(
-        2, MODEL, lambda rank, model: body(rank, model, {"powersgd": "RankKReducer"}.get(name, "ACP"), rank=2)
-    )
-    assert agreed(by_name) == agreed(by_object) == agreed(by_alias)
-
-
-@both
 def test_small_tensors_and_what_dense_names_go_whole(name: str) -> None:
     def body(who: int, model: nn.Module, **options: Any) -> set[str]:
         optimizer = wrap(model, compression=name, **options)
@@ -236,16 +193,3 @@ def test_small_tensors_and_what_dense_names_go_whole(name: str) -> None:
         "2.weight",
         "4.weight",
     }
-
-
-@both
-def test_gradients_are_handed_over_and_not_touched(name: str) -> None:
-    def body(rank: int) -> None:
-        exchange = opened({tensor: torch.zeros(shape) for tensor, shape in SHAPES.items()}, name)
-        for step in range(3):
-            given = plain(rank, step, SHAPES)
-            before = digest(given.values())
-            made(exchange, given)
-            assert digest(given.values()) == before
-
-    testing.run(2, body)

@@ -148,35 +148,6 @@ def test_in_rank_order_a_plan_changes_no_bit(name: str, size: int) -> None:
 
 
 @both
-def test_else_it_changes_roundings_alone(name: str) -> None:
-    first, *others = [steps_of(3, single, 4, compression=name, merging=plan)[0] for plan in PLANS]
-    for other in others:
-        for step in range(4):
-            for tensor in SHAPES:
-                assert distance(other[step].update(tensor), first[step].update(tensor)) < 1e-5
-
-
-@both
-def test_plans_that_differ_from_step_to_step_change_no_bit(name: str) -> None:
-    """What a tensor's basis is does not hang on the message that it is in."""
-
-    def body(rank: int, plans: list[merging.Plan]) -> list[str]:
-        tensors = {tensor: torch.zeros(shape) for tensor, shape in SHAPES.items()}
-        exchange = opened(tensors, name, merging="layerwise", dense_sum="ordered")
-        seen = []
-        for step in range(5):
-            seen.append(made(exchange, single(rank, step)))
-            plan = exchange.agreed.current.plan
-            assert plan is not None
-            exchange.agreed.use_plan(merging.Plan(plans[step].counts, names=plan.names))
-        return digests(seen)
-
-    still = testing.run(2, lambda rank: body(rank, [merging.Plan((1,) * 5)] * 5))
-    moving = testing.run(2, lambda rank: body(rank, [random_plan(seed, len(SHAPES)) for seed in range(5)]))
-    assert still == moving
-
-
-@both
 def test_the_order_of_readiness_changes_no_bit(name: str) -> None:
     def body(rank: int, backwards: bool) -> list[str]:
         exchange = opened({tensor: torch.zeros(shape) for tensor, shape in SHAPES.items()}, name)
@@ -188,18 +159,6 @@ def test_the_order_of_readiness_changes_no_bit(name: str) -> None:
         return digests(seen)
 
     assert testing.run(2, lambda rank: body(rank, False)) == testing.run(2, lambda rank: body(rank, True))
-
-
-@both
-def test_ranks_that_come_at_random_times_find_the_same(name: str) -> None:
-    plain = steps_of(3, single, 3, compression=name, merging="layerwise", dense_sum="ordered")
-
-    def body(rank: int) -> list[str]:
-        tensors = {tensor: torch.zeros(shape) for tensor, shape in SHAPES.items()}
-        exchange = opened(tensors, name, merging="layerwise", dense_sum="ordered")
-        return digests([made(exchange, single(rank, step)) for step in range(3)])
-
-    assert testing.run(3, body, inject=testing.jitter(3)) == [digests(of_rank) for of_rank in plain]
 
 
 # -- merge buffers that go whole --------------------------------------------------------------------------------------

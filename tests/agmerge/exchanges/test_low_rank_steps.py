@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Parts, agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, wrap
+from support import agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, sgd, wrap
 from support.gradient_exchange import Table, connected, stepped
 from support.low_rank_steps import (
     MATRICES,
@@ -111,21 +111,6 @@ def test_a_discarded_round_changes_no_bit_of_what_is_kept(name: str, when: str) 
 
 
 @both
-def test_what_a_discarded_round_has_found_is_not_kept_by_the_next_commit(name: str) -> None:
-    def body(rank: int) -> list[tuple[str, str]]:
-        exchange = new(name)
-        exchange.agree()
-        for tensor, gradient in single(rank, 0).items():
-            exchange.ready(tensor, gradient)
-        exchange.finish()
-        exchange.discard()
-        made(exchange, dict.fromkeys(SHAPES))
-        return [key for key in exchange.agreed.current.tensors if key[0] != "residual"]
-
-    assert agreed(testing.run(2, body)) == []
-
-
-@both
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_round_that_is_repeated_keeps_bases_and_residuals(name: str, at: int) -> None:
     """One rank's tensors change between steps: the others hear of it in the middle of a round, which all repeat."""
@@ -200,22 +185,6 @@ def test_a_gradient_whose_factor_overflows_counts_as_one_that_is_not_finite(name
 
 
 @both
-@pytest.mark.parametrize("memory", ["residual", "none"])
-def test_a_gradient_of_zeros_makes_an_update_of_zeros(name: str, memory: str) -> None:
-    def zeros(rank: int, step: int) -> dict[str, Tensor]:
-        given = single(rank, step)
-        return given if step > 2 else {tensor: torch.zeros_like(gradient) for tensor, gradient in given.items()}
-
-    seen = steps_of(2, zeros, 6, compression=name, memory=memory)[0]
-    for step in range(6):
-        for tensor in SHAPES:
-            update = seen[step].update(tensor)
-            assert torch.isfinite(update).all() and bool(update.any()) == (step > 2)
-    plain = steps_of(2, lambda rank, step: single(rank, step + 3), 3, compression=name, memory=memory)[0]
-    assert [bits(of_step) for of_step in plain] == [bits(of_step) for of_step in seen[3:]]  # as if nothing had been
-
-
-@both
 def test_a_tensor_that_no_rank_has_has_no_update(name: str) -> None:
     """From the first step on; and once it is there it is as a new one's."""
 
@@ -253,22 +222,6 @@ def test_what_is_left_of_a_tensor_is_sent_while_no_rank_has_it(name: str) -> Non
 
 
 @both
-def test_bases_stay_while_no_rank_has_a_tensor(name: str) -> None:
-    """Without a memory there is nothing to send: that says nothing about where later gradients will lie."""
-
-    def body(rank: int) -> list[dict[tuple[str, str], str]]:
-        exchange = new(name, memory="none")
-        seen = []
-        for step in range(4):
-            made(exchange, {**single(rank, step), "tall": single(rank, step)["tall"] if step == 0 else None})
-            seen.append({key: bits for key, bits in kept_bits(exchange).items() if key[1] == "tall"})
-        return seen
-
-    first, *others = agreed(testing.run(2, body))
-    assert len(first) == 1 and all(other == first for other in others)
-
-
-@both
 def test_a_rank_without_a_tensor_counts_as_one_with_zeros(name: str) -> None:
     def lacking(rank: int, step: int, zeros: bool) -> dict[str, Tensor | None]:
         given: dict[str, Tensor | None] = dict(single(rank, step))
@@ -281,23 +234,6 @@ def test_a_rank_without_a_tensor_counts_as_one_with_zeros(name: str) -> None:
         return [bits(made(exchange, lacking(rank, step, zeros))) for step in range(4)]
 
     assert testing.run(3, lambda rank: body(rank, True)) == testing.run(3, lambda rank: body(rank, False))
-
-
-@both
-def test_layers_that_are_used_in_turn_keep_replicas_equal(name: str) -> None:
-    """By one rank, by both, by none."""
-
-    def body(rank: int, model: Parts) -> list[tuple[str, bool, bool]]:
-        optimizer, seen = wrap(model, compression=name), []
-        for step, use in enumerate(["", "a", "ab", "b" if rank else "", "", "ab", "a" if rank else "b", ""]):
-            optimizer.zero_grad()
-            model.loss(rank, step, use).backward()
-            optimizer.step()
-            seen.append((digest(model), model.a.weight.grad is None, model.b.weight.grad is None))
-        return seen
-
-    seen = agreed(on_ranks(2, seeded(Parts), body))
-    assert [a for _, a, _ in seen] == [True, *[False] * 7] and [b for *_, b in seen] == [True, True, *[False] * 6]
 
 
 @both

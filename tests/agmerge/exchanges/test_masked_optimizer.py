@@ -8,7 +8,7 @@ import functools
 
 import pytest
 import torch
-from support import AwkwardModel, Sent, agreed, assert_conserved, mlp, on_ranks, residuals, seeded, trained, wrap
+from support import AwkwardModel, Sent, agreed, assert_conserved, mlp, on_ranks, residuals, seeded, wrap
 from support import train as plain
 from support.awkward_training import backward, wrapped_awkward
 from torch import Tensor
@@ -71,34 +71,6 @@ def test_what_is_sent_and_what_is_kept_is_what_was_there(
     assert min(on_ranks(size, MODEL, body)) > 20_000
 
 
-@pytest.mark.parametrize("compression", ["topk", "randomk"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_density_1_is_the_dense_exchange_to_the_bit(size: int, compression: str) -> None:
-    dense = trained(size, SMALL, 6, compression="none")
-    options = {"compression": compression, "density": 1.0, "exchange": "masked"}
-    for summed in ("native", "ordered"):
-        assert trained(size, SMALL, 6, dense_sum=summed, **options) == dense
-
-
-def test_values_do_not_grow_with_the_number_of_workers() -> None:
-    def body(rank: int, model: torch.nn.Module) -> tuple[int, int, float]:
-        optimizer = wrap(model, compression="topk", density=0.05, exchange="masked")
-        plain(model, optimizer, rank, range(4))
-        calls = [(name, length) for _, name, length in testing.calls() if name.startswith("buffer")]
-        votes = sum(length for name, length in calls if name == "buffer 0")
-        values = sum(length for name, length in calls if name == "buffer 0/values")
-        stats = optimizer.stats()
-        assert stats["bytes_sent"] == sum(length for _, length in calls)
-        return votes, values, stats["density"]
-
-    found = {size: agreed(on_ranks(size, SMALL, body)) for size in (2, 4, 8)}
-    k = sum(-(-p.numel() // 20) for p in SMALL.parameters() if p.numel() >= 1024)
-    for size, (votes, values, _) in found.items():
-        # In the first step nothing is sent before all is known: its message is the same.
-        assert 0.8 * 4 * 4 * (k - 2) <= values <= 4 * 4 * (k + 2)
-        assert votes * size <= 4 * 4 * (k + 2 * size) + 4 * 80 * size
-
-
 @pytest.mark.parametrize(
     "compression, dense_sum, expected",
     [
@@ -150,18 +122,6 @@ def test_what_costs_are_probed_with_leaves_no_trace() -> None:
         return plain(model, optimizer, rank, range(13))
 
     assert len(set(agreed(on_ranks(3, SMALL, body)))) == 13
-
-
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("memory", ["residual", "dgc", "none"])
-def test_sixteen_bits_and_other_memories(half: torch.dtype, memory: str) -> None:
-    def body(rank: int, model: torch.nn.Module) -> list[str]:
-        inner = torch.optim.SGD(model.parameters(), lr=0.05)
-        optimizer = wrap(model, inner, compression="topk", density=0.1, exchange="masked", memory=memory)
-        return plain(model, optimizer, rank, range(5))
-
-    start = copy.deepcopy(SMALL).to(half)
-    assert len(set(agreed(on_ranks(3, start, body)))) == 5
 
 
 def test_a_resumed_run_goes_on_to_the_bit() -> None:

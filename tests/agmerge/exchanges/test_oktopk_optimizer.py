@@ -16,13 +16,11 @@ from support import (
     assert_conserved,
     assert_near,
     digest,
-    gradients,
     mlp,
     on_ranks,
     residuals,
     same_bits,
     seeded,
-    sgd,
     train,
     trained,
     wrap,
@@ -31,8 +29,6 @@ from support.awkward_training import backward, wrapped_awkward
 from torch import Tensor
 
 from agmerge import testing
-from agmerge.backends.local import Call
-from agmerge.errors import MessageError
 from agmerge.exchanges.message import VALUES
 from agmerge.planning.cost_probe import Budget, probe
 
@@ -86,36 +82,6 @@ CODED += [
     for wire in wires
     if (3, exchange, wire) not in CODED
 ]
-
-
-@pytest.mark.parametrize("size, exchange, wire", [*((size, "oktopk", "auto") for size in (2, 3, 4)), *CODED])
-def test_updates_add_up_to_gradients_less_residuals(size: int, exchange: str, wire: str) -> None:
-    def body(rank: int, model: AwkwardModel) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        optimizer = wrapped_awkward(model, exchange=exchange, wire=wire, density=0.05)
-        sums: list[dict[str, Tensor]] = [
-            {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()} for _ in range(2)
-        ]
-        for step in range(12):
-            optimizer.zero_grad()
-            backward(model, rank, step)
-            for total in sums:
-                for name, gradient in gradients(model).items():
-                    if gradient is not None:
-                        total[name] += gradient
-                if total is sums[0]:
-                    optimizer.synchronize()
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        return sums[0], sums[1], residuals(optimizer)
-
-    found = on_ranks(size, AWKWARD, body)
-    for name, p in AWKWARD.named_parameters():
-        whole = sum(given[name] - kept.get(name, torch.zeros(())).double() for given, _, kept in found) / size
-        assert isinstance(whole, Tensor)
-        tolerance = 1e-2 if p.dtype == torch.bfloat16 else 1e-6
-        largest = max(whole.abs().flatten().tolist(), default=0.0)
-        off = max((found[0][1][name] - whole).abs().flatten().tolist(), default=0.0)
-        assert off <= tolerance * largest + 1e-12, name
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -187,38 +153,6 @@ def test_a_change_of_membership_discards_what_was_under_way_and_repeats_it(size:
     assert_near(found[0][4], whole, magnitude)
 
 
-def test_synchronize_without_step_starts_again_from_the_residuals() -> None:
-    def body(rank: int, model: torch.nn.Module) -> bool:
-        optimizer = wrap(model, sgd(model), exchange="oktopk", compression="topk")
-        train(model, optimizer, rank, range(3))
-        kept = {name: value.clone() for name, value in residuals(optimizer).items()}
-        before = digest(model)
-        model(torch.randn(4, 32, generator=torch.Generator().manual_seed(rank))).sum().backward()
-        optimizer.synchronize()
-        optimizer.zero_grad()
-        train(model, optimizer, rank, [])
-        same = all(same_bits(value, kept[name]) for name, value in residuals(optimizer).items())
-        return same and digest(model) == before
-
-    assert agreed(on_ranks(3, MODEL, body))
-
-
-def test_a_damaged_message_is_the_same_error_on_every_rank() -> None:
-    def inject(call: Call) -> None:
-        if call.rank == 1 and call.name.endswith("/tally"):
-            call.tensor[2] = 1
-
-    def body(rank: int, model: torch.nn.Module) -> list[str]:
-        optimizer = wrap(model, exchange="oktopk", compression="topk")
-        return train(model, optimizer, rank, range(1))
-
-    errors = on_ranks(3, MODEL, body, inject=inject, return_errors=True)
-    assert [type(error) for error in errors] == [MessageError] * 3
-    assert len({str(error) for error in errors}) == 1 and "the message of rank 0 to rank 1 was damaged" in str(
-        errors[0]
-    )
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_probes_cost_the_same_calls_and_leave_nothing_behind(size: int) -> None:
     def body(rank: int, model: torch.nn.Module) -> tuple[list[tuple[str, str]], list[str]]:
@@ -242,17 +176,3 @@ def test_probes_cost_the_same_calls_and_leave_nothing_behind(size: int) -> None:
         return train(model, optimizer, rank, range(4))
 
     assert seen == agreed(on_ranks(size, MODEL, unprobed))
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_what_is_handed_to_collectives_is_counted(size: int) -> None:
-    """Later phases too, whose sizes nobody knows at the start."""
-
-    def body(rank: int, model: torch.nn.Module) -> None:
-        optimizer = wrap(model, exchange="oktopk", compression="topk", density=0.1)
-        train(model, optimizer, rank, range(2))
-        calls, before = len(testing.calls()), optimizer.stats()["bytes_sent"]
-        train(model, optimizer, rank, range(2, 4))
-        assert optimizer.stats()["bytes_sent"] - before == sum(size for _, _, size in testing.calls()[calls:])
-
-    on_ranks(size, MODEL, body)

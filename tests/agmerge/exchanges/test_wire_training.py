@@ -140,26 +140,6 @@ def test_momentum_before_selection_goes_with_them(wire: str) -> None:
     assert len(set(agreed(on_ranks(3, SMALL, body)))) == 8
 
 
-@pytest.mark.parametrize("wire", FEW)
-def test_learning_goes_on(wire: str) -> None:
-    """Every element is sent in time: the sum of the updates follows that of the gradients."""
-
-    def body(rank: int, model: nn.Module) -> Tensor:
-        parameter = torch.nn.Parameter(torch.zeros(64, 32))
-        inner = torch.optim.SGD([parameter], lr=1.0)
-        optimizer = agmerge.DistributedOptimizer(
-            inner, [("x", parameter)], compression="topk", memory="residual", density=0.1, wire=wire, exchange="sparse",
-        )  # fmt: skip
-        target = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
-        for _ in range(400):
-            optimizer.zero_grad()
-            (0.05 * 0.5 * (parameter - target).square().sum()).backward()
-            optimizer.step()
-        return (parameter.detach() - target).norm() / target.norm()
-
-    assert agreed([float(error) for error in on_ranks(2, SMALL, body)]) < 0.05
-
-
 @pytest.mark.parametrize("wire", ["2bit", "sign"])
 def test_rows_without_a_gradient_are_not_touched(wire: str) -> None:
     """Fewer elements are there than are selected, as with an embedding; a sign would make something of nothing."""

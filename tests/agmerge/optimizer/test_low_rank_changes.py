@@ -67,19 +67,6 @@ def test_compressors_that_follow_each_other_lose_nothing(chain: list[Any], switc
     assert_nothing_is_lost([kept for _, kept in found], rounded=2e-3 if "bf16" in chain else ROUNDED)
 
 
-def test_a_lossless_compressor_sends_at_once_what_factors_left() -> None:
-    def body(rank: int, model: nn.Module) -> tuple[float, float]:
-        optimizer = wrap(model, compression="powersgd")
-        train(model, optimizer, rank, range(3))
-        before = optimizer.stats()["residual_norm"]
-        optimizer.set_compressor("none")
-        train(model, optimizer, rank, range(3, 4))
-        return before, optimizer.stats()["residual_norm"]
-
-    for before, after in on_ranks(2, MODEL, body):
-        assert before > 0 and after == 0
-
-
 @pytest.mark.parametrize("compression", LOW_RANK)
 def test_a_rank_that_is_not_given_is_the_one_in_use(compression: str) -> None:
     def body(rank: int, model: nn.Module) -> None:
@@ -160,50 +147,6 @@ def test_a_replica_whose_bases_differ_is_found() -> None:
             spoil_bases(optimizer)
         with pytest.raises(agmerge.DivergenceError, match="weight.*on rank 1"):
             train(model, optimizer, rank, range(2, 5))
-
-    on_ranks(2, MODEL, body)
-
-
-def test_with_both_factors_sent_replicas_stay_equal_whatever_the_bases() -> None:
-    def body(rank: int, model: nn.Module) -> list[str]:
-        optimizer = wrap(model, compression="powersgd", check_every=1)
-        train(model, optimizer, rank, range(2))
-        if rank == 1:
-            spoil_bases(optimizer)
-        return train(model, optimizer, rank, range(2, 5))
-
-    agreed(on_ranks(2, MODEL, body))
-
-
-@pytest.mark.parametrize("compression", LOW_RANK)
-def test_drawn_bases_follow_from_seed_and_name_alone(compression: str) -> None:
-    """Whatever else there is, in whatever order: a tensor's first update is the same."""
-
-    def body(rank: int, model: nn.Module, seed: int, **options: Any) -> str:
-        inner = torch.optim.SGD(model.parameters(), lr=0.0)
-        optimizer = wrap(model, inner, compression=sparsifiers.low_rank(compression, seed=seed), **options)
-        loss_of(model, rank, 0).backward()
-        optimizer.step()
-        return digest([model.get_parameter("2.weight").grad])
-
-    def update(seed: int, **options: Any) -> str:
-        return agreed(on_ranks(2, MODEL, lambda rank, model: body(rank, model, seed, **options)))
-
-    assert update(0) == update(0, merging="layerwise") == update(0, dense=["0.*"]) == update(0, dense=[])
-    assert update(0) != update(1)
-
-
-def test_hybrids_take_both_their_options() -> None:
-    def body(rank: int, model: nn.Module) -> None:
-        optimizer = wrap(model, sgd(model), compression=HYBRID, rank=3, density=0.2)
-        train(model, optimizer, rank, range(2))
-        assert {(name, len(rows)) for (_, name), rows in bases(optimizer).items()} == {("2.weight", 3)}
-        optimizer.set_compressor({"0.*": "powersgd", ".*": "topk"}, rank=2)
-        train(model, optimizer, rank, range(2, 4))
-        assert {(name, len(rows)) for (_, name), rows in bases(optimizer).items() if name[0] == "0"} == {
-            ("0.weight", 2)
-        }
-        assert optimizer._reducer.exchange.agreed.config.compression.density.target == 0.2
 
     on_ranks(2, MODEL, body)
 

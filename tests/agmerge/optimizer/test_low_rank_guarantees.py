@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ from support import (
     seeded,
     wrap,
 )
-from support.awkward_training import THAW, backward
+from support.awkward_training import THAW
 from support.low_rank_conservation import LOW_RANK, Books, assert_nothing_is_lost, bases, run
 from torch import nn
 from torch.nn import functional as F
@@ -95,44 +93,6 @@ def test_an_awkward_model_loses_nothing(compression: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("compression", LOW_RANK)
-def test_what_no_rank_uses_has_no_update_and_no_basis_until_one_does(compression: str) -> None:
-    """Published code gives an unused layer the product of its random factors as a gradient."""
-
-    def body(rank: int, model: Parts) -> list[tuple[bool, bool]]:
-        optimizer, seen = wrap(model, compression=compression), []
-        for step, use in enumerate(["a", "a", "ab" if rank else "a", "a", "a"]):
-            optimizer.zero_grad()
-            model.loss(rank, step, use).backward()
-            optimizer.step()
-            grad = model.b.weight.grad
-            assert grad is None or step >= 2 and grad.any()
-            seen.append((grad is not None, any(name == "b.weight" for _, name in bases(optimizer))))
-        assert sum(bool(kept.any()) for name, kept in residuals(optimizer).items() if name == "b.weight") == bool(rank)
-        return seen
-
-    assert agreed(on_ranks(2, PARTS, body)) == [(False, False)] * 2 + [(True, True)] * 3
-
-
-@pytest.mark.parametrize("compression", LOW_RANK)
-def test_a_residual_is_sent_though_its_layer_is_not_used_any_more(compression: str) -> None:
-    """Rows that are orthogonal to the basis go over the next ones: little is left after as many steps as rows."""
-
-    def body(rank: int, model: Parts) -> list[float]:
-        optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.0), compression=compression, rank=8)
-        norms = []
-        for step in range(10):
-            optimizer.zero_grad()
-            model.loss(rank, step, "a" if step == 0 else "b").backward()
-            optimizer.step()
-            norms.append(float(residuals(optimizer)["a.weight"].norm()))
-        return norms
-
-    for norms in on_ranks(2, PARTS, body):
-        assert norms[0] > 0 and norms[-1] < 0.7 * norms[0]
-        assert all(after <= before * (1 + 1e-5) for before, after in zip(norms, norms[1:], strict=False))
-
-
-@pytest.mark.parametrize("compression", LOW_RANK)
 def test_bases_and_residuals_outlive_a_freeze(compression: str) -> None:
     def body(rank: int, model: Parts) -> list[str]:
         optimizer, books, seen = wrap(model, compression=compression), Books(model), []
@@ -183,47 +143,6 @@ def test_groups_that_are_added_are_factorised_from_then_on(compression: str, how
 # -- what a step is ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["passes", "no_sync", "set", "two calls"])
-@pytest.mark.parametrize("compression", LOW_RANK)
-def test_accumulated_gradients_are_one_matrix(compression: str, how: str) -> None:
-    """As one pass whose gradients are their sums, to rounding. Published code sends once a pass, and counts twice."""
-
-    def accumulated(rank: int, model: nn.Module) -> nn.Module:
-        count = 2 if how in ("passes", "two calls") else 1
-        optimizer = wrap(model, compression=compression, backward_passes_per_step=count)
-        if how == "set":
-            optimizer.set_backward_passes_per_step(2)
-        for step in range(5):
-            optimizer.zero_grad()
-            if how == "no_sync":
-                with optimizer.no_sync():
-                    loss_of(model, rank, step).backward()
-                loss_of(model, rank, 100 + step).backward()
-            else:
-                for number in (step, 100 + step):
-                    loss_of(model, rank, number).backward()
-            if how == "two calls":
-                optimizer.synchronize()
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-            else:
-                optimizer.step()
-        return model
-
-    def at_once(rank: int, model: nn.Module) -> nn.Module:
-        optimizer = wrap(model, compression=compression)
-        for step in range(5):
-            optimizer.zero_grad()
-            (loss_of(model, rank, step) + loss_of(model, rank, 100 + step)).backward()
-            optimizer.step()
-        return model
-
-    found, expected = on_ranks(2, MODEL, accumulated), on_ranks(2, MODEL, at_once)
-    agreed([digest(model) for model in found])
-    for p, q in zip(found[0].parameters(), expected[0].parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("compression", LOW_RANK)
 def test_clipping_after_synchronize_moves_updates_and_nothing_that_is_kept(compression: str) -> None:
     def body(rank: int, model: nn.Module, clip: bool) -> Any:
@@ -240,59 +159,6 @@ def test_clipping_after_synchronize_moves_updates_and_nothing_that_is_kept(compr
         return digest(residuals(optimizer).values()), digest(kept[key] for key in sorted(kept))
 
     assert on_ranks(2, MODEL, lambda rank, m: body(rank, m, True)) == on_ranks(2, MODEL, lambda r, m: body(r, m, False))
-
-
-@pytest.mark.parametrize("ending", ["discarded", "nothing finite"])
-@pytest.mark.parametrize("step", [0, 1, 2])
-@pytest.mark.parametrize("compression", LOW_RANK)
-def test_a_step_that_comes_to_nothing_leaves_no_trace(compression: str, step: int, ending: str) -> None:
-    """In either phase, and before there is a basis: residuals, bases and what comes after are the same to the bit."""
-
-    def body(rank: int, model: nn.Module, disturbed: bool) -> list[str]:
-        optimizer, seen = wrap(model, compression=compression, nonfinite="skip"), []
-        for number in range(5):
-            if disturbed and number == step:
-                before = digest([*residuals(optimizer).values(), *bases(optimizer).values()])
-                optimizer.zero_grad()
-                loss = loss_of(model, rank, 77)
-                if ending == "discarded":
-                    loss.backward()
-                    optimizer.synchronize()
-                    optimizer.zero_grad()
-                else:
-                    (loss * math.nan if rank else loss).backward()
-                    optimizer.step()
-                if number:
-                    assert digest([*residuals(optimizer).values(), *bases(optimizer).values()]) == before
-            optimizer.zero_grad()
-            loss_of(model, rank, number).backward()
-            optimizer.step()
-            seen.append(digest([*model.parameters(), *residuals(optimizer).values(), *bases(optimizer).values()]))
-        return seen
-
-    expected = on_ranks(2, MODEL, lambda rank, model: body(rank, model, False))
-    assert on_ranks(2, MODEL, lambda rank, model: body(rank, model, True)) == expected
-
-
-@pytest.mark.parametrize("compression", LOW_RANK)
-def test_zeros_and_what_follows_them(compression: str) -> None:
-    """The first gradient is all zero: torch's hook makes NaN of that, for ever."""
-
-    def body(rank: int, model: nn.Module) -> Any:
-        optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), compression=compression)
-        books = Books(model)
-        for step in range(6):
-            optimizer.zero_grad()
-            (loss_of(model, rank, step) * (0.0 if step in (0, 3) else 1.0)).backward()
-            books.step(optimizer)
-            assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-            if step == 0:
-                assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
-        return digest(model), (books, residuals(optimizer))
-
-    found = on_ranks(2, MODEL, body)
-    agreed([bits for bits, _ in found])
-    assert_nothing_is_lost([kept for _, kept in found])
 
 
 # -- layers of other kinds --------------------------------------------------------------------------------------------
@@ -327,52 +193,3 @@ def test_gradients_of_sparse_layout_are_made_dense_on_request(compression: str) 
         return digest(model)
 
     agreed(on_ranks(2, seeded(Words), body))
-
-
-@pytest.mark.parametrize("compression", LOW_RANK)
-def test_what_would_save_nothing_or_is_exempt_goes_dense(compression: str) -> None:
-    """4.weight of (10, 32) has fewer than 1024 elements; at rank 20 the factors of 2.weight (32, 48) are larger."""
-
-    def body(rank: int, model: nn.Module, options: dict[str, Any]) -> set[str]:
-        optimizer = wrap(model, compression=compression, **options)
-        loss_of(model, rank, 0).backward()
-        optimizer.step()
-        factorised = {name for _, name in bases(optimizer)}
-        assert {name for name, kept in residuals(optimizer).items() if kept.any()} == factorised
-        return factorised
-
-    for options, expected in (
-        ({}, {"0.weight", "2.weight"}),
-        ({"dense": []}, {"0.weight", "2.weight", "4.weight"}),
-        ({"dense": ["2.*"]}, {"0.weight", "4.weight"}),
-        ({"rank": {"2.weight": 20}}, {"0.weight"}),
-    ):
-        assert agreed(on_ranks(2, MODEL, lambda rank, model, o=options: body(rank, model, o))) == expected
-
-
-def test_the_gradient_of_an_awkward_model_comes_back_in_its_own_strides() -> None:
-    def body(rank: int, model: AwkwardModel) -> None:
-        optimizer = wrap(model, torch.optim.SGD(awkward_groups(model), lr=0.05), compression="powersgd", dense=[])
-        for step in range(3):
-            optimizer.zero_grad()
-            backward(model, rank, step)
-            optimizer.step()
-            for name, p in model.named_parameters():
-                assert p.grad is None or (p.grad.stride(), p.grad.dtype) == (p.stride(), p.dtype), name
-
-    on_ranks(2, AWKWARD, body)
-
-
-def test_what_the_published_code_needs_nobody_to_seed() -> None:
-    """Ranks whose generators differ draw the same bases."""
-
-    def body(rank: int, model: nn.Module) -> tuple[str, ...]:
-        torch.rand(rank + 1)
-        optimizer = wrap(model, compression="acpsgd")
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        return digest(model), digest(bases(optimizer).values())
-
-    agreed(on_ranks(3, copy.deepcopy(MODEL), body))

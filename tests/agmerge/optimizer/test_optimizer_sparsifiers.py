@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import CLASSES, WIDTH, agreed, digest, loss_of, mlp, on_ranks, residuals, seeded, train, trained, wrap
+from support import WIDTH, agreed, digest, mlp, on_ranks, residuals, seeded, train, trained, wrap
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 import sparsifiers
 
@@ -83,42 +82,3 @@ def test_so_many_workers_that_all_their_elements_are_as_many_as_the_vector_has()
 
     assert run(compression="topk", density=0.25) != run(compression="none")
     assert books("topk", 4, torch.float32, 5) < 1e-5
-
-
-def learned(compression: str, **options: Any) -> float:
-    """The loss on 256 samples of a fixed rule after 60 steps of two workers."""
-    source = torch.Generator().manual_seed(0)
-    x = torch.randn(256, WIDTH, generator=source)
-    y = (x @ torch.randn(WIDTH, CLASSES, generator=source)).argmax(1)
-
-    def body(rank: int, model: nn.Module) -> float:
-        optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.2), compression=compression, **options)
-        for step in range(60):
-            mine = torch.arange(256)[(step + rank) % 4 :: 4]
-            optimizer.zero_grad()
-            cross_entropy(model(x[mine]), y[mine]).backward()
-            optimizer.step()
-        with torch.no_grad():
-            return float(cross_entropy(model(x), y))
-
-    return agreed(on_ranks(2, MODEL, body))
-
-
-@pytest.fixture(scope="module")
-def dense_loss() -> float:
-    """What the dense exchange reaches."""
-    return learned("none")
-
-
-OWN = [name for name in sparsifiers.names() if not sparsifiers.get(name).same_on_all_ranks]  # read values to select
-
-
-@pytest.mark.parametrize("compression", OWN)
-def test_it_learns_nearly_as_fast_as_dense(compression: str, dense_loss: float) -> None:
-    assert dense_loss < 0.8 * loss_of(MODEL, 0, 0).item()
-    assert learned(compression, density=0.1, memory="residual") < 1.1 * dense_loss
-
-
-def test_without_a_memory_it_learns_worse(dense_loss: float) -> None:
-    kept = learned("topk", density=0.02, memory="residual")
-    assert learned("topk", density=0.02, memory="none") > 1.05 * kept > dense_loss

@@ -36,10 +36,10 @@ import agmerge
 import merging
 import sparsifiers
 from agmerge import testing
+from agmerge.exchanges import SegmentBuffers
 from agmerge.planning import measuring
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
-from agmerge.tensors.layout import Segment
 
 MODEL = seeded(mlp)
 PLANS: dict[str, Any] = {
@@ -267,9 +267,9 @@ def test_padding_between_tensors_is_never_chosen(compression: str, monkeypatch: 
     original = MergeBuffers.vector
     seen: list[tuple[int, int]] = []
 
-    def vector(session: MergeBuffers, segment: Segment, step: int) -> Any:
-        found = original(session, segment, step)
-        seen.append((found[0].numel(), segment.numel))
+    def vector(session: MergeBuffers, operand: SegmentBuffers, step: int) -> Any:
+        found = original(session, operand, step)
+        seen.append((found[0].numel(), operand.segment.numel))
         return found
 
     monkeypatch.setattr(MergeBuffers, "vector", vector)
