@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import math
 import os
 import re
 import shlex
@@ -32,11 +33,11 @@ import checkout  # noqa: F401 - first: it says where this checkout's packages ar
 # isort: split
 
 import torch
-from evidence import page, report, text
+from evidence import noise, page, report, text
 from evidence.contenders import DENSE, OPTIONS, options_of, told
 from evidence.jobs import Failed, Jobs, serve
 from evidence.models import OPTIMIZERS, SIZES, optimizers_of
-from evidence.training import Training, first_model
+from evidence.training import AT_THE_END, OF_A_POINT, POINTS, Training, first_model
 
 from agmerge.backends.horovod import cores
 
@@ -57,7 +58,8 @@ DEFAULTS: dict[str, Any] = {
 TUNED = (0.5, 0.7, 1.0, 1.4, 2.0)  # times the rate of the size
 PER_PARAMETER, SEEDS, MOST_SEEDS = 20, 3, 10
 FEWER = (20.0, 8.0, 4.0, 2.0, 1.0, 0.5)  # tokens a parameter, for what there is time for
-DEARER, USED = 1.5, 0.9  # a contender's seconds, in those of dense, with evaluation; share of the time that is planned
+EVALUATED = POINTS * OF_A_POINT + AT_THE_END  # held-out tokens of a training
+DEARER, USED = 1.4, 0.9  # a contender's seconds, in those of dense; share of the time that is planned
 
 
 class Refused(SystemExit):
@@ -80,6 +82,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
                 raise ValueError
             return found
 
+        read.__name__ = f"positive {kind.__name__}"  # as argparse's error says
         return read
 
     def count(value: str) -> int:
@@ -87,6 +90,11 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
         if number < 1:
             raise ValueError
         return int(number)
+
+    def positive(value: str) -> float:
+        if not float(value) > 0:
+            raise ValueError
+        return float(value)
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -100,13 +108,14 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rates", type=numbers(float), metavar="X,X", help="of contenders, in learning rates of dense; 1 if not given")
     add("--tune", action="store_true", default=None, help="first find dense's best learning rate, by five trainings")
     add("--data", type=Path, metavar="PATH", help="a file or folder of text; without it, installed Python sources")
-    add("--minutes", type=float, help="stop in time, with what there is")
+    add("--minutes", type=positive, metavar="N", help="stop in time, with what there is")
     add("--resume", action="store_true", help="continue a run, with its settings where you give none")
     add("--name", help="of the folder in runs/prove; size and optimizer if not given")
     add("--jobs", type=count, metavar="N", help="trainings side by side; one for each core, or one on a GPU")
     add("--device", help="cpu, or a GPU such as cuda:0; a GPU if there is one")
     add("--record", metavar="RUNG", help="train nothing: copy the run to benchmarks/prove/RUNG.json, for the page")
     add("--page", action="store_true", help="train nothing: write the figures of docs/evidence.md")
+    add("--noise", action="store_true", help="only measure the noise scale of the gradient, near the best batch")
     add("--job", metavar="NUMBER:DEVICE", help=argparse.SUPPRESS)
     return parser.parse_args(line)
 
@@ -116,7 +125,10 @@ def settings_of(args: argparse.Namespace, stored: dict[str, Any] | None) -> dict
     given = {name: getattr(args, name) for name in DEFAULTS if getattr(args, name) is not None}
     if "data" in given:
         given["data"] = str(given["data"].resolve())
-    return {**DEFAULTS, **(stored or {}), **given}
+    kept = dict(stored or {})
+    if given.get("size", kept.get("size")) != kept.get("size"):
+        kept = {name: value for name, value in kept.items() if name not in ("tokens", "batch")}  # of the other size
+    return {**DEFAULTS, **kept, **given}
 
 
 def check(settings: dict[str, Any], device: str, jobs: int) -> None:
@@ -127,6 +139,8 @@ def check(settings: dict[str, Any], device: str, jobs: int) -> None:
         raise Refused(f"--contenders: {', '.join(unknown)} is unknown. Choose from: {', '.join(OPTIONS)}.")
     if "dgc" in settings["contenders"] and settings["optimizer"] != "sgd":
         raise Refused("--contenders dgc needs --optimizer sgd: without SGD's momentum dgc is topk. Name topk instead.")
+    if min(settings["workers"]) < 2:
+        raise Refused("--workers 1: one worker sends nothing. Pass 2 or more; dense always runs as one.")
     for workers in settings["workers"]:
         if batch % (workers * size.context):
             raise Refused(
@@ -154,11 +168,9 @@ def memory_left(device: str) -> int:
     """Return the bytes that are free on a device. Raises RuntimeError for one that is not there."""
     if device != "cpu":
         return int(torch.cuda.mem_get_info(device)[0])
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")]
     known = Path("/proc/meminfo")
-    if known.exists():
-        found = re.search(r"MemAvailable:\s+(\d+)", known.read_text(encoding="ascii"))
-        limits = [int(found[1]) * 1024] if found else limits
+    found = re.search(r"MemAvailable:\s+(\d+)", known.read_text(encoding="ascii")) if known.exists() else None
+    limits = [int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     allowed = Path("/sys/fs/cgroup/memory.max")
     if allowed.exists() and (text_ := allowed.read_text(encoding="ascii").strip()) != "max":
         limits.append(int(text_))
@@ -264,7 +276,7 @@ def chosen_tokens(settings: dict[str, Any], seconds: float, per_token: float, jo
     rounds = -(-trainings // jobs)
     for amount in FEWER:
         tokens = int(amount * size.parameters)
-        if rounds * tokens * per_token * DEARER < USED * seconds:
+        if rounds * per_token * (DEARER * tokens + EVALUATED / 3) < USED * seconds:  # a third: forward passes
             return tokens
     return max(settings["batch"], int(FEWER[-1] * size.parameters))
 
@@ -276,7 +288,8 @@ def tuning(settings: dict[str, Any], run: Run, jobs: Jobs, corpus: text.Corpus) 
     todo = [replace(one, rate=rounded(base * factor)) for factor in TUNED]
     if jobs.make(run.missing(todo), corpus, run.folder / "checkpoints", run.add):
         return None
-    best = min((row["loss"], row["rate"]) for row in run.rows if training_of(row) in todo)[1]
+    losses = [(row["loss"], row["rate"]) for row in run.rows if training_of(row) in todo]
+    best = min((loss, rate) for loss, rate in losses if math.isfinite(loss))[1]
     edge = " It is at the end of the range: try others." if best in (todo[0].rate, todo[-1].rate) else ""
     tell(f"dense's best learning rate is {best:g}, of {', '.join(f'{one.rate:g}' for one in todo)}.{edge}")
     return best
@@ -304,7 +317,8 @@ def prove(args: argparse.Namespace) -> None:
     tell("reading the text")
     source = Path(settings["data"]) if settings["data"] else None
     try:
-        corpus = text.prepared(source, size.vocabulary, RUNS / "texts", run.data.get("digest"))
+        known = run.data.get("digest") if run.settings.get("data") == settings["data"] else None
+        corpus = text.prepared(source, size.vocabulary, RUNS / "texts", known)
     except text.NoText as error:
         raise Refused(str(error)) from error
     run.begin(settings, corpus.facts())
@@ -319,9 +333,10 @@ def prove(args: argparse.Namespace) -> None:
         run.begin(settings, corpus.facts())
         introduce(settings, corpus, device, jobs)
         try:
-            known = run.best.get(report.task_of(settings))
-            best = known or rounded(size.rate * OPTIMIZERS[settings["optimizer"]])
-            if settings["tune"] and known is None:
+            best = run.best.get(report.task_of(settings), 0.0)
+            if not best and not settings["tune"]:
+                best = rounded(size.rate * OPTIMIZERS[settings["optimizer"]])
+            if not best:
                 best = tuning(settings, run, pool, corpus) or 0.0
             left_out = None
             if best:
@@ -395,10 +410,23 @@ def main() -> None:
     if args.job:
         answers, sys.stdout = sys.stdout, sys.stderr
         serve(args.job, sys.stdin, answers)
+    elif args.noise:
+        settings = settings_of(args, None)
+        size = SIZES[settings["size"]]
+        corpus = text.prepared(Path(settings["data"]) if settings["data"] else None, size.vocabulary, RUNS / "texts")
+        (training,) = plan(
+            {**settings, "seeds": 1, "contenders": [], "batch": settings["batch"] or size.batch}, size.rate
+        )
+        for tokens, scale in noise.noise_scales(training, corpus):
+            tell(f"after {tokens / 1e6:.2f} M tokens: {scale:.0f} tokens")
     elif args.page:
         page.write_page()
     elif args.record:
-        page.record(folder_of(args).file, args.record)
+        run = folder_of(args)
+        run.load()
+        if len({report.task_of({**row, "batch": 0}) for row in run.rows}) != 1:
+            raise Refused(f"--record: a rung has one size and one optimizer. {run.file} has none, or several.")
+        print(page.record(run.file, args.record))
     else:
         prove(args)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import prove
 import pytest
 import torch
-from evidence import page, report, text
+from evidence import noise, page, report, text
 from evidence.contenders import DENSE, OPTIONS, options_of, told
 from evidence.models import SIZES, optimizers_of, rate_factor
 from evidence.training import Stopped, Training, first_model, train_in_memory
@@ -87,6 +88,12 @@ def test_default_is_the_format_that_the_library_takes_on_a_slow_link(optimizer: 
     assert pinned == expected and expected in str(taken)
 
 
+def test_dgc_trains_with_the_momentum_of_sgd_and_clips_by_itself(tmp_path: Path) -> None:
+    training = replace(training_of("dgc"), optimizer="sgd", rate=0.1)
+    row = train_in_memory(training, corpus_in(tmp_path), tmp_path / "x.pt")
+    assert row["loss"] < 5.6 and row["bytes_per_step"] < row["dense_bytes_per_step"] / 3
+
+
 def test_learning_rates_warm_up_then_fall_by_a_cosine() -> None:
     factors = [rate_factor(step, 200) for step in range(200)]
     assert factors[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)]) and factors[10] == 1.0
@@ -103,6 +110,16 @@ def test_sizes_have_about_the_parameters_of_their_name(name: str) -> None:
         model = first_model(replace(training_of(DENSE), size=name))
         embeddings = model.tokens.weight.numel() + model.places.weight.numel()
         assert sum(parameter.numel() for parameter in model.parameters()) - embeddings == size.parameters
+
+
+def test_the_noise_scale_is_that_of_drawn_gradients(tmp_path: Path) -> None:
+    source = torch.Generator().manual_seed(0)
+    mean = torch.full((1000,), 0.1)  # of squared norm 10, and a covariance of trace 4000 a token
+    samples = mean + 2.0 / 32**0.5 * torch.randn(400, 1000, generator=source)
+    assert noise.noise_scale(samples, 32) == pytest.approx(400.0, rel=0.05)
+    training = training_of(DENSE, 1, 20)
+    found = list(noise.noise_scales(training, corpus_in(tmp_path)))
+    assert [tokens for tokens, _ in found] == [64, 128, 256, 512, 896, 1280]
 
 
 # Text.
@@ -144,7 +161,40 @@ def test_a_text_is_written_once_and_read_again(tmp_path: Path) -> None:
     assert rows.dtype == torch.int64 and rows[1].tolist() == parts["train"][7:12].tolist()
 
 
+def test_byte_pairs_are_learned_from_the_training_part_alone() -> None:
+    pytest.importorskip("tokenizers")
+    parts = {"train": [b"the theory of the thing " * 50, b"def f(): pass\n" * 50], "held_out": [b"the xylophone " * 9]}
+    found = text.byte_pairs(parts, 300)
+    other = text.byte_pairs({**parts, "held_out": [b"something else"]}, 300)
+    assert (found["train"] == other["train"]).all() and found["train"].dtype == "int16"
+    assert all(0 <= part.min() and part.max() < 300 for part in found.values())
+    assert len(found["train"]) < sum(map(len, parts["train"])) / 3
+
+
 # The command.
+
+
+@pytest.mark.long
+@pytest.mark.timeout(280)
+def test_a_run_makes_what_is_missing_and_prints_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(report, "require_pictures", lambda error: None)
+    monkeypatch.setattr(report, "picture", lambda rows, best, folder: [])
+    Path("text").write_bytes(random.Random(0).randbytes(64 << 20))
+    line = ["--data", "text", "--contenders", "dense,topk", "--tokens", "4096", "--jobs", "2"]
+    prove.prove(prove.arguments([*line, "--seeds", "1"]))
+    assert capfd.readouterr().err == ""  # no warning
+    prove.prove(prove.arguments(["--resume", "--seeds", "2"]))
+    shown = capfd.readouterr()
+    stored = json.loads((prove.RUNS / "0.25m-adamw" / "prove.json").read_text(encoding="utf-8"))
+    assert sorted((row["seed"], row["contender"]) for row in stored["rows"]) == [
+        (seed, name) for seed in range(2) for name in ("dense", "topk")
+    ]
+    assert all(row["dense_loss"] and row["factor"] == 1 and row["bytes_per_step"] >= 0 for row in stored["rows"])
+    assert f"| 2 | topk | {sum(r['loss'] for r in stored['rows'] if r['contender'] == 'topk') / 2:.4f} | " in shown.out
+    assert shown.err == "" and report.LIMITS in shown.out
 
 
 def refused(*line: str) -> str:
@@ -158,6 +208,7 @@ def refused(*line: str) -> str:
     "line, why",
     [
         (("--contenders", "dense,topkk"), "topkk is unknown. Choose from: dense"),
+        (("--workers", "1"), "one worker sends nothing"),
         (("--contenders", "dgc"), "dgc needs --optimizer sgd"),
         (("--workers", "2,3"), "3 workers need a multiple of 192 tokens"),
         (("--tokens", "1k"), "less than the 2048 tokens of one step"),
@@ -187,6 +238,8 @@ def test_a_run_is_not_overwritten_and_not_made_twice_at_a_time(tmp_path: Path, m
     lock.close()
     resumed = prove.settings_of(prove.arguments(["--resume", "--workers", "4,8"]), run.stored["settings"])
     assert (resumed["seeds"], resumed["batch"], resumed["workers"]) == (5, 1024, [4, 8])
+    larger = prove.settings_of(prove.arguments(["--resume", "--size", "1m"]), run.stored["settings"])
+    assert (larger["seeds"], larger["batch"]) == (5, None)
     run.add(row("dense", 0, 2.0, workers=1))
     with pytest.raises(prove.Refused, match="its rows are of a text with digest a"):
         run.begin(run.settings, {"digest": "b"})
@@ -210,6 +263,38 @@ def test_tokens_are_as_many_as_there_is_time_for() -> None:
     amounts = [prove.chosen_tokens(settings, seconds, 1e-4, 2) for seconds in (1, 60, 600, 6000, 60000)]
     assert amounts == sorted(amounts) and len(set(amounts)) > 3
     assert amounts[-1] == 20 * SIZES["0.25m"].parameters
+
+
+def test_numbers_of_the_command_line_are_read_with_their_units_and_must_be_positive(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = prove.arguments(["--tokens", "1.5M", "--batch", "512", "--workers", "2, 4", "--rates", "0.7,1"])
+    assert (args.tokens, args.batch, args.workers, args.rates) == (1_500_000, 512, [2, 4], [0.7, 1.0])
+    for line in (["--minutes", "0"], ["--tokens", "many"], ["--workers", "0"], ["--workers", ","], ["--seeds", "-1"]):
+        with pytest.raises(SystemExit):
+            prove.arguments(line)
+        assert f"argument {line[0]}: invalid" in capsys.readouterr().err
+
+
+def test_dense_is_tuned_by_its_loss_and_one_that_diverged_is_not_the_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, losses = (
+        prove.Run(tmp_path / "run"),
+        dict(zip((0.002, 0.0028, 0.004, 0.0056, 0.008), (3, 2, 1, 1.5, 0), strict=True)),
+    )
+
+    class Instant:
+        def make(self, todo: Any, corpus: Any, folder: Path, on_row: Any) -> list[Any]:
+            for one in todo:
+                on_row({**asdict(one), "loss": losses[one.rate] or float("nan")})
+            return []
+
+    settings = {**prove.DEFAULTS, "batch": 2048}
+    assert prove.tuning(settings, run, Instant(), None) == 0.004
+    losses[0.008], run.rows = 0.5, []
+    assert prove.tuning(settings, run, Instant(), None) == 0.008
+    assert "at the end of the range" in capsys.readouterr().out.splitlines()[-1]
 
 
 # Tables.
@@ -238,6 +323,7 @@ def test_every_contender_is_told_with_its_arguments() -> None:
     (inner,) = optimizers_of("adamw", first_model(training_of(DENSE)), 1e-3)
     lines = {name: told(name, options_of(name, [inner])) for name in OPTIONS}
     assert lines["default"] == "DistributedOptimizer(compression='eden-2')"
+    assert lines["dgc"].endswith("exchange='sparse', memory=sparsifiers.memory('dgc', clipping=1.0))")
     assert lines["local-30"] == "LocalOptimizer(every=30, exchange='sparse')"
     assert len(set(lines.values())) == len(lines)
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 import agmerge
+import sparsifiers
 from agmerge.options.defaults import candidates_for
+from evidence.models import CLIP
 
 DENSE = "dense"
 PLAN = {"merging": "threshold"}  # the same merge buffers whatever was measured
@@ -27,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "powersgd-4": {"compression": "powersgd", "rank": 4, **SPARSE},
     "bf16": {"compression": "bf16"},
 }
+CLIPS = ("dgc",)  # contenders that clip each worker's own gradients, before selection, as in their papers
 EXPLAINED = {
     DENSE: "one worker with the whole batch: what any number of workers computes, up to rounding",
     "split": "uncompressed gradients of all workers: what rounding alone changes",
@@ -46,7 +49,9 @@ def told(name: str, options: dict[str, Any]) -> str:
     if name in EXPLAINED:
         return EXPLAINED[name]
     kind = "LocalOptimizer" if name.startswith("local-") else "DistributedOptimizer"
-    return f"{kind}({', '.join(f'{key}={value!r}' for key, value in options.items() if key not in PLAN)})"
+    words = [f"{key}={value!r}" for key, value in options.items() if key not in PLAN]
+    words += [f"memory=sparsifiers.memory({name!r}, clipping={CLIP})"] if name in CLIPS else []
+    return f"{kind}({', '.join(words)})"
 
 
 def wrapped(name: str, inner: list[torch.optim.Optimizer], model: torch.nn.Module, **more: Any) -> Any:
@@ -60,4 +65,6 @@ def wrapped(name: str, inner: list[torch.optim.Optimizer], model: torch.nn.Modul
     """
     kind = agmerge.LocalOptimizer if name.startswith("local-") else agmerge.DistributedOptimizer
     options = {**options_of(name, inner), "timeout": 3600.0, **more}
+    if name in CLIPS:
+        options["memory"] = sparsifiers.memory(name, clipping=CLIP)
     return kind(inner if len(inner) > 1 else inner[0], model.named_parameters(), **options)

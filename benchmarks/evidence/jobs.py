@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -27,7 +28,7 @@ from evidence.training import Stopped, Training, first_model, train_in_memory
 
 TRIAL, TRIAL_STEPS = "trial", 6  # a message's kind; steps that are timed
 LATER = 1.15  # a training may take so many times the seconds that others took for as many tokens
-CLOSING = 10.0  # seconds that the last checkpoints, the table and the picture may take
+CLOSING = 15.0  # seconds that the last checkpoints, the table and the picture may take
 
 
 class Failed(RuntimeError):
@@ -134,13 +135,13 @@ class Jobs:
             KeyboardInterrupt: After all checkpoints were written.
         """
         left, total, stopped = list(todo), len(todo), []
-        stopping = interrupted = False
+        interrupted, stopping = False, None  # the time at which all were asked to stop
         while True:
             for job in self._jobs:
-                if job.training is None and left and not stopping and self._fits(left[0]):
+                if job.training is None and left and stopping is None and self._fits(left[0]):
                     job.begin(left.pop(0), corpus, folder)
             busy = [job for job in self._jobs if job.training is not None]
-            if not busy:
+            if not busy or (stopping is not None and time.monotonic() - stopping > CLOSING - 5.0):
                 break
             try:
                 self._answer(self._heard.get(timeout=1.0), on_row, stopped)
@@ -150,15 +151,15 @@ class Jobs:
                 interrupted = True
                 self._tell("interrupted: writing checkpoints")
             late = self._deadline is not None and time.monotonic() > self._deadline - CLOSING
-            if (late or interrupted) and not stopping:
-                stopping = True
+            if (late or interrupted) and stopping is None:
+                stopping = time.monotonic()
                 for job in busy:
                     job.say({"stop": True})
             if time.monotonic() - self._told > 20.0:
                 self._progress(left, total)
         if interrupted:
             raise KeyboardInterrupt
-        return stopped + left
+        return [*stopped, *(job.training for job in busy if job.training is not None), *left]
 
     def _answer(
         self, heard: tuple[int, dict[str, Any]], on_row: Callable[[dict[str, Any]], None], stopped: list[Training]
@@ -205,7 +206,9 @@ class Jobs:
         ends = f"about {seconds / len(self._jobs) / 60:.0f} min left" if any(job.step for job, _ in busy) else ""
         if self._deadline is not None:
             ends = f"at most {max(0.0, self._deadline - time.monotonic()) / 60:.1f} min left"
-        self._tell(f"{total - len(left) - len(busy)} of {total} trainings; {here}; {ends}")
+        most = "" if self._deadline is None else "at most "
+        count = f"{total - len(left) - len(busy)} of {most}{total} trainings"
+        self._tell("; ".join(part for part in (count, here, ends) if part))
 
 
 # In the process of a job.
@@ -220,7 +223,9 @@ def serve(job: str, source: TextIO, answers: TextIO) -> None:
         answers: where lines of JSON go.
     """
     number, _, device = job.partition(":")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command asks for a checkpoint then
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")  # TF32 on a GPU; nothing on the host
     if device == "cpu" and hasattr(os, "sched_setaffinity"):
         # Ranks are threads of which one has Python's lock at a time: it must not wander between cores.
         allowed = sorted(os.sched_getaffinity(0))

@@ -15,6 +15,7 @@ from evidence.text import BYTES, PAIRS
 
 CLIP, BETAS, DECAY = 1.0, (0.9, 0.95), 0.1
 WARM_UP, LAST = 0.05, 0.1  # share of the steps in which the rate rises; the rate at the end, of the highest one
+AT_ONCE = 1 << 15  # tokens of which dense training has activations at a time, at most
 STATE_BYTES = 32  # of a worker for each parameter: weights, gradients, moments, and up to 16 of the library
 
 
@@ -42,7 +43,8 @@ class Size:
     def bytes_needed(self, workers: int, batch: int) -> int:
         """Return the bytes that a training takes at most, about: states of all workers, and one step's activations."""
         weights = self.parameters + (self.vocabulary + self.context) * self.width
-        activations = 4 * batch * (self.layers * 40 * self.width + 4 * self.vocabulary)
+        live = max(batch // workers, min(batch, AT_ONCE))  # tokens: workers take turns, and dense accumulates
+        activations = 4 * live * (self.layers * 40 * self.width + 4 * self.vocabulary)
         return workers * weights * STATE_BYTES + activations
 
 
@@ -52,7 +54,7 @@ SIZES = {
     "4m": Size(layers=5, width=256, heads=4, context=256, batch=16384, rate=2e-3),
     "14m": Size(layers=8, width=384, heads=6, context=512, batch=32768, rate=1.5e-3),
     "30m": Size(layers=10, width=512, heads=8, context=512, batch=65536, rate=1e-3),
-    "124m": Size(layers=13, width=896, heads=14, context=1024, batch=262144, rate=6e-4),
+    "124m": Size(layers=13, width=896, heads=14, context=1024, batch=131072, rate=6e-4),
 }
 OPTIMIZERS = {"adamw": 1.0, "muon": 5.0, "sgd": 75.0, "lion": 0.15}  # the rate of each, in those of AdamW
 

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from agmerge import testing
 from evidence import contenders, models, text
 from evidence.contenders import DENSE
-from evidence.models import CLIP, GPT, SIZES
+from evidence.models import AT_ONCE, CLIP, GPT, SIZES
 
 POINTS, OF_A_POINT, AT_THE_END = 16, 1 << 13, 1 << 17  # of a curve; held-out tokens of each, of the final loss
 ROWS = 32  # that are evaluated at once, at most
@@ -147,6 +148,7 @@ def train_rank(
     *,
     device: str = "cpu",
     kept: Any = None,
+    turn: AbstractContextManager[Any] | None = None,
     at_step_end: Callable[[Callable[[], Any]], None] = lambda state: None,
     on_progress: Callable[[int], None] = lambda step: None,
     **more: Any,
@@ -160,6 +162,7 @@ def train_rank(
         rank: of this worker, among ``training.workers``.
         device: where the model is.
         kept: of a checkpoint; None: begin.
+        turn: is held during each forward and backward pass; None: ranks need not take turns.
         at_step_end: is called with a function that returns what a checkpoint keeps.
         on_progress: is called with the number of steps so far.
         more: arguments of the distributed optimizer beside the contender's.
@@ -193,13 +196,16 @@ def train_rank(
         rows = text.windows(data, starts[rank * part : (rank + 1) * part], size.context + 1).to(device)
         for one in [optimizer] if optimizer else inner:
             one.zero_grad()
-        models.loss_of(model, rows).backward()
+        with turn or contextlib.nullcontext():
+            for piece in rows.split(max(1, AT_ONCE // size.context)) if whole else [rows]:
+                (models.loss_of(model, piece) * (len(piece) / len(rows))).backward()
         if optimizer is None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             for one in inner:
                 one.step()
         else:
-            optimizer.clip_grad_norm_(CLIP)
+            if training.contender not in contenders.CLIPS:
+                optimizer.clip_grad_norm_(CLIP)
             optimizer.step()
         seconds += time.perf_counter() - began
         if rank == 0 and (step + 1) % every == 0:
@@ -260,6 +266,7 @@ def train_in_memory(
         RuntimeError: If the parameters of ranks differ at the end.
     """
     first, kept = first_model(training), states_in(checkpoint)
+    turn = threading.Lock()  # activations of one rank at a time
     pauses = Pauses(checkpoint, training.workers, seconds, stop or threading.Event())
 
     def work(rank: int) -> dict[str, Any]:
@@ -271,6 +278,7 @@ def train_in_memory(
                 rank,
                 device=device,
                 kept=None if kept is None else kept[rank],
+                turn=turn,
                 at_step_end=lambda state: pauses.at(rank, state),
                 on_progress=on_progress if rank == 0 else lambda step: None,
                 **more,

@@ -14,7 +14,7 @@ from proving import CONTENDERS, WORKERS, corpus_in, training_of
 
 
 @pytest.mark.timeout(200)
-def test_parameters_and_bytes_are_those_of_real_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_and_bytes_are_those_of_real_workers(tmp_path: Path) -> None:
     corpus = corpus_in(tmp_path)
     ended = torchrun(WORKERS, Path(__file__).with_name("proving.py"), str(tmp_path), timeout=150)
     assert ended.code == 0, ended.output
