@@ -3,6 +3,7 @@
 
 To import the tests takes half a minute of one core, for every process that does. A fork has them at once. Files with
 real workers begin first, at most `LAUNCHING` at a time: much of their time is waiting, in which the other files run.
+What belongs to one process, such as its number, must not be asked for when a file is imported.
 """
 
 from __future__ import annotations
