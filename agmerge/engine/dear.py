@@ -31,8 +31,8 @@ from agmerge.exchanges import InFlight
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import KEEP, RunningStepTimes
 from agmerge.metrics.step_times import Clock, Seconds
-from agmerge.planning.cost_probe import MeasuredCosts
-from agmerge.planning.measuring import Look, Measurer, SeenMessages, gather_seconds
+from agmerge.planning.cost_probe import MeasuredCosts, gather_seconds
+from agmerge.planning.measuring import Look, Measurer, SeenMessages
 from agmerge.planning.replanner import Replanner
 from agmerge.step.agreed_state import Plans
 from agmerge.step.config import Config

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans that the next steps may be sent by, and what is predicted of them.
-
-All functions are pure. ``planner`` is the one in training, ``buffers`` the merge buffers in use; neither is changed.
-"""
+"""Plans that the next steps may be sent by, and what is predicted of them. All functions are pure."""
 
 from __future__ import annotations
 
@@ -37,27 +34,22 @@ class Candidate:
         return predicted_finish(self.plan, self.measured)
 
     @property
+    def is_dense(self) -> bool:
+        """Return whether nothing is compressed."""
+        return all(self.plan.dense)
+
+    @property
     def mode(self) -> SendMode:
         """Return the send mode of the plan: of one that is all dense, codec and exchange do not matter."""
         mode = send_mode(self.plan)
         return replace(mode, codec=OWN, exchange=OWN) if self.is_dense else mode
 
-    @property
-    def shape(self) -> tuple[int, int, str, str]:
-        """Return the numbers of messages and dense merge buffers, the codec and the exchange."""
-        return sum(self.plan.parts), sum(self.plan.dense), self.mode.codec, self.mode.exchange
-
-    @property
-    def is_dense(self) -> bool:
-        """Return whether nothing is compressed."""
-        return all(self.plan.dense)
-
 
 def dumps(candidates: Sequence[Candidate]) -> dict[str, Any]:
     """Return candidates as a record of plain values, in which equal measurements occur once."""
-    texts = {each.plan: each.measured.dumps() for each in candidates}
-    distinct = list(dict.fromkeys(texts.values()))
-    rows = [(each.plan.dumps(), distinct.index(texts[each.plan])) for each in candidates]
+    texts = [each.measured.dumps() for each in candidates]
+    distinct = list(dict.fromkeys(texts))
+    rows = [(each.plan.dumps(), distinct.index(text)) for each, text in zip(candidates, texts, strict=True)]
     return {"rows": rows, "measured": distinct}
 
 
@@ -67,7 +59,7 @@ def loads(record: Mapping[str, Any]) -> list[Candidate]:
     return [Candidate(merging.Plan.loads(plan), measured[index]) for plan, index in record["rows"]]
 
 
-# The best plans for given measurements.
+# The best plans for given measurements. ``planner`` is the one in training, ``buffers`` the merge buffers in use.
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -88,10 +80,7 @@ def planner_of(buffers: MergeBuffers, planner: merging.Planner) -> merging.Plann
 
 
 def best_plan(planner: merging.Planner, buffers: MergeBuffers, measured: Measurements) -> Pieces[merging.Plan]:
-    """Return, in pieces, the plan with which the planner predicts steps to end first.
-
-    Its merge buffers are divided into messages where that helps.
-    """
+    """Return, in pieces, the plan with which steps are predicted to end first, divided into messages if that helps."""
     fitting = planner_of(buffers, planner)
     plan, mode = yield from pieces_of(merging.best, fitting, measured)
     if fitting.max_messages > 1 and EXCHANGES[buffers.exchange].pipelines_parts:

@@ -11,7 +11,7 @@ import pytest
 import merging
 from agmerge.exchanges.routing import SendMode, send_mode, why_labels_are_wrong, with_send_mode
 from agmerge.planning.candidates import Candidate
-from agmerge.planning.choice import ABOUT, AGAIN, CLEAR, HOPELESS, MOST, Choice, by_quantiser, exactness, taken, why
+from agmerge.planning.choice import ABOUT, AGAIN, CLEAR, HOPELESS, MOST, Choice, exactness, taken
 from merging import Curve, Measurements, Profile
 
 NAMES = ("none", "int8", "eden-4", "eden-2")
@@ -166,4 +166,6 @@ def test_a_plan_says_all_that_decides_about_bits_and_is_refused_where_that_diffe
 
 def test_reports_have_every_candidate_that_was_tried() -> None:
     tried = [candidate("eden-2"), candidate("none")]
-    assert why(tried, [0.5, 0.25], by_quantiser) == "500 ms per step with eden-2, 250 ms per step with none"
+    made = choice_of(merging.Plan((1,), names=("a",)))
+    made.settle(tried, 0, [0.5, 0.25], 10)
+    assert made.why() == "500 ms per step with eden-2, 250 ms per step with none"

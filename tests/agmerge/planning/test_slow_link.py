@@ -14,7 +14,7 @@ from torch import nn
 
 import agmerge
 from agmerge.planning import cost_probe, measuring
-from agmerge.planning.cost_probe import MeasuredCosts, MessageTimer
+from agmerge.planning.cost_probe import MeasuredCosts, MessageTimer, Times
 from agmerge.runtime import workers
 from merging import Curve
 
@@ -44,15 +44,15 @@ def dense_costs(monkeypatch: pytest.MonkeyPatch) -> list[Curve | None]:
 def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
     """Seconds that each message of a probe takes at least: other jobs hold its threads up."""
     monkeypatch.setattr(cost_probe, "SHARE", 0.05)  # as in training, so that probes end early
-    seconds, timed = float(request.param), MessageTimer.time_exchange
+    seconds, send = float(request.param), MessageTimer.send
 
-    def held_up(self: MessageTimer, runs: int) -> float:
+    def held_up(self: MessageTimer) -> Times:
         began = time.perf_counter()
-        took = timed(self, runs)
-        time.sleep(max(0.0, runs * seconds - (time.perf_counter() - began)))
-        return max(took, seconds)
+        times = send(self)
+        time.sleep(max(0.0, seconds - (time.perf_counter() - began)))
+        return times._replace(travel=max(times.travel, seconds))
 
-    monkeypatch.setattr(MessageTimer, "time_exchange", held_up)
+    monkeypatch.setattr(MessageTimer, "send", held_up)
     return seconds
 
 

@@ -250,7 +250,7 @@ def test_tables_and_traces_say_it(link: list[float], tmp_path: Path) -> None:
 
     for before, after in on_ranks(2, MODEL, body):
         assert "value format" not in before
-        assert "value format: int8 (3e+03 ms per step with the gradient's own dtype, 2e+03 ms per step" in after
+        assert "value format: int8 (3e+03 ms per step with sparse, 2e+03 ms per step" in after
     events = json.loads((tmp_path / "trace.rank1.json").read_text())["traceEvents"]
     changes = 3 * plan_trial.ROUNDS - 1  # between its three turns in every round; the last one is taken
     assert sum(event["name"].startswith("values in") for event in events) == changes
