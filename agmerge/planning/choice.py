@@ -14,19 +14,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
+from typing import ClassVar
 
 import merging
 import sparsifiers
 from agmerge.exchanges.message.scaled import value_codec
 from agmerge.exchanges.routing import OKTOPK, OWN, SendMode, exchanged_by, send_mode, with_send_mode
-from agmerge.planning.candidates import Candidate, all_dense, best_plan
+from agmerge.exchanges.table import EXCHANGES
 from agmerge.planning.coding import FAR, MIXED, Coding, CountedZeros, in_coding, loses_by_zeros, measure_codings
 from agmerge.planning.cost_probe import measured_class
 from agmerge.planning.measuring import bytes_of_element, profile
+from agmerge.planning.plan_trial import Candidate
+from agmerge.step.agreed_state import with_mode
 from agmerge.step.config import AUTO
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.plan_status import Activity, PlanStatus
 from merging import Measurements, Pieces
+from merging.measured import sent_whole
+from merging.pieces import pieces_of
 from sparsifiers import Kind
 from sparsifiers.quantising.base import NONE
 
@@ -155,15 +160,6 @@ class Choice:
         allowed = [name for name in fitting if name not in self._left_out]
         return Search(self, planner, buffers, latest, step, usual, known, now, allowed).to_try()
 
-    def planned(self, tried: Sequence[Candidate], step: int) -> merging.Plan:
-        """Return the plan to continue with: chosen, if there is nothing to try. ``step``: the one to come."""
-        if len(tried) > 1:
-            return tried[0].plan
-        self.is_clear = False
-        if not self.is_on(tried[0]):
-            self._tried, self._seconds = tried, ()
-        return self._settle(tried[0], step)
-
     def best(self, tried: Sequence[Candidate], seconds: Sequence[float], doubts: Sequence[float]) -> int:
         """Return the number of the candidate to continue with after a trial: by :func:`taken`, if none was chosen.
 
@@ -181,14 +177,16 @@ class Choice:
         return chosen if twice else now
 
     def settle(self, tried: Sequence[Candidate], number: int, seconds: Sequence[float], step: int) -> merging.Plan:
-        """Return the plan of the candidate that a trial has chosen, and remember why. ``step``: the one to come."""
-        if len({exactness(each, self.names) for each in tried}) > 1:  # else merge buffers alone were tried
-            self._tried, self._seconds = tried, seconds
-        return self._settle(tried[number], step)
+        """Return the plan of the candidate that was chosen, and remember why. ``step``: the one to come.
 
-    def _settle(self, candidate: Candidate, step: int) -> merging.Plan:
-        """Return the plan of a chosen candidate, a quantised one labelled with the number of workers."""
-        if not self.is_on(candidate) or (self.may_change(step) and not self.is_clear):
+        ``seconds``: of a step with each; none: there was no trial. A quantised plan is labelled with the workers.
+        """
+        candidate = tried[number]
+        is_new, modes = not self.is_on(candidate), {exactness(each, self.names) for each in tried}
+        self.is_clear = self.is_clear and bool(seconds)
+        if len(modes) > 1 or (is_new and not seconds):  # else merge buffers alone were tried
+            self._tried, self._seconds = tried, seconds
+        if is_new or (self.may_change(step) and not self.is_clear):
             self._step = step
         self._chosen = name_of(candidate.mode, is_dense=candidate.is_dense)
         return with_send_mode(candidate.plan, workers=self._workers) if self.quantises else candidate.plan
@@ -216,6 +214,23 @@ class Choice:
 
 
 # The plans to try.
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class FixedCounts(merging.Planner):
+    """Planner that keeps a partition; which merge buffers are dense, and in how many messages, is still chosen."""
+
+    name: ClassVar[str] = "fixed"
+    timed: ClassVar[bool] = False
+    counts: tuple[int, ...]  # tensors per merge buffer
+
+    def partition(self, profile: merging.Profile, costs: merging.Costs, mode: str) -> merging.Plan:
+        return merging.Plan(self.counts)
+
+
+def planner_of(buffers: MergeBuffers, planner: merging.Planner) -> merging.Planner:
+    """Return the planner, unless the script's groups say which tensors share a message."""
+    return planner if buffers.config.merging.groups is None else FixedCounts(counts=buffers.plan.counts)
 
 
 @dataclass
@@ -332,16 +347,16 @@ class Search:
         for exchange in buffers.config.exchanges if value.has_zero else (OKTOPK,):
             cost = exchanged_by(exchange, curve, buffers.across.size, index, each, coded=codec != OWN)
             measured = replace(usual.measured, exchange=cost)
-            plan = yield from best_plan(self.planner, buffers, measured)
+            plan = yield from self._plan(measured)
             found.append(Candidate(with_send_mode(plan, codec=name, exchange=exchange), measured))
         return [each for each in found if each.finish < usual.finish and not each.is_dense]
 
     def _best(self, name: str, *, compressed: bool = False) -> Pieces[Candidate]:
-        """Return, in pieces, the best plan in a coding, with some dense merge buffers at most, or none: ``compressed``."""
+        """Return, in pieces, the best plan in a coding, which is not all dense. ``compressed``: no merge buffer is."""
         measured = self._in(name)
-        plan = None if compressed else (yield from best_plan(self.planner, self.buffers, measured))
+        plan = None if compressed else (yield from self._plan(measured))
         if plan is None or all(plan.dense):  # all dense is another candidate
-            plan = yield from best_plan(self.planner, self.buffers, replace(measured, dense=None))
+            plan = yield from self._plan(replace(measured, dense=None))
         if self.choice.quantises:
             return Candidate(with_send_mode(plan, quantiser=name), measured)
         exchange = self.buffers.exchange if self.buffers.config.exchanges else OWN
@@ -350,8 +365,21 @@ class Search:
     def _dense(self) -> Pieces[Candidate]:
         """Return, in pieces, the best plan with all merge buffers dense."""
         measured = self._in(self.now if self.choice.quantises else OWN)
-        plan = yield from all_dense(self.planner, self.buffers, measured)
+        whole = sent_whole(measured)
+        planner = planner_of(self.buffers, self.planner)
+        plan = yield from pieces_of(planner.plan, whole.profile, whole.costs, "dense")
+        mode = "behind" if "behind" in measured.modes else measured.modes[0]  # the same as for a plan with a choice
+        plan = replace(with_mode(plan, mode), dense=(True,) * len(plan.counts))
         return Candidate(with_send_mode(plan, quantiser=self.now) if self.choice.quantises else plan, measured)
+
+    def _plan(self, measured: Measurements) -> Pieces[merging.Plan]:
+        """Return, in pieces, the plan that is predicted to end first, divided into messages if that helps."""
+        planner = planner_of(self.buffers, self.planner)
+        plan, mode = yield from pieces_of(merging.best, planner, measured)
+        if planner.max_messages > 1 and EXCHANGES[self.buffers.exchange].pipelines_parts:
+            most = planner.max_messages
+            plan = yield from pieces_of(merging.divide, plan, measured.profile, measured.costs, mode, most)
+        return with_mode(plan, mode)
 
     def _in(self, name: str) -> Measurements:
         """Return the measurements converted to a coding."""

@@ -2,7 +2,7 @@
 """Probes of what selection and messages cost here: real messages, timed between steps.
 
 They use the sparsifier, the packing and the collective of training, and are spread over steps, within a
-:class:`Budget`. Generators yield None where the next probe has to wait for the end of another step.
+:class:`Budget`. They are made in pieces: a generator yields where it has to wait for the end of another step.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar, cast
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from agmerge.exchanges.message.format import RoundHeader
 from agmerge.metrics.step_times import Seconds
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Layout, Segment, TensorClass
-from merging import Curve
+from merging import Curve, Pieces
 from sparsifiers import Kind, Selection, Sparsifier
 
 # Limits of probes and planning: how much longer a step takes; of probes also their time and bytes in all.
@@ -53,11 +53,6 @@ class Budget:
         self._bytes = max(FLOOR, GRADIENTS * gradient)
         self.seconds, self.bytes = 0.0, 0.0  # spent so far
         self._here = 0.0  # seconds spent after the step that has just ended
-
-    @property
-    def is_spread(self) -> bool:
-        """Return whether probes are spread over steps."""
-        return self.share < math.inf
 
     def spend(self, seconds: float, sent: float) -> None:
         """Count a probe that took so many seconds and handed so many bytes to collectives."""
@@ -198,9 +193,6 @@ VISITS = 2  # to each size, after different steps where a step has room for one 
 SLOPED = 2.0  # times the seconds of the smallest size: beyond, costs grow with elements; seen messages bound the slope
 ENOUGH = 1 << 20  # elements of a quantised message, which need memory of their own; training shows larger ones
 
-T = TypeVar("T")
-Spread = Generator[None, None, T]
-
 
 class MeasuredCosts(NamedTuple):
     """Curves for planning: seconds over elements, the same on every rank."""
@@ -223,13 +215,12 @@ class Sample(NamedTuple):
 
 def probe(
     buffers: MergeBuffers, step: int, backward: float, budget: Budget, *, bounded: bool = False
-) -> Iterator[MeasuredCosts | None]:
-    """Collective. Measure what selection and exchanges cost, between steps: a part at each ``next``, the costs last.
+) -> Pieces[MeasuredCosts]:
+    """Collective. Measure what selection and exchanges cost, between steps.
 
-    Each None that is yielded before them asks for another step in between. Runs of tensors of one tensor class, see
-    :func:`measured_class`, of sizes that double, are sent as in a step. All seconds are the maximum over ranks, and of
-    several visits to a size the fastest one counts: other load only adds. Sizes that are too costly follow the slope of
-    smaller ones.
+    Runs of tensors of one tensor class, see :func:`measured_class`, of sizes that double, are sent as in a step. All
+    seconds are the maximum over ranks, and of several visits to a size the fastest one counts: other load only adds.
+    Sizes that are too costly follow the slope of smaller ones.
 
     Args:
 
@@ -240,7 +231,7 @@ def probe(
         bounded: training's own messages bound the cost of large ones: none is probed that makes a step too long. Of
             dense ones, which are much larger, sizes still go on until one shows that costs grow with elements.
     """
-    yield (yield from Prober(buffers, step, backward / 2, budget, bounded).costs())
+    return Prober(buffers, step, backward / 2, budget, bounded).costs()
 
 
 def measured_class(layout: Layout) -> TensorClass:
@@ -276,7 +267,7 @@ class Prober:
         self._buffers, self._step, self._busy, self._budget, self._bounded = buffers, step, busy, budget, bounded
         self._segments = sizes(buffers.layout)
 
-    def costs(self) -> Spread[MeasuredCosts]:
+    def costs(self) -> Pieces[MeasuredCosts]:
         """Collective. Return all curves, see :func:`probe`."""
         exchanges, kind = self._buffers.probed_exchanges(), self._segments[0].tensor_class.kind
         has_choice = kind is not Kind.DENSE and self._buffers.config.chooses_dense
@@ -295,7 +286,7 @@ class Prober:
             _curve((each.load, writing + each.times.packing) for each in samples),
         )
 
-    def _sample(self, exchange: Exchange, part: float, bounded: bool) -> Spread[list[Sample]]:
+    def _sample(self, exchange: Exchange, part: float, bounded: bool) -> Pieces[list[Sample]]:
         """Collective. Time the sizes, smallest first, within this share of the budget: one message at least."""
         budget = self._budget
         first = yield from self._visit(self._segments[0], exchange, math.inf, 0.0, part)  # to know the cost of a run
@@ -314,7 +305,7 @@ class Prober:
                 samples.append((yield from self._visit(segment, exchange, run.seconds, run.sent, part)))
         return samples or [first]
 
-    def _visit(self, segment: Segment, exchange: Exchange, seconds: float, sent: float, part: float) -> Spread[Sample]:
+    def _visit(self, segment: Segment, exchange: Exchange, seconds: float, sent: float, part: float) -> Pieces[Sample]:
         """Collective. Time runs of one size, each of which is expected to take so many seconds and bytes."""
         if not self._budget.fits(seconds):
             yield

@@ -7,7 +7,6 @@ Beside them are the bounds that training's own messages set to probes, and wheth
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -17,18 +16,25 @@ import torch
 import merging
 from agmerge.exchanges.low_rank.exchange import WIRES
 from agmerge.exchanges.message.format import slot_bytes
-from agmerge.exchanges.routing import send_mode
+from agmerge.exchanges.routing import AHEAD, send_mode
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds, WholeSteps
-from agmerge.planning.candidates import predicted_exchange_seconds, predicted_finish
 from agmerge.planning.cost_probe import Budget, MeasuredCosts, gather_seconds, measured_class, probe
 from agmerge.step.density_policy import Energies
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Slot, TensorClass
-from merging import Curve, Measurements
+from merging import Curve, Measurements, Pieces
 from merging.plan import Elements
 from sparsifiers import Kind, Quantiser
 from sparsifiers.quantising.base import block_size, blocks_in
+
+
+def predicted(plan: merging.Plan, measured: Measurements) -> merging.Timeline:
+    """Return the predicted timeline of a step under ``plan``: ahead by its labels, else in the other allowed mode."""
+    others = (mode for mode in measured.modes if mode != AHEAD)
+    mode = AHEAD if send_mode(plan).ahead else next(others, AHEAD)
+    return merging.predict(plan, measured.profile, measured.costs, mode)
+
 
 # Drift: a plan no longer fits, because times have changed since it was made.
 
@@ -46,16 +52,12 @@ class Finding(IntEnum):
 
 
 class DriftDetector:
-    """Comparison of measured times with the measurements behind the plan in use. Rank 0's; nothing communicates."""
+    """Comparison of measured times with the measurements behind one plan. Rank 0's; nothing communicates."""
 
     def __init__(self) -> None:
         self._findings: list[Finding] = []  # of the looks since the plan was made, or confirmed
         # Seconds of exchanges, measured / predicted, in the first of these looks; None: there was none.
         self._usual_ratio: float | None = None
-
-    def restart(self) -> None:
-        """Begin again: a plan was made. The next look shows how long exchanges take, relative to the prediction."""
-        self._findings, self._usual_ratio = [], None
 
     def look(
         self, plan: merging.Plan, planned_from: Measurements, ready: Seconds, travel: Seconds, load: Elements
@@ -71,13 +73,14 @@ class DriftDetector:
                 duration; the others waited for that rank, so the minimum counts.
             load: elements that each tensor sends from now on, (n,). Other loads than before need no confirmation.
         """
-        ratio = float(travel.min(axis=0).sum() / predicted_exchange_seconds(plan, planned_from).sum())
+        timeline = predicted(plan, planned_from)
+        ratio = float(travel.min(axis=0).sum() / sum(span.end - span.start for span in timeline.spans))
         if self._usual_ratio is None:
             self._usual_ratio = ratio
         if not np.array_equal(load, planned_from.profile.load):
             return Finding.PLAN
         finding = Finding.KEEP
-        if abs(ready[-1] - planned_from.profile.backward.sum()) > LATE * predicted_finish(plan, planned_from):
+        if abs(ready[-1] - planned_from.profile.backward.sum()) > LATE * timeline.finish:
             finding = Finding.PLAN
         if not STEADY[0] <= ratio / self._usual_ratio <= STEADY[1]:
             finding = Finding.PROBE
@@ -203,17 +206,14 @@ def seen_in(plan: merging.Plan, profile: merging.Profile, making: Seconds, trave
 
 def measure_costs(
     buffers: MergeBuffers, step: int, backward: float, budget: Budget, seen: SeenMessages | None
-) -> Iterator[MeasuredCosts | None]:
-    """Collective. Yield as :func:`agmerge.planning.cost_probe.probe`, with costs bounded by seen messages.
-
-    ``seen``: None: nothing was.
-    """
+) -> Pieces[MeasuredCosts]:
+    """Collective. Measure costs in pieces, between steps: probed, and bounded by seen messages, if there are any."""
     timed = measured_class(buffers.layout)
     as_many = timed.dtype.itemsize / bytes_of_element(buffers, timed, step, buffers.wire)
     if timed.kind is not Kind.QUANTISED:  # all-gathered: quantised ones are exchanged by shards, as in an all-reduce
         as_many *= 2 / buffers.across.size
-    for costs in probe(buffers, step, backward, budget, bounded=seen is not None):
-        yield costs if costs is None or seen is None else bounded(costs, seen, buffers.layout.numel, as_many)
+    costs = yield from probe(buffers, step, backward, budget, bounded=seen is not None)
+    return costs if seen is None else bounded(costs, seen, buffers.layout.numel, as_many)
 
 
 def bounded(costs: MeasuredCosts, seen: SeenMessages, numel: int, as_many: float) -> MeasuredCosts:
@@ -278,7 +278,12 @@ class Measurer:
     def __init__(self, buffers: MergeBuffers, times: RunningStepTimes) -> None:
         self.buffers, self.times = buffers, times  # read, and never changed here but for restart() of averages
         self.whole = WholeSteps()
-        self.bytes_probed = 0  # handed to collectives by probes, by the rank that sent most
+        self._budgets: list[Budget] = []  # of all probes
+
+    @property
+    def bytes_probed(self) -> int:
+        """Return the bytes that probes have handed to collectives, on the rank that sent most."""
+        return sum(int(budget.bytes) for budget in self._budgets)
 
     def look(self) -> Look:
         """Collective. Return the averages of all ranks, and begin new ones."""
@@ -287,22 +292,20 @@ class Measurer:
         self.times.restart()
         return Look(ready.max(axis=0), making, travel, float(step.max()))
 
-    def measure(self, step: int, look: Look | None = None, *, at_once: bool = False) -> Iterator[Measurements | None]:
-        """Collective. Measure a part at each ``next``, between steps, and yield None; yield the measurements last.
+    def measure(self, step: int, look: Look | None = None, *, at_once: bool = False) -> Pieces[Measurements]:
+        """Collective. Measure in pieces, before ``step`` and later ones.
 
         ``look``: the times of steps; None: they are asked for. ``at_once``: nothing is left for later steps.
         """
         look = self.look() if look is None else look
         budget = Budget(look.step, 4 * self.buffers.layout.numel, at_once=at_once)
-        before = self.bytes_probed
-        if budget.is_spread:  # the exchange of times has taken time, too
-            yield None
-        for costs in measure_costs(self.buffers, step, float(look.ready[-1]), budget, self.seen(step, look)):
-            self.bytes_probed = before + int(budget.bytes)
-            if costs is None or not budget.fits(budget.share):  # no probe and no plan after the same step
-                yield None
-            if costs is not None:
-                yield self.with_costs(step, look.ready, costs)
+        self._budgets.append(budget)
+        if budget.share < math.inf:  # the exchange of times has taken time, too
+            yield
+        costs = yield from measure_costs(self.buffers, step, float(look.ready[-1]), budget, self.seen(step, look))
+        if not budget.fits(budget.share):  # no probe and no plan after the same step
+            yield
+        return self.with_costs(step, look.ready, costs)
 
     def seen(self, step: int, look: Look) -> SeenMessages | None:
         """Return what steps have shown of their messages; None: nothing that bounds the results of probes."""

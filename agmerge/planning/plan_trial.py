@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a few steps with each of several plans: a predicted gain has to show in the time of whole steps.
+"""Candidates: plans that the next steps may be sent by. A few steps are trained with each of several.
 
-Plans take turns several times, so that a changing load of the machine affects all of them. Of the steps of each the
-fastest third counts, since other load only adds; by how much others take longer is the doubt about it.
-
-A trial that is under way is kept in checkpoints: a run that resumes goes on with it.
+A predicted gain has to show in the time of whole steps. Plans take turns several times, so that a changing load of the
+machine affects all of them. Of the steps of each the fastest third counts, since other load only adds; by how much
+others take longer is the doubt about it. A trial that is under way is kept in checkpoints: a run that resumes goes on
+with it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,60 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 import merging
-from agmerge.planning import candidates
-from agmerge.planning.candidates import Candidate
+from agmerge.exchanges.routing import OWN, SendMode, send_mode
+from agmerge.planning.measuring import predicted
 from agmerge.step.agreed_state import why_plan_does_not_fit
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.version import __version__
-from merging import storage
+from merging import Measurements, storage
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Plan that the next steps may be sent by, with its prediction. Candidates travel from rank 0 as plain values."""
+
+    plan: merging.Plan
+    measured: Measurements  # the basis of its prediction
+
+    @cached_property
+    def finish(self) -> float:
+        """Return when the last exchange is predicted to end, in seconds since backward began."""
+        return predicted(self.plan, self.measured).finish
+
+    @property
+    def is_dense(self) -> bool:
+        """Return whether nothing is compressed."""
+        return all(self.plan.dense)
+
+    @property
+    def mode(self) -> SendMode:
+        """Return the send mode of the plan: of one that is all dense, codec and exchange do not matter."""
+        mode = send_mode(self.plan)
+        return replace(mode, codec=OWN, exchange=OWN) if self.is_dense else mode
+
+
+def dumps(candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """Return candidates as a record of plain values, in which equal measurements occur once."""
+    texts = [each.measured.dumps() for each in candidates]
+    distinct = list(dict.fromkeys(texts))
+    rows = [(each.plan.dumps(), distinct.index(text)) for each, text in zip(candidates, texts, strict=True)]
+    return {"rows": rows, "measured": distinct}
+
+
+def loads(record: Mapping[str, Any]) -> list[Candidate]:
+    """Return the candidates that :func:`dumps` was given."""
+    measured = [Measurements.loads(text) for text in record["measured"]]
+    return [Candidate(merging.Plan.loads(plan), measured[index]) for plan, index in record["rows"]]
+
+
+# Turns of plans.
 
 TURN = 3  # steps of a plan until the next one has its turn; the first of them is not counted
 ROUNDS = 3  # most turns of a plan
@@ -109,14 +152,14 @@ class KeptTrial(NamedTuple):
 
 def kept(buffers: MergeBuffers, tried: Sequence[Candidate], turns: Mapping[str, Any]) -> str:
     """Return a trial under way as text, with a checksum: see :class:`KeptTrial`."""
-    return storage.seal(_KIND, {"place": _place_of(buffers), "tried": candidates.dumps(tried), "turns": turns})
+    return storage.seal(_KIND, {"place": _place_of(buffers), "tried": dumps(tried), "turns": turns})
 
 
 def read(text: str, buffers: MergeBuffers) -> KeptTrial | None:
     """Return the trial of a text; None for a text that is damaged or of another version."""
 
     def build(place: str, tried: Mapping[str, Any], turns: dict[str, Any]) -> KeptTrial:
-        plans, names = candidates.loads(tried), [slot.name for slot in buffers.layout.slots]
+        plans, names = loads(tried), [slot.name for slot in buffers.layout.slots]
         misfits = [why_plan_does_not_fit(each.plan, names) for each in plans]
         return KeptTrial(plans, turns, place == _place_of(buffers) and not any(misfits))
 

@@ -19,19 +19,18 @@ import torch
 import merging
 from agmerge.exchanges.routing import OWN, send_mode
 from agmerge.metrics.running_times import RunningStepTimes
-from agmerge.planning import candidates, plan_trial
-from agmerge.planning.candidates import Candidate, FixedCounts, planner_of
-from agmerge.planning.choice import Choice, status_of
+from agmerge.planning import plan_trial
+from agmerge.planning.choice import Choice, FixedCounts, planner_of, status_of
 from agmerge.planning.coding import CountedZeros
 from agmerge.planning.cost_probe import MeasuredCosts, gather_seconds, share_of
 from agmerge.planning.measuring import DriftDetector, Finding, Look, Measurer, profile
-from agmerge.planning.plan_trial import PlanTrial
+from agmerge.planning.plan_trial import Candidate, PlanTrial
 from agmerge.step.agreed_state import Decision, decide_on_rank_0, why_plan_does_not_fit
 from agmerge.step.density_policy import DenseCutoff, budgets_by_energy
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.plan_status import Activity, PlanStatus
 from merging import Measurements, dense_cutoff
-from merging.pieces import go_on
+from merging.pieces import go_on, run_to_end
 from sparsifiers import Kind
 
 FIRST = 10  # steps that are measured before the first plan
@@ -99,12 +98,11 @@ class Replanner:
 
     def measure(self, step: int) -> Measurements:
         """Collective. Measure now, for reports, and return the measurements; the plan stays."""
-        *_, latest = self._measurer.measure(step, at_once=True)
-        assert latest is not None
+        latest = run_to_end(self._measurer.measure(step, at_once=True))
         text = self._decided(lambda: {"measured": latest.dumps()})["measured"]
         self._measured = self._latest = Measurements.loads(text)
         self._activity = Activity.SETTLED if self._activity is Activity.TIMING else self._activity
-        self._drift.restart()
+        self._drift = DriftDetector()
         return self._measured
 
     def status(self) -> PlanStatus:
@@ -185,11 +183,8 @@ class Replanner:
 
         Before the first plan the cutoff of dense="partial" is chosen, if it still is to be.
         """
-        self._activity, is_first, latest = Activity.PROBING, self._latest is None, None
-        for latest in self._measurer.measure(self._step, look, at_once=self._hurries):
-            if latest is None:
-                yield None
-        assert latest is not None
+        self._activity, is_first = Activity.PROBING, self._latest is None
+        latest = yield from self._measurer.measure(self._step, look, at_once=self._hurries)
         cutoff = self.buffers.config.compression.partial
         if is_first and cutoff is not None and not cutoff.final:
             elements = self._cutoff(latest)
@@ -214,19 +209,21 @@ class Replanner:
 
         def decide() -> dict[str, Any]:
             found = go_on(search, share)
-            return {} if found is None else candidates.dumps(found)
+            return {} if found is None else plan_trial.dumps(found)
 
         def reject(decision: dict[str, Any]) -> str:
-            found = candidates.loads(decision) if decision else []
+            found = plan_trial.loads(decision) if decision else []
             return next(filter(None, (why_plan_does_not_fit(each.plan, names) for each in found)), "")
 
         while not (decision := self._decided(decide, reject)):
             yield None
-        self._tried = candidates.loads(decision)
+        self._tried = plan_trial.loads(decision)
         self._latest = self._tried[0].measured
-        self._activity = Activity.TRYING if len(self._tried) > 1 else Activity.SETTLED
-        self._drift.restart()
-        change = self._changed_to(self._choice.planned(self._tried, self._step))
+        self._drift = DriftDetector()
+        is_final = len(self._tried) == 1
+        self._activity = Activity.SETTLED if is_final else Activity.TRYING
+        plan = self._choice.settle(self._tried, 0, (), self._step) if is_final else self._tried[0].plan
+        change = self._changed_to(plan)
         if self._measured is None or change.plan is not None:
             self._measured = self._latest
         yield change

@@ -89,8 +89,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a rank that has waited says what an exchange takes",
         "agmerge/planning/measuring.py",
-        "float(travel.min(axis=0).sum()",
-        "float(travel.max(axis=0).sum()",
+        "float(travel.min(axis=0).sum() /",
+        "float(travel.max(axis=0).sum() /",
         (f"{REPLANNER}::test_the_rank_that_waited_least_says_what_an_exchange_takes",),
     ),
     Mutant(

@@ -37,6 +37,7 @@ from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Layout, TensorClass
+from merging.pieces import go_on, run_to_end
 from sparsifiers import Kind
 
 MODEL = seeded(mlp)
@@ -89,9 +90,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def costs_at_once(buffers: MergeBuffers, step: int) -> MeasuredCosts:
     """Probe as much as there is, after one step."""
-    *_, costs = probe(buffers, step, 0.01, Budget(0.01, 4 * buffers.layout.numel, at_once=True))
-    assert costs is not None
-    return costs
+    return run_to_end(probe(buffers, step, 0.01, Budget(0.01, 4 * buffers.layout.numel, at_once=True)))
 
 
 class Ticking:
@@ -114,8 +113,7 @@ def probed(size: int, model: nn.Module, seconds: float = 0.01, **options: Any) -
         train(here, optimizer, rank, range(2))
         before = len(testing.calls())
         budget = Budget(seconds, 1 << 30, at_once=True)
-        *_, found = probe(session_of(optimizer), 2, 0.01, budget)
-        assert found is not None
+        found = run_to_end(probe(session_of(optimizer), 2, 0.01, budget))
         return found, testing.calls()[before:]
 
     return on_ranks(size, model, body)
@@ -223,8 +221,8 @@ def test_what_training_has_sent_needs_no_large_probe_but_a_dense_exchange_does(m
         optimizer = wrapped(here, compression="topk", exchange="auto")
         train(here, optimizer, rank, range(2))
         buffers = session_of(optimizer)
-        *_, costs = probe(buffers, 2, 0.01, Budget(0.1, 4 * buffers.layout.numel), bounded=bounded)
-        assert costs is not None and costs.dense is not None
+        costs = run_to_end(probe(buffers, 2, 0.01, Budget(0.1, 4 * buffers.layout.numel), bounded=bounded))
+        assert costs.dense is not None
         return len(costs.exchange.elements), len(costs.dense.elements)
 
     (compressed, dense) = agreed(on_ranks(2, TALL, lambda rank, here: body(rank, here, True)))
@@ -249,7 +247,7 @@ def spread(step_seconds: float, case: str, **options: Any) -> list[tuple[Measure
         parts, took, sent = probe(buffers, 2, 0.01, budget), [], 0
         for step in range(2, 400):
             before, calls = budget.seconds, len(testing.calls())
-            costs = next(parts)
+            costs = go_on(parts, -1.0)
             took.append(budget.seconds - before)
             probes = testing.calls()[calls:]
             assert {name.partition("/")[0].partition(" ")[0] for _, name, _ in probes} == {"probe"}

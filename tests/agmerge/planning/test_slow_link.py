@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import agmerge
 from agmerge.planning import cost_probe, measuring
 from agmerge.planning.cost_probe import MeasuredCosts, MessageTimer, Times
 from agmerge.runtime import workers
-from merging import Curve
+from merging import Curve, Pieces
 
 RATE = 50e6  # bits a second
 WIDTHS = [64, 128, 128, 256, 512]  # tensors of 8192, 16384, 32768 and 131072 elements
@@ -30,11 +29,11 @@ def dense_costs(monkeypatch: pytest.MonkeyPatch) -> list[Curve | None]:
     found: list[Curve | None] = []
     measure = measuring.measure_costs
 
-    def recording(*arguments: Any) -> Iterator[MeasuredCosts | None]:
-        for costs in measure(*arguments):
-            if costs is not None and workers.world().rank == 0:
-                found.append(costs.dense)
-            yield costs
+    def recording(*arguments: Any) -> Pieces[MeasuredCosts]:
+        costs = yield from measure(*arguments)
+        if workers.world().rank == 0:
+            found.append(costs.dense)
+        return costs
 
     monkeypatch.setattr(measuring, "measure_costs", recording)
     return found

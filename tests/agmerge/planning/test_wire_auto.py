@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from agmerge.planning import cost_probe, measuring, plan_trial, replanner
 from agmerge.planning.cost_probe import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
-from merging import Curve
+from merging import Curve, Pieces
 
 MODEL = seeded(mlp)
 SLOW, FAST = 1.0, 0.0  # seconds an element: few bits are faster by far, or all formats alike
@@ -35,10 +35,11 @@ def link(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     def probe(
         buffers: MergeBuffers, step: int, backward: float, budget: Budget, *_: object
-    ) -> Iterator[cost_probe.MeasuredCosts]:
+    ) -> Pieces[cost_probe.MeasuredCosts]:
         # A start-up of a second: one message is best, however long load makes a backward pass.
         line, *dense = (Curve((0, 10**6), (1.0, 1.0 + slope * 10**6)) for slope in seconds)
-        yield cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line, *dense or [None])
+        yield from ()
+        return cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), line, *dense or [None])
 
     monkeypatch.setattr(measuring, "measure_costs", probe)
     return seconds
