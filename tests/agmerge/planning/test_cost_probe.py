@@ -55,6 +55,11 @@ CASES: dict[str, dict[str, Any]] = {
     "ordered": {"compression": "fp16", "dense_sum": "ordered"},
     "all exempt": {"compression": "topk", "dense": [".*"]},
 }
+EVERY: dict[str, dict[str, Any]] = {
+    **CASES,
+    "quantised": {"compression": "int8"},
+    "low rank": {"compression": "powersgd"},
+}
 
 
 def tall() -> nn.Sequential:
@@ -303,10 +308,10 @@ def kept(model: nn.Module, optimizer: agmerge.DistributedOptimizer) -> dict[str,
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EVERY)
 def test_a_probe_writes_nothing_that_anyone_can_see(case: str) -> None:
     def body(rank: int, model: nn.Module) -> None:
-        optimizer = wrapped(model, **CASES[case])
+        optimizer = wrapped(model, **EVERY[case])
         train(model, optimizer, rank, range(3))
         before, stats = kept(model, optimizer), optimizer.stats()
         sparsifier = optimizer._reducer.exchange.agreed.config.compression.compressor
@@ -324,11 +329,11 @@ def test_a_probe_writes_nothing_that_anyone_can_see(case: str) -> None:
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("sparsify", ["behind", "ahead"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EVERY)
 def test_training_goes_on_as_if_there_had_been_no_probe(case: str, sparsify: str) -> None:
     def body(rank: int, model: nn.Module, probing_at: set[int]) -> tuple[list[str], str]:
-        selects = {} if CASES[case]["compression"] in ("none", "fp16") else {"sparsify": sparsify}
-        optimizer, seen = wrapped(model, **selects, **CASES[case]), []
+        selects = {} if EVERY[case]["compression"] in ("none", "fp16", "int8", "powersgd") else {"sparsify": sparsify}
+        optimizer, seen = wrapped(model, **selects, **EVERY[case]), []
         for step in range(6):
             seen += train(model, optimizer, rank, [step])
             if step in probing_at:
