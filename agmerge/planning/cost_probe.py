@@ -186,9 +186,7 @@ class MessageTimer:
 
 GROWTH = 2.0  # of the sizes, at least
 RUNS = 6  # of one size in one visit, at most
-SIZES = (
-    0.8  # of the budget, half of it for compressed messages if there are dense ones; ranks also tell each other times
-)
+SIZES = 0.8  # of the budget, half of it for compressed messages if there are dense ones; ranks also exchange times
 VISITS = 2  # to each size, after different steps where a step has room for one of them only
 SLOPED = 2.0  # times the seconds of the smallest size: beyond, costs grow with elements; seen messages bound the slope
 ENOUGH = 1 << 20  # elements of a quantised message, which need memory of their own; training shows larger ones
@@ -312,13 +310,12 @@ class Prober:
             self._budget.next_step()
         runs = self._budget.runs(seconds, sent, part)
         self._max_over_ranks(0.0)  # ranks begin together: a wait for a late one is no cost of an exchange
-        writes = (
-            segment is self._segments[0] and segment.tensor_class.device.type == "cpu"
-        )  # a device does it meanwhile
+        device = segment.tensor_class.device
+        writes = segment is self._segments[0] and device.type == "cpu"  # devices write while the host computes
         timer = MessageTimer(self._buffers, segment, exchange, self._step, self._busy, writes)
-        began = now(segment.tensor_class.device)
+        began = now(device)
         selecting, packing, travel, writing = zip(*(timer.send() for _ in range(runs)), strict=True)
-        took = now(segment.tensor_class.device) - began
+        took = now(device) - began
         compressor = self._buffers.config.compression.compressor
         for each in map(compressor.part, compressor.kinds):
             assert each is not None  # of each of its kinds it has one
@@ -342,9 +339,8 @@ def gather_seconds(buffers: MergeBuffers, *columns: Seconds, name: str = "times"
     Every rank passes as many numbers, seconds or others that are compared between ranks.
     """
     data = np.concatenate(columns).astype(np.float64).tobytes()
-    rows = np.array(
-        [np.frombuffer(row) for row in gather_bytes(buffers.comm, data, name, buffers.config.guards.timeout)]
-    )
+    gathered = gather_bytes(buffers.comm, data, name, buffers.config.guards.timeout)
+    rows = np.array([np.frombuffer(row) for row in gathered])
     return np.split(rows, np.cumsum([len(column) for column in columns])[:-1], axis=1)
 
 
