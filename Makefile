@@ -9,6 +9,7 @@
 # make test-all    all tests, with all values of all parameters, and the unit tests once more for every level of arithmetic that is here
 # make mutants     change a line of the library, in 125 ways, one at a time: a named test has to fail (ARGS="exchanges native")
 # make bench       step times beside other libraries on slow networks (root; an hour; ARGS="--rates 200mbit --models gpt2")
+# make prove       ten minutes: the loss of a small GPT with each compressor, beside uncompressed training (ARGS="--size 1m --workers 4")
 # make gpu         test the GPUs of this machine, and write gpu.json, to attach to an issue; without a GPU, list the checks
 # make docs        the site, in build/site
 # make docs-check  the site without warnings, its search, its pages in a browser, every code block of README.md and docs/
@@ -43,6 +44,7 @@ EXAMPLES := $(call stamp,examples,requirements.txt setup.py $(KERNEL) requiremen
 TEST := $(call stamp,test,requirements.txt setup.py $(KERNEL) requirements-examples.txt requirements-test.txt)
 TRITON := $(call stamp,triton,requirements.txt setup.py $(KERNEL) requirements-test.txt requirements-triton.txt)
 DOCS := $(call stamp,docs,requirements.txt setup.py $(KERNEL) requirements-examples.txt requirements-test.txt requirements-docs.txt)
+PROVE := $(call stamp,prove,requirements.txt setup.py $(KERNEL) requirements-prove.txt)
 HOROVOD := $(call stamp,horovod,requirements.txt setup.py $(KERNEL) requirements-horovod.txt agmerge/cli/build_horovod.py)
 # The settings of Horovod's own build count too.
 HOROVOD := $(HOROVOD)-$(shell env | grep '^HOROVOD_' | sort | cksum | cut -d ' ' -f 1)
@@ -60,7 +62,7 @@ flag = $(if $(2),--$(1) $(2))
 
 # Two pips must not write into one .venv.
 .NOTPARALLEL:
-.PHONY: help train small unit check test test-all mutants bench gpu docs docs-check lint clean
+.PHONY: help train small unit check test test-all mutants bench prove gpu docs docs-check lint clean
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
@@ -98,6 +100,9 @@ mutants: $(TEST)
 bench: $(TEST) $(HOROVOD)
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/step_time.py $(ARGS)
 
+prove: $(PROVE)
+	$(RUN) benchmarks/prove.py $(ARGS)
+
 gpu: $(BASE)
 	$(RUN) benchmarks/gpu_report.py $(ARGS)
 
@@ -122,7 +127,7 @@ $(BASE):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo 'agmerge needs Python 3.10 or newer; name one: make PYTHON=python3.12 ...' >&2; exit 1; }
 	@echo 'Setting up $(VENV) from requirements.txt (minutes the first time)'
-	@rm -f $(VENV)/.base-* $(VENV)/.triton-* $(VENV)/.docs-* $(VENV)/.examples-* $(VENV)/.test-* $(VENV)/.horovod-*
+	@rm -f $(VENV)/.base-* $(VENV)/.prove-* $(VENV)/.triton-* $(VENV)/.docs-* $(VENV)/.examples-* $(VENV)/.test-* $(VENV)/.horovod-*
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps --editable .
@@ -150,6 +155,12 @@ $(TRITON): $(TEST)
 	@echo 'Adding requirements-triton.txt to $(VENV)'
 	@rm -f $(VENV)/.triton-*
 	$(PIP) -r requirements-triton.txt
+	@touch $@
+
+$(PROVE): $(BASE)
+	@echo 'Adding requirements-prove.txt to $(VENV)'
+	@rm -f $(VENV)/.prove-*
+	$(PIP) -r requirements-prove.txt
 	@touch $@
 
 $(HOROVOD): $(BASE)

@@ -35,7 +35,7 @@ from agmerge.errors import (
 from agmerge.ops import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
 from agmerge.optimizer import DistributedOptimizer, LocalOptimizer, LocalSync, Nesterov
 from agmerge.options.compressors import ladder
-from agmerge.options.from_params import from_params
+from agmerge.options.from_params import from_params, grace
 from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters
 from agmerge.runtime.collectives import (
     allgather,
@@ -131,6 +131,7 @@ __all__ = [
     "from_params",
     "gather_state",
     "global_process_set",
+    "grace",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",

@@ -43,7 +43,7 @@ html_title = "agmerge"
 html_domain_indices = False
 html_static_path = ["_static"]
 html_css_files = ["theme.css"]
-html_sidebars: dict[str, list[str]] = {"index": [], "benchmarks": []}  # pages without pages below them
+html_sidebars: dict[str, list[str]] = {"index": []}  # pages without pages below them
 html_theme_options = {
     "navigation_depth": 2,
     "show_nav_level": 1,

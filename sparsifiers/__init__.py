@@ -20,7 +20,8 @@ needs only torch, NumPy and the standard library. It imports neither `agmerge` n
 #
 # * base: the contracts. catalogue: compressors and memories by name. name_patterns: patterns for parameters.
 # * largest: topk, on the host and, by torch or gpu/, on devices. rows, rows_search: the largest of each row.
-# * randomk, dgc, estimated, papers/: other sparsifiers. low_rank: PowerSGD and ACP-SGD. quantising/: quantizers.
+# * custom: compressors of a script's own class. randomk, dgc, estimated, papers/: other sparsifiers.
+# * low_rank: PowerSGD and ACP-SGD. quantising/: quantizers.
 # * memories: error feedback. deferred: selections made later, perhaps in a message.
 # * native: the compiled loops of csrc/*.c, in one table. thin_factors: those of low rank.
 # * conformance and conformance_*: checks of a compressor of your own. proof: measured quality of selections.
@@ -45,6 +46,7 @@ from sparsifiers.catalogue import (
     register_quantiser,
     register_quantizer,
 )
+from sparsifiers.custom import Custom
 from sparsifiers.low_rank import ACPSGD, LowRank, PowerSGD
 from sparsifiers.memories import Memory, Momentum, Rate
 from sparsifiers.quantising.base import Quantiser, Quantizer
@@ -54,6 +56,7 @@ __all__ = [
     "ACPSGD",
     "ByName",
     "Compressor",
+    "Custom",
     "Kind",
     "LowRank",
     "Memory",

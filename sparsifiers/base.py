@@ -200,6 +200,7 @@ class Kind(enum.Enum):
     LOW_RANK = "low-rank"  # two thin factors of a matrix, each combined by an all-reduce
     QUANTIZED = "quantized"  # every element in few bits, block by block: shards are gathered, read and added up
     QUANTISED = "quantized"  # the old spelling of the same member
+    CUSTOM = "custom"  # tensors that a script's own class makes of it: they are gathered, or added up
 
     @classmethod
     def _missing_(cls, value: object) -> Kind | None:

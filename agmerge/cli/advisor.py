@@ -31,7 +31,7 @@ from sparsifiers.quantising.base import NONE
 
 # A turn of ``sync="updates"``, after which model and optimizer are as they were; and its cost in loss.
 
-# With its defaults: workers, and % of the loss with AdamW after 300 steps, from benchmarks/updates_loss.py.
+# With its defaults: workers, and % of the loss with AdamW after 300 steps, in benchmarks/notebook/updates_loss.jsonl.
 COSTS = ((2, 0.4), (4, 0.9))
 KINDS = ("AdamW", "NAdam", "RAdam", "Adamax", "Adafactor", "Lion")  # optimizers that it is for
 

@@ -59,7 +59,7 @@ def refuse_elastic(config: Config) -> None:
     )  # fmt: skip
     found = {
         f"exchange={exchange!r}": exchange not in (AUTO, SPARSE),
-        f"compression={compressor.name!r}": Kind.LOW_RANK in compressor.kinds,
+        f"compression={compressor.name!r}": bool(compressor.kinds & {Kind.LOW_RANK, Kind.CUSTOM}),
         "merging='dear'": sync.model is not None,
         "process_set=": bool(sync.process_set.ranks) or sync.process_set.horovod is not None,
         "dense='partial'": config.compression.partial is not None,

@@ -91,7 +91,7 @@ def _compression(agreed: AgreedState, now: PlanStatus) -> str:
         return f"{now.quantiser}{bits} ({now.quantiser_why})"
     if Kind.SPARSE in compressor.kinds:
         return f"{compressor} ({now.exchange_why})"
-    if Kind.LOW_RANK in compressor.kinds:
+    if compressor.kinds & {Kind.LOW_RANK, Kind.CUSTOM}:
         return str(compressor)
     if compressor.dtype is not None:
         return f"{compressor.name}, {8 * compressor.dtype.itemsize} bits per value (you set it)"
@@ -132,6 +132,7 @@ def _size(count: float) -> str:
 
 TREATED = {  # what is done with elements, in words
     Kind.SPARSE: "selected from", Kind.LOW_RANK: "factorized", Kind.QUANTIZED: "quantized", Kind.DENSE: "dense",
+    Kind.CUSTOM: "compressed by a class of your own",
 }  # fmt: skip
 
 

@@ -136,6 +136,27 @@ OF_SETTINGS: tuple[Row, ...] = (
         "Use the same compressor and seed on every rank, and load the same step.",
         "exchanges.md",
     ),
+    (
+        "AGM508",
+        "your compressor failed",
+        "The class that you pass as `compression=` raised an error on one rank. No rank has an update of this step.",
+        "Read the error of that rank, and correct `compress()`, or the memory beside it.",
+        "from_grace.md",
+    ),
+    (
+        "AGM509",
+        "tensors cannot be added up",
+        "With `sums=True` your compressor must make tensors of the same dtypes and shapes on every rank.",
+        "Gather the tensors instead: `agmerge.grace(compressor, memory)` without `sums=True`.",
+        "from_grace.md",
+    ),
+    (
+        "AGM510",
+        "your compressor made infinities",
+        "The gradients were finite, but `decompress()` returned infinities or NaN.",
+        "Guard divisions in your class, for example by a scale that may be zero.",
+        "from_grace.md",
+    ),
     # -- frameworks -------------------------------------------------------------------------------------------------
     (
         "AGM140",

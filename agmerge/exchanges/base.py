@@ -25,7 +25,7 @@ from agmerge.exchanges.message.format import Format, RoundHeader
 from agmerge.ops import ReduceOp
 from agmerge.tensors.arena import Difference, Unwritten, Write
 from agmerge.tensors.layout import Segment, Slot
-from sparsifiers import Kind, Quantiser, Selection
+from sparsifiers import Custom, Kind, Quantiser, Selection
 
 
 class Store(ABC):
@@ -148,6 +148,7 @@ class ExchangeContext:
     cast: torch.dtype | None = None  # dtype of dense segments on the wire; None: the gradient's own
     rounds_dense: bool = False  # dense segments on the host may be rounded: their `work` keeps the error
     quantiser: Quantiser | None = None  # of quantised tensors; None: there are none
+    custom: Custom | None = None  # of tensors that a script's own class compresses; None: there are none
     feedback: bool = False  # the quantisation error stays in `work`, so that sent values are subtracted
     owes: bool = False  # the store keeps what owners of sums have rounded, see `Store.owed_of`
     fragments: int = 1  # a message of quantised tensors has every so many-th run of blocks, in turn from step to step

@@ -306,11 +306,11 @@ def group_into_messages(
 ) -> list[list[Segment]]:
     """Decide which segments of a merge buffer share a message, between ``size`` ranks.
 
-    Per device, sparse segments share one, and so do quantised ones. A low-rank segment has its own. Dense ones share
-    a message with a kind of ``ride``: with factors, which are all-reduced like them, if they have its dtype and are not
-    so large that they would better be summed where they lie; with quantised ones, or alone in that format, see
-    :func:`goes_quantised`; else with sparse ones while an all-gather is not much dearer than an all-reduce: it receives
-    ``(W-1) m`` bytes instead of ``2 (W-1)/W m``. Every other segment has a message of its own.
+    Per device, sparse segments share one, and so do quantised ones. A low-rank segment has its own, and so has a custom
+    one. Dense ones share a message with a kind of ``ride``: with factors, which are all-reduced like them, if they have
+    its dtype and are not so large that they would better be summed where they lie; with quantised ones, or alone in
+    that format, see :func:`goes_quantised`; else with sparse ones while an all-gather is not much dearer than an
+    all-reduce: it receives ``(W-1) m`` bytes instead of ``2 (W-1)/W m``. Every other segment has a message of its own.
 
     ``bytes_of``: the bytes of a dense segment in a message with sparse ones; None: as it is.
     """
@@ -333,6 +333,7 @@ def group_into_messages(
         if quantised or along:
             messages.append([*quantised, *along])
             dense = [other for other in dense if other not in along]
+        messages += [[segment] for segment in on_device if segment.tensor_class.kind is Kind.CUSTOM]
         alone = sum(segment.nbytes for segment in dense)
         riding = alone if bytes_of is None else sum(map(bytes_of, dense))
         if Kind.SPARSE in ride and sparse and (size - 1) * (riding - 2 * alone / size) <= RIDE:

@@ -178,12 +178,12 @@ class SparseExchange(Exchange):
         received = self.keep(("received", name), layout.size * self.comm.size, torch.uint8, device)
         elements = 0
         counts: list[int | torch.Tensor] = []
-        for load, offer, section in zip(loads, offers, layout.sections, strict=True):
-            if offer is None:
+        for load, offer, capacity, section in zip(loads, offers, capacities, layout.sections, strict=True):
+            if offer is None or capacity is None:
                 elements += load.segment.numel
                 counts.append(self._write_whole(load, section, message))
             else:
-                elements += min(offer.capacity, load.segment.numel)
+                elements += min(capacity, load.segment.numel)
                 counts.append(self._write(load, offer, section, message))
         layout.write_header(message, control, counts, seal=True)
         handle = self.comm.all_gather(received, message, name)

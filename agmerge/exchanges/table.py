@@ -7,6 +7,7 @@ To add one, write a class that is made from one :class:`ExchangeContext`, and a 
 from __future__ import annotations
 
 from agmerge.exchanges.base import Exchange, ExchangeContext
+from agmerge.exchanges.custom import CustomExchange
 from agmerge.exchanges.dense import DenseExchange
 from agmerge.exchanges.low_rank.exchange import LowRankExchange
 from agmerge.exchanges.masked import MaskedExchange
@@ -35,6 +36,8 @@ def exchange_of(kind: Kind, name: str, context: ExchangeContext) -> Exchange:
         return LowRankExchange(context)
     if kind is Kind.QUANTISED:
         return _quantised(context)
+    if kind is Kind.CUSTOM:
+        return CustomExchange(context)
     return (EXCHANGES[name] if kind is Kind.SPARSE else DENSE)(context)
 
 

@@ -5,6 +5,7 @@
 * ``running_times``: medians over steps.
 * ``totals``: bytes, messages and steps so far.
 * ``chrome_trace``: steps as a picture.
+* ``paired``: mean differences of paired trainings, with intervals.
 
 May import merging.storage, and nothing else of the house.
 """

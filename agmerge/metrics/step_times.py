@@ -9,8 +9,9 @@ from __future__ import annotations
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, ClassVar
 
 import numpy as np
@@ -107,55 +108,52 @@ class StepTimes:
         return np.asarray(self.arrived - np.maximum(self.handed, np.concatenate([[0.0], self.arrived[:-1]])))
 
 
+class Event(Enum):
+    """What happens to a tensor, or to a merge buffer, in a step."""
+
+    READY = auto()  # the tensor was accumulated
+    RESUMED = auto()  # all work for the tensor is done, and backward continues
+    REACHED = auto()  # the merge buffer has reached the next of ``complete`` to ``written``, see :class:`StepTimes`
+    ARRIVED = auto()  # the merge buffer's exchange was seen to have ended before the wait for it
+
+
 class StepRecorder:
-    """Recorder of the marks of a step, for n tensors and m merge buffers; those of a stopped clock cannot be read."""
+    """Record of the events of a step, for n tensors and m merge buffers; those of a stopped clock cannot be read.
+
+    ``note((event, number, now()))``: record an event of the tensor, or of the merge buffer, of that number. Hooks do
+    so some times a tensor, so ``note`` is a list's own, which takes no call in Python.
+    """
 
     def __init__(self, clock: Clock, tensors: int, buffers: int) -> None:
-        self.clock, self._now, self._shape = clock, clock.mark, (tensors, buffers)
+        self.clock, self.now, self._shape = clock, clock.mark, (tensors, buffers)
         self.began = 0.0  # when the first tensor was handed over, in seconds since the epoch
         self._origin: Any = None  # the mark of that moment
-        self._slots: list[int] = []  # of the tensors, as they came
-        self._ready: list[Any] = []  # a mark each, in that order
-        self._resumed: list[Any] = []  # likewise
-        self._buffers: list[list[Any]] = [[] for _ in range(buffers)]  # five marks each: ``complete`` to ``written``
-        self._arrived: list[Any] = []  # of merge buffers, in plan order, as far as they were seen to arrive
+        self._events: list[tuple[Event, int, Any]] = []  # with a mark each, as they came
+        self.note: Callable[[tuple[Event, int, Any]], None] = self._events.append
 
     def begin(self) -> None:
         """Record that a tensor is handed over; the first one's mark is the origin of all times."""
         if self._origin is None:
-            self.began, self._origin = time.time(), self._now()
-
-    def ready(self, slot: int) -> None:
-        """Record that the tensor has been accumulated."""
-        self._slots.append(slot)
-        self._ready.append(self._now())
-
-    def resumed(self) -> None:
-        """Record that all work for the tensor is done; backward goes on."""
-        self._resumed.append(self._now())
-
-    def arrived(self) -> None:
-        """Record that the next merge buffer's exchange was seen to have ended before the wait for it.
-
-        What the host sees says nothing of a device, which is far behind: there an exchange ends when it is received.
-        """
-        if not self.clock.on_device:
-            self._arrived.append(self._now())
-
-    def mark(self, buffer: int) -> None:
-        """Record the next event of a merge buffer, in the order of the fields of :class:`StepTimes`."""
-        self._buffers[buffer].append(self._now())
+            self.began, self._origin = time.time(), self.now()
 
     def times(self) -> StepTimes:
-        """Return the times from the marks, once the step is complete. May wait for the device."""
+        """Return the times from the marks, once the step is complete. May wait for the device.
+
+        An exchange that was not seen to have ended earlier has ended when it was received.
+        """
         n, m = self._shape
-        marks = self.clock.since(self._origin, self._ready)
-        resumed = self.clock.since(self._origin, self._resumed)
+        slots = [number for event, number, _ in self._events if event is Event.READY]
+        marks, resumed = self._since(Event.READY), self._since(Event.RESUMED)
         ready, since = np.zeros(n), np.zeros(n)
-        since[self._slots] = marks
-        ready[self._slots] = np.cumsum(np.maximum(marks - np.concatenate([[0.0], resumed[:-1]]), 0.0))
-        columns = self.clock.since(self._origin, [mark for marks in self._buffers for mark in marks])
+        since[slots] = marks
+        ready[slots] = np.cumsum(np.maximum(marks - np.concatenate([[0.0], resumed[:-1]]), 0.0))
+        columns = np.stack([self._since(Event.REACHED, buffer) for buffer in range(m)])
         complete, handed, waiting, received, written = columns.reshape(m, 5).T
-        arrived = received.copy()
-        arrived[: len(self._arrived)] = self.clock.since(self._origin, self._arrived)
+        arrived, seen = received.copy(), self._since(Event.ARRIVED)
+        arrived[: len(seen)] = seen
         return StepTimes(ready, since, complete, handed, waiting, received, written, arrived)
+
+    def _since(self, event: Event, number: int | None = None) -> Seconds:
+        """Return the seconds from the origin to each ``event``, of one ``number`` or (None) of all, as they came."""
+        marks = [mark for one, of, mark in self._events if one is event and number in (None, of)]
+        return self.clock.since(self._origin, marks)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agmerge.metrics.step_times import WholeSteps
@@ -47,6 +47,10 @@ def broadcast_bytes(size: int, workers: int, rank: int, root: int) -> int:
     return 0 if (rank + 1) % workers == root else size
 
 
+# One collective: which of these functions tells its bytes, and its arguments.
+Collective = tuple[Callable[..., int], tuple[int | Sequence[int], ...]]
+
+
 @dataclass
 class Totals:
     """Totals of one rank.
@@ -61,13 +65,14 @@ class Totals:
     buffers: int = 0  # merge buffers of the last step
     bytes_sent: int = 0  # in messages
     bytes_dense: int = 0  # that dense fp32 gradients would have been
-    link_bytes: int = 0  # of `bytes_sent`, those that have left this rank
     link_bytes_dense: int = 0  # of `bytes_dense`, those that would have left it in a ring
     workers: int = 1  # among which gradients are exchanged now
     elements_sent: int = 0  # in messages
     elements: int = 0  # that they were selected from
     wire: Counter[str] = field(default_factory=Counter)  # bytes_sent by codec
     whole: WholeSteps = field(default_factory=WholeSteps, compare=False)  # times from step to step
+    collectives: list[Collective] = field(default_factory=list)  # of which the bytes are not in `_left` yet
+    _left: int = 0  # bytes that have left this rank
 
     def sent(self, size: int, elements: int, codecs: Mapping[str, int] | None = None) -> None:
         """Count a message of ``size`` bytes; ``codecs``: these by codec, if codecs have made them."""
@@ -75,9 +80,17 @@ class Totals:
         self.bytes_sent += size
         self.elements_sent += elements
 
-    def left(self, size: int) -> None:
-        """Count ``size`` bytes that a collective moves from this rank to others."""
-        self.link_bytes += size
+    @property
+    def link_bytes(self) -> int:
+        """Return the bytes of ``bytes_sent`` that have left this rank."""
+        self._count_collectives()
+        return self._left
+
+    def _count_collectives(self) -> None:
+        """Add the bytes of all collectives that were noted."""
+        while self.collectives:
+            bytes_of, arguments = self.collectives.pop()
+            self._left += bytes_of(*arguments)
 
     def among(self, workers: int) -> None:
         """Set the number of workers for the bytes that dense gradients would have moved from now on."""
@@ -112,6 +125,7 @@ class Totals:
         if self.bytes_dense:
             self.whole.end()
         self.whole.begin()
+        self._count_collectives()  # else there would be more and more of them
         self.bytes_dense += 4 * tensors
         self.link_bytes_dense += all_reduce_bytes(4 * tensors, self.workers)
 

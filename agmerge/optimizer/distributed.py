@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
@@ -40,6 +40,7 @@ from agmerge.options.typed import (
 )
 from agmerge.runtime import workers
 from agmerge.tensors.parameters import optimizers_of
+from sparsifiers.custom import adapted
 
 ZERO_GRAD = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
@@ -271,8 +272,10 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         decay: float = 1.0,
         outer: Any = None,
         moments: Moments | None = None,
-        **unknown: NoReturn,
+        **unknown: Any,
     ) -> None:
+        if compression == "auto" and adapted(unknown.get("grace")) is not None:  # as scripts pass GRACE's objects
+            compression = adapted(unknown.pop("grace"))
         typed.refuse_unknown(type(self).__name__, unknown)
         options = Options.from_saved(locals())  # by name
         workers.adopt()  # first, so that what is said below is said by rank 0, whoever has initialised the workers

@@ -19,7 +19,7 @@ from agmerge.ops import Compression
 from agmerge.options import published
 from agmerge.options.typed import Options, is_whole
 from agmerge.runtime import process_sets, workers
-from agmerge.step.config import AUTO, FASTEST, Config, DenseRule, Groups, is_small
+from agmerge.step.config import AUTO, FASTEST, TWO_LEVEL, Config, DenseRule, Groups, is_small, never
 from agmerge.step.density_policy import NAME, DenseCutoff, Schedule
 from sparsifiers import Kind, catalogue
 from sparsifiers.name_patterns import compiled
@@ -40,8 +40,8 @@ def parse_dense(
     dense = options.dense
     if isinstance(dense, str) and dense == NAME:
         return is_small, (), _cutoff(options, compressor, density)
-    if dense is None:
-        return is_small, (), None
+    if dense is None:  # a class of the script's own gets every parameter
+        return (never if compressor.kinds == {Kind.CUSTOM} else is_small), (), None
     if callable(dense):
         return lambda name, parameter: bool(dense(name, parameter)), (), None
     if isinstance(dense, str) or not isinstance(dense, Iterable):
@@ -202,6 +202,28 @@ def check_send_mode(config: Config) -> None:
             f"merging: this plan uses exchange={mode.exchange!r}, but exchange={config.merging.exchange!r} is set. "
             f"Pass exchange={FASTEST!r} or {mode.exchange!r}, or use another plan."
         )
+
+
+def check_custom(config: Config) -> None:
+    """Raise ``ValueError`` for options that do not go with a compressor of the script's own class."""
+    compressor = config.compression.compressor
+    if Kind.CUSTOM not in compressor.kinds:
+        return
+    found = {
+        "sync='updates'": (config.sync.updates is not None, "Its memory would keep updates. Remove sync="),
+        f"exchange={TWO_LEVEL!r}": (config.merging.exchange == TWO_LEVEL, "A rank has shards there. Remove exchange="),
+        "merging='dear'": (config.sync.model is not None, "DeAR requires an all-reduce. Use another merging"),
+        f"merging={config.merging.planner}": (
+            config.merging.groups is None and getattr(config.merging.planner, "timed", False),
+            "To time messages, it would compress made-up gradients. Pass 'threshold', 'layerwise' or a plan",
+        ),
+        "gradient_predivide_factor=": (config.sync.predivide != 1.0, "Remove it"),
+    }
+    for what, (is_given, instead) in found.items():
+        if is_given:
+            raise ValueError(
+                f"{what} is not supported with compression={compressor.name}, a class of your own: {instead}."
+            )
 
 
 def check_dear(config: Config) -> None:
@@ -387,6 +409,11 @@ def memory_for(memory: Any, compressor: sparsifiers.Compressor) -> sparsifiers.M
     Raises ``ValueError`` or ``TypeError`` for one that does not fit.
     """
     memory = compressor.memory if memory is None else memory
+    if Kind.CUSTOM in compressor.kinds and memory != "none":
+        raise ValueError(
+            f"memory={memory!r} is not supported with a compressor of your own. Pass its memory with it: "
+            "agmerge.grace(compressor, memory)."
+        )
     given = sparsifiers.memory(memory) if isinstance(memory, str) else memory
     if not isinstance(given, sparsifiers.Memory):
         raise TypeError(f"memory={memory!r}: expected a name or a sparsifiers.Memory")

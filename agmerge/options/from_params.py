@@ -15,6 +15,7 @@ from agmerge.options import published
 from agmerge.options.compressors import unknown
 from sparsifiers import catalogue
 from sparsifiers.catalogue import spelling
+from sparsifiers.custom import Custom
 
 WAYS = ("comm_mode", "communicator")  # ADTopk's name of it, and that of GRACE and FGBuff
 RATIOS = ("compress_ratio", "density")  # that of ADTopk and GRACE, and FGBuff's
@@ -196,3 +197,17 @@ def _density(params: Mapping[str, Any], name: str) -> float:
     if "model_named_parameters" not in params:  # not FGBuff's
         by_name |= {"topk": 0.3, "randomk": 0.3}
     return by_name.get(spelling(name), 0.01)
+
+
+def grace(compressor: Any, memory: Any = None, *, sums: bool = False) -> Custom:
+    """Return a compressor for ``compression=`` that is made of objects with GRACE's interface.
+
+    Args:
+        compressor (object): With ``compress(tensor, name)`` and ``decompress(tensors, ctx)``.
+        memory (object): With ``compensate`` and ``update``; None: nothing is kept.
+        sums (bool): Add up the tensors of all ranks, as GRACE's ``Allreduce`` does. Otherwise they are gathered.
+
+    Raises:
+        TypeError: For an object without these methods.
+    """
+    return Custom(compressor, memory, sums=sums)

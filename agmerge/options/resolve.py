@@ -21,6 +21,7 @@ from agmerge.exchanges.table import EXCHANGES
 from agmerge.ops import Average, ReduceOp
 from agmerge.options import compressors, defaults, published
 from agmerge.options.compressors import (
+    check_custom,
     check_dear,
     check_send_mode,
     compressor_of,
@@ -206,7 +207,8 @@ def resolve(options: Options) -> Config:
     compression = _compression(options, updates)
     if updates is not None:
         sync = replace(sync, updates=_fitting(updates, options.overlap, options.moments, compression.compressor))
-    config = Config(compression=compression, merging=_merging(options), sync=sync, guards=guards)
+    config = Config(compression=compression, merging=_merging(options, compression), sync=sync, guards=guards)
+    check_custom(config)
     check_dear(config)
     _check_two_level(config)
     check_send_mode(config)
@@ -286,8 +288,10 @@ def _compression(options: Options, updates: Updates | None) -> Compression:
     )
 
 
-def _merging(options: Options) -> Merging:
+def _merging(options: Options, compression: Compression) -> Merging:
     """Return which gradients share a message, and how messages are exchanged."""
+    if Kind.CUSTOM in compression.compressor.kinds and options.merging == MERGING and options.groups is None:
+        options = replace(options, merging="threshold")  # made-up gradients, to be timed, would change its memory
     planner, plan = planner_or_plan(options.merging, options.sparsify, options.exchange)
     groups = parse_groups(options.groups, options.num_groups)
     if groups is not None and options.merging != MERGING:

@@ -18,6 +18,7 @@ import torch
 
 from agmerge.ops import Average, ReduceOp
 from sparsifiers.catalogue import alike
+from sparsifiers.custom import adapted
 
 # Arguments before they are checked, and checks of single values.
 
@@ -67,6 +68,7 @@ class Options:
         """Read iterators, and copy lists and dictionaries: later changes of the script's have no effect."""
         for field in fields(self):
             object.__setattr__(self, field.name, _read(getattr(self, field.name)))
+        object.__setattr__(self, "compression", _adapted(self.compression))
 
     @classmethod
     def from_saved(cls, arguments: Mapping[str, Any]) -> Options:
@@ -76,6 +78,13 @@ class Options:
         """
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in arguments.items() if name in known})
+
+
+def _adapted(compression: Any) -> Any:
+    """Return ``compression`` with compressors of a script's own class, by pattern too, as :class:`Custom`."""
+    if isinstance(compression, dict):
+        return {pattern: adapted(part) for pattern, part in compression.items()}
+    return adapted(compression)
 
 
 def _read(value: Any) -> Any:
@@ -127,7 +136,7 @@ _MEANT = {
     "planner": "pass merging={value}",
     # GRACE, ADTopk and FGBuff
     "comm_params": _FROM,
-    "grace": _FROM,
+    "grace": f"pass compression={{name}} if it is an object with compress() and decompress(); {_FROM}",
     "params": _FROM,
     "compressor": "pass compression={value}",
     "compression_name": "pass compression={value}",

@@ -160,7 +160,7 @@ class MessageTimer:
         part = self._buffers.config.compression.compressor.part(Kind.SPARSE)
         assert part is not None  # the tensor class is a sparse one
         sparsifier = cast(Sparsifier, part.unobserved)  # figures are of training, and not of probes
-        work, k, shapes = self._buffers.vector(self._segment, self._step)
+        work, k, shapes = self._buffers.vector(self._operands, self._step)
         key = f"probe of {self._segment.numel}"
         return sparsifier.select(work, k=k, key=key, step=self._step, shapes=shapes)
 

@@ -24,7 +24,7 @@ from agmerge.ops import Average, ReduceOp
 from agmerge.step.config import AUTO, FASTEST, Config
 from agmerge.step.density_policy import DenseCutoff
 from agmerge.step.flat_buffers import State
-from agmerge.step.group import Count, Group
+from agmerge.step.group import Group, Note
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.plan_status import Announcer, PlanStatus
 from agmerge.step.treatments import assign_classes, check_parameter, with_cutoff_for
@@ -133,7 +133,7 @@ def open_merge_buffers(
     order: Iterable[str],
     steps: int,
     carried: CarriedState,
-    count: Count,
+    note: Note,
 ) -> tuple[MergeBuffers, int, str]:
     """Collective. Agree on members, order and plan, and allocate memory.
 
@@ -147,7 +147,7 @@ def open_merge_buffers(
         order: names in the order in which this rank saw them ready; other tensors go last. Rank 0's counts.
         steps: committed exchanges so far. Rank 0's counts.
         carried: this rank's state of before, which is only read. Rank 0's plan, budgets and trial count.
-        count: as in :class:`MergeBuffers`.
+        note: as in :class:`MergeBuffers`.
 
     Raises :class:`agmerge.RankMismatchError` on every rank if the models differ, and ``ValueError`` on every rank if
     the plan does not fit.
@@ -175,7 +175,7 @@ def open_merge_buffers(
     )
     unsent = {name for name, residual in carried.residuals().items() if bool(residual.any())}
     plan = merging.Plan.loads(decision["plan"])
-    buffers = MergeBuffers(comm, config, members, plan, group.side, group.nodes, group.second_across, count, unsent)
+    buffers = MergeBuffers(comm, config, members, plan, group.side, group.nodes, group.second_across, note, unsent)
     buffers.budgets.restore(decision["shares"] or {})
     return buffers, decision["steps"], decision["trial"]
 
@@ -432,7 +432,7 @@ class AgreedState:
         members = self.members()
         self.config = with_cutoff_for(self.config, members, warns=group.comm.rank == 0)
         buffers, self.steps, trial = open_merge_buffers(
-            group, self.config, members, order, self.steps, carried, self.totals.left
+            group, self.config, members, order, self.steps, carried, self.totals.collectives.append
         )
         if before is not None and (carried.tensors or self.config.sync.updates is not None):
             check_shapes(before.layout.slots, buffers.layout.slots)

@@ -248,7 +248,7 @@ class Config:
                 has_residual=has_unsent or (self.rounds_dense and not tensor_class.on_device)
             )
         keeps = memory.has_residual or memory.has_momentum or memory.hands_back
-        sends_all = tensor_class.kind in (Kind.DENSE, Kind.QUANTISED)
+        sends_all = tensor_class.kind in (Kind.DENSE, Kind.QUANTISED, Kind.CUSTOM)
         return sparsifiers.memory("residual") if has_unsent and sends_all and not keeps else memory
 
     @property
@@ -316,6 +316,8 @@ class Config:
         """Return whether merge buffers that could be compressed may go dense where that is measured to be faster."""
         if self.quantises:  # a script that names a quantiser has decided that it travels
             return NONE in self.compression.compressor.candidates
+        if Kind.CUSTOM in self.compression.compressor.kinds:  # a class that a script passes is to be used
+            return False
         return self.merging.exchange in (AUTO, FASTEST) and self.compression.compressor.compresses
 
     @property
@@ -374,6 +376,11 @@ class Config:
             ("nonfinite", self.guards.nonfinite),
             ("scaler", "attached" if self.guards.scaled else "None"),
         ]
+
+
+def never(name: str, parameter: torch.Tensor) -> bool:
+    """Return False: no parameter is exempt from compression."""
+    return False
 
 
 def is_small(name: str, parameter: torch.Tensor) -> bool:

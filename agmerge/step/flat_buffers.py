@@ -245,6 +245,7 @@ class FlatBuffers:
             self.bases = Bases(low_rank, factored)
         self.owed: dict[str, torch.Tensor] = {}  # by name, in the tensor's shape: see `owed_of`
         self._owing: list[tuple[Slot, slice, torch.Tensor]] = []  # what replaces it when the step ends
+        self.in_pieces: frozenset[int] = frozenset()  # slots of which :meth:`takes_pieces`
         self.may_move: list[bool] = []  # by slot: a gradient may move to where its update will be, see `update`
         self._has_shards = nodes is not None
         self._untrimmed = 2  # steps
@@ -266,6 +267,7 @@ class FlatBuffers:
         """
         self.updates.rebuild(bounds)
         self.in_place.choose(filter(self._needs_no_arena, prepared))
+        self.in_pieces = frozenset(i for i in self.in_place.slots if self.arena_of[i].memory.hands_back)
         # With merging="dear" a gradient stays where it is.
         self.may_move = [
             self.config.sync.model is None and local.is_contiguous() and index not in self.in_place.slots
@@ -280,7 +282,7 @@ class FlatBuffers:
 
     def takes_pieces(self, slot: Slot) -> bool:
         """Return whether the owner of a tensor takes its pieces as they arrive: no memory of its size is needed."""
-        return slot.index in self.in_place.slots and self.arena_of[slot.index].memory.hands_back
+        return slot.index in self.in_pieces
 
     # -- segments and tensors -------------------------------------------------------------------------------------
 

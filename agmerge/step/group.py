@@ -19,6 +19,7 @@ from agmerge.backends.streams import Streams, streams_of
 from agmerge.backends.torch import warm_up
 from agmerge.metrics import totals
 from agmerge.metrics.step_times import Clock, Seconds
+from agmerge.metrics.totals import Collective
 from agmerge.step.config import TWO_LEVEL, Config
 from agmerge.step.kept_results import KeptBackend, KeptResults
 
@@ -61,33 +62,33 @@ def clock_for(devices: Iterable[torch.device]) -> Clock:
     return HostClock()
 
 
-# Bytes that leave this rank, counted where collectives start: in one place for all exchanges.
+# Bytes that leave this rank: collectives are noted where they start, in one place for all exchanges.
 
-Count = Callable[[int], None]  # is given the bytes of a collective that leave this rank
+Note = Callable[[Collective], object]  # is given each collective, see :class:`agmerge.metrics.totals.Totals`
 
 
-def nobody_counts(size: int) -> None:
-    """Discard a count of ``size`` bytes."""
+def nobody_notes(collective: Collective) -> None:
+    """Forget a collective."""
 
 
 class CountedBackend(DelegatingBackend):
-    """Communicator that reports the bytes leaving this rank to ``count``. Barriers do not count.
+    """Communicator that tells ``note`` of its collectives. Barriers move nothing, and are not told.
 
     Communicators made from it are not counted; their users count for themselves.
     """
 
-    def __init__(self, inner: Backend, count: Count) -> None:
+    def __init__(self, inner: Backend, note: Note) -> None:
         super().__init__(inner)
-        self._count = count
+        self._note = note
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Handle:
         """Collective. See :meth:`Backend.all_reduce`."""
-        self._count(totals.all_reduce_bytes(self._inner.summed_bytes(tensor), self.size))
+        self._note((totals.all_reduce_bytes, (self._inner.summed_bytes(tensor), self.size)))
         return self._inner.all_reduce(tensor, name, op)
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         """Collective. See :meth:`Backend.all_gather`."""
-        self._count(totals.all_gather_bytes(tensor.nbytes, self.size))
+        self._note((totals.all_gather_bytes, (tensor.nbytes, self.size)))
         return self._inner.all_gather(out, tensor, name)
 
     def all_to_all(
@@ -100,19 +101,19 @@ class CountedBackend(DelegatingBackend):
     ) -> Handle:
         """Collective. See :meth:`Backend.all_to_all`."""
         width = tensor.element_size()
-        self._count(totals.all_to_all_bytes([width * length for length in splits], self.rank))
+        self._note((totals.all_to_all_bytes, ([width * length for length in splits], self.rank)))
         return self._inner.all_to_all(out, tensor, out_splits, splits, name)
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, name: str) -> Handle:
         """Collective. See :meth:`Backend.reduce_scatter`."""
         whole = self._inner.scatters_by_all_reduce(tensor)
         moved = totals.all_reduce_bytes if whole else totals.reduce_scatter_bytes
-        self._count(moved(self._inner.summed_bytes(tensor), self.size))
+        self._note((moved, (self._inner.summed_bytes(tensor), self.size)))
         return self._inner.reduce_scatter(out, tensor, name)
 
     def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Handle:
         """Collective. See :meth:`Backend.broadcast`."""
-        self._count(totals.broadcast_bytes(tensor.nbytes, self.size, self.rank, root))
+        self._note((totals.broadcast_bytes, (tensor.nbytes, self.size, self.rank, root)))
         return self._inner.broadcast(tensor, root, name)
 
 

@@ -8,27 +8,29 @@ changed. Residuals move from one agreement to the next by name.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain, compress
+from typing import cast
 
 import torch
 
 import merging
 from agmerge.backends import Backend
 from agmerge.backends.topology import Nodes
-from agmerge.exchanges import Exchange, ExchangeContext, Ranks
+from agmerge.exchanges import Exchange, ExchangeContext, Ranks, SegmentBuffers
 from agmerge.exchanges.dense import ScatterExchange
 from agmerge.exchanges.routing import OWN, Message, send_mode
 from agmerge.exchanges.table import exchange_of
 from agmerge.step.config import Config
 from agmerge.step.density_policy import Budgets
 from agmerge.step.flat_buffers import FlatBuffers, ProbedValues, SentValues, messages_of, presparsified
-from agmerge.step.group import Count, CountedBackend, SideStreams, clock_for, nobody_counts
+from agmerge.step.group import CountedBackend, Note, SideStreams, clock_for, nobody_notes
 from agmerge.tensors.arena import table_of
 from agmerge.tensors.layout import Segment, Slot, TensorClass
 from agmerge.tensors.parameters import ParameterInfo
-from sparsifiers import Compressor, Kind, native
+from sparsifiers import Compressor, Custom, Kind, native
 from sparsifiers.gpu import LargestKey, Scratch, TensorTable, is_fused
 from sparsifiers.largest import Candidates, TensorNotes
 
@@ -127,7 +129,7 @@ class MergeBuffers:
     ``members``: the tensors that take part, each with its class; ``plan``: their order and merge buffers. ``side``: the
     exchange's. ``nodes``: for ``exchange="two-level"``, where each rank has a shard of every tensor; else None.
     ``second``: another communicator of the ranks that exchange messages, see :class:`agmerge.exchanges.Ranks`.
-    ``count`` is given the bytes that leave this rank in rounds, not those of probes. ``unsent``: as in
+    ``note`` is told the collectives of rounds, not those of probes. ``unsent``: as in
     :class:`FlatBuffers`.
     """
 
@@ -140,15 +142,15 @@ class MergeBuffers:
         side: SideStreams,
         nodes: Nodes | None = None,
         second: Backend | None = None,
-        count: Count = nobody_counts,
+        note: Note = nobody_notes,
         unsent: Collection[str] = (),
     ) -> None:
         assert plan.names is not None
-        self.comm, self.config, self._count, self._second = comm, config, count, second
+        self.comm, self.config, self._note, self._second = comm, config, note, second
         self.across = comm if nodes is None else nodes.across  # the ranks that exchange messages with this one
         self._place = 0 if nodes is None else nodes.place  # in the node: the number of this rank's shards
         if nodes is not None:
-            nodes = replace(nodes, inside=CountedBackend(nodes.inside, count))
+            nodes = replace(nodes, inside=CountedBackend(nodes.inside, note))
         by_name = {member.name: member for member in members}
         self.flat = FlatBuffers(config, [by_name[name] for name in plan.names], comm.size, nodes, unsent)
         self.layout, self.store = self.flat.layout, SentValues(self.flat)
@@ -163,6 +165,9 @@ class MergeBuffers:
         }
         self.side = side
         side.serve(tensor_class.device for tensor_class in self.flat.arenas)
+        # The context in which a round's device work is queued. The host's work has no streams.
+        on_device = any(tensor_class.on_device for tensor_class in self.flat.arenas)
+        self.within: Callable[[], AbstractContextManager[None]] = side.within if on_device else nullcontext
         self.clock = clock_for(tensor_class.device for tensor_class in self.flat.arenas)
         self.budgets = Budgets(
             config.compression.density, self.layout.slots, selects=config.compression.compressor.selects
@@ -178,11 +183,11 @@ class MergeBuffers:
         self.wire = wire if wire != OWN else mode.codec  # of selected values
         self.exchange = mode.exchange if self.config.exchanges else self.config.merging.exchange  # likewise
         self.quantiser = self.config.quantiser_of(mode.quantiser)  # None: nothing is quantised
-        context = self._context(self._count)
+        context = self._context(self._note)
         exchanges = self._exchanges(replace(context, cast=None) if exact else context)
         self.scatter: ScatterExchange | None = None
         if self.config.sync.model is not None:  # merging="dear": each all-reduce in two halves
-            exchanges[Kind.DENSE] = self.scatter = ScatterExchange(self._context(self._count))
+            exchanges[Kind.DENSE] = self.scatter = ScatterExchange(self._context(self._note))
         self.plan = plan
         self.budgets.forget_segments()
         self.fingerprint = zlib.crc32(plan.dumps().encode()) & 0x7FFFFFFF
@@ -212,20 +217,20 @@ class MergeBuffers:
 
     def probed_exchanges(self) -> dict[Kind, Exchange]:
         """Return new exchanges to be timed: what they send and receive leaves no trace."""
-        return self._exchanges(replace(self._context(nobody_counts), store=ProbedValues(self.flat)))
+        return self._exchanges(replace(self._context(nobody_notes), store=ProbedValues(self.flat)))
 
     def _exchanges(self, context: ExchangeContext) -> dict[Kind, Exchange]:
         """Return new exchanges, one for each kind of tensor class here."""
         kinds = {tensor_class.kind for tensor_class in self.flat.arenas} | {Kind.DENSE}
         return {kind: exchange_of(kind, self.exchange, context) for kind in kinds}
 
-    def _context(self, count: Count) -> ExchangeContext:
-        """Return the context that these exchanges are made with; ``count``: see the class."""
+    def _context(self, note: Note) -> ExchangeContext:
+        """Return the context that these exchanges are made with; ``note``: see the class."""
         config, memory = self.config, self.config.compression.memory
         ranks = Ranks(
-            CountedBackend(self.across, count),
+            CountedBackend(self.across, note),
             config.guards.timeout,
-            second=None if self._second is None else CountedBackend(self._second, count),
+            second=None if self._second is None else CountedBackend(self._second, note),
             gradients=self.comm.size,  # a node's sum counts for all of its ranks
             place=self._place,
         )
@@ -240,6 +245,7 @@ class MergeBuffers:
             cast=config.compression.compressor.dtype,
             rounds_dense=config.rounds_dense,
             quantiser=self.quantiser,
+            custom=cast(Custom | None, config.compression.compressor.part(Kind.CUSTOM)),
             feedback=memory.has_residual or memory.hands_back,
             owes=memory.hands_back,
             fragments=config.fragments,
@@ -253,10 +259,10 @@ class MergeBuffers:
 
     # -- selections -----------------------------------------------------------------------------------------------
 
-    def vector(self, segment: Segment, step: int) -> tuple[torch.Tensor, int, tuple[tuple[int, ...], ...]]:
-        """Return a sparsifier's input for a segment: the vector (a view), k, and its shapes."""
-        k = self.budgets.of_segment(segment, step)
-        work, shapes = self.flat.arena_with(segment).work[segment.start : segment.stop], segment.shapes
+    def vector(self, operand: SegmentBuffers, step: int) -> tuple[torch.Tensor, int, tuple[tuple[int, ...], ...]]:
+        """Return a sparsifier's input for a segment: the vector (a view of its ``work``), k, and its shapes."""
+        segment, work = operand.segment, operand.work
+        k, shapes = self.budgets.of_segment(segment, step), segment.shapes
         if len(segment.slots) == 1:
             return work[: segment.vector_length], k, shapes[:1]  # no padding
         return work, segment.length if k == segment.numel else k, shapes  # padding too: else it could be chosen

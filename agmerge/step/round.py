@@ -7,7 +7,7 @@ residuals are as they were, so a round can be discarded and repeated after a new
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -16,11 +16,11 @@ from agmerge.exchanges import InFlight, Noise, SegmentBuffers
 from agmerge.exchanges.base import announced_on_host
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.routing import Message
-from agmerge.metrics.step_times import Clock, StepRecorder
+from agmerge.metrics.step_times import Clock, Event, StepRecorder
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.arena import Add, Arena, Difference, accumulate_together, add_up, as_tensor
-from agmerge.tensors.layout import Segment, Slot
+from agmerge.tensors.layout import Slot
 from agmerge.tensors.nonfinite import NonFiniteGuard, is_finite
 from sparsifiers import Kind, Selection, Sparsifier
 from sparsifiers.memories import Alongside
@@ -38,10 +38,12 @@ class MessagesUnderWay:
     """
 
     def __init__(self, buffers: MergeBuffers, totals: Totals, recorder: StepRecorder) -> None:
-        self._buffers, self._totals, self._recorder = buffers, totals, recorder
+        self._buffers, self._totals = buffers, totals
+        self._note, self._now = recorder.note, recorder.now
+        self._counts_zeros = buffers.store.counts_zeros  # in this step
+        # A device is far behind what the host sees: there an exchange ends when it is received.
+        self._sees_ends = not recorder.clock.on_device
         self.sent: list[list[SentMessage]] = []  # per merge buffer; empty: it is not exchanged in this round
-        # By message: bytes, elements, and bytes by codec that are in the totals already.
-        self._counted: dict[int, tuple[int, int, Mapping[str, int]]] = {}
         self._waited: set[int] = set()  # by `id`: messages that devices wait for, or have
         self._arrived = 0  # merge buffers with messages that are known to have arrived
         self._announced: dict[int, list[torch.Tensor]] = {}  # by `id`, of queued messages: input of `Exchange.check`
@@ -53,12 +55,10 @@ class MessagesUnderWay:
         selections: Sequence[Selection | None],
         header: RoundHeader,
     ) -> SentMessage:
-        """Collective. Start one message, and count its bytes."""
-        if self._buffers.store.counts_zeros and not header.flags & Flag.REPLAN:
+        """Collective. Start one message."""
+        if self._counts_zeros and not header.flags & Flag.REPLAN:
             self._count_zeros(message, operands)
-        in_flight = message.exchange.start(message.name, operands, selections, header)
-        self._count(in_flight)
-        return message, in_flight
+        return message, message.exchange.start(message.name, operands, selections, header)
 
     def _count_zeros(self, message: Message, operands: Sequence[SegmentBuffers]) -> None:
         """Count zeros of tensors that could be quantised, and go dense: exchanges in few bits count their own."""
@@ -79,8 +79,8 @@ class MessagesUnderWay:
                     for exchange in self._buffers.in_use:
                         exchange.advance()
                     return
-            if self.sent[self._arrived]:
-                self._recorder.arrived()
+            if self.sent[self._arrived] and self._sees_ends:
+                self._note((Event.ARRIVED, self._arrived, self._now()))
             self._arrived += 1
 
     def queue(self, buffers: int, *, writes: bool) -> None:
@@ -97,15 +97,15 @@ class MessagesUnderWay:
                 left = [one for one in messages if id(one[1]) not in self._waited]
                 if not left:
                     continue
-                self._recorder.mark(buffer)
+                self._note((Event.REACHED, buffer, self._now()))
                 for message, in_flight in left:
                     message.exchange.arrive(in_flight, on_stream=True)
                     self._waited.add(id(in_flight))
-                self._recorder.mark(buffer)
+                self._note((Event.REACHED, buffer, self._now()))
                 for message, in_flight in messages if writes else ():
                     if not message.exchange.overwrites:
                         message.exchange.finish(in_flight)
-                self._recorder.mark(buffer)
+                self._note((Event.REACHED, buffer, self._now()))
         announced = [(in_flight, message.exchange.announced(in_flight)) for message, in_flight in queued]
         self._announced = announced_on_host(announced, self._buffers.config.guards.timeout)
 
@@ -116,11 +116,12 @@ class MessagesUnderWay:
             said = self._announced
             found = [message.exchange.check(in_flight, said[id(in_flight)]) for message, in_flight in messages]
         else:
-            self._recorder.mark(buffer)
+            self._note((Event.REACHED, buffer, self._now()))
             found = [message.exchange.wait(in_flight) for message, in_flight in messages]
-            self._recorder.mark(buffer)
-        for _, in_flight in messages:
-            self._count(in_flight)  # bytes sent since its start
+            self._note((Event.REACHED, buffer, self._now()))
+        for _, in_flight in messages:  # all that it sends has left
+            by_codec = in_flight.codecs if sum(in_flight.codecs.values()) == in_flight.bytes else None
+            self._totals.sent(in_flight.bytes, in_flight.elements, by_codec)
         self.poll()
         return found
 
@@ -136,21 +137,12 @@ class MessagesUnderWay:
             noise = message.exchange.noise(in_flight)
             noises += [] if noise is None else [noise]
         if not is_queued:
-            self._recorder.mark(buffer)
+            self._note((Event.REACHED, buffer, self._now()))
         self.poll()
         return noises
 
     def _is_queued(self, buffer: int) -> bool:
         return id(self.sent[buffer][0][1]) in self._announced
-
-    def _count(self, in_flight: InFlight) -> None:
-        """Add a message's new bytes and elements to the totals: some messages go on sending after their start."""
-        size, elements, codecs = self._counted.get(id(in_flight), (0, 0, {}))
-        if (in_flight.bytes, in_flight.elements) != (size, elements):
-            new = {what: count - codecs.get(what, 0) for what, count in in_flight.codecs.items()}
-            by_codec = new if sum(new.values()) == in_flight.bytes - size else None
-            self._totals.sent(in_flight.bytes - size, in_flight.elements - elements, by_codec)
-            self._counted[id(in_flight)] = (in_flight.bytes, in_flight.elements, dict(in_flight.codecs))
 
 
 # Gradients that wait for their merge buffer: a call each would cost too much for small tensors, and on devices.
@@ -359,40 +351,41 @@ class Round:
             gradient = arena.move_to_update(slot, gradient)
             self._take(slot, gradient)
             return gradient
-        copy = None if slot.index in self.buffers.batched else arena.update_for(slot, gradient)
-        if copy is None:
+        if slot.index in self.buffers.batched:
             self._take(slot, gradient)
             return arena.move_to_update(slot, gradient)
-        self._accumulate(slot, gradient, copy)
-        return copy
+        notes = self._notes.get(slot.index)
+        finite, held = arena.accumulate_and_move(slot, gradient, self._fused(slot), notes)
+        self._on_accumulated(slot, arena, gradient, finite)
+        return held
 
-    def _accumulate(
-        self, slot: Slot, gradient: torch.Tensor | Difference | None, copy: torch.Tensor | None = None
+    def _accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
+        """Write ``work = residual + gradient`` of a tensor that stays where it is."""
+        arena, alongside = self.buffers.flat.arena_of[slot.index], Alongside(notes=self._notes.get(slot.index))
+        finite = arena.accumulate(slot, gradient, self._fused(slot), alongside)
+        if gradient is not None:
+            self._on_accumulated(slot, arena, gradient, finite)
+
+    def _on_accumulated(
+        self, slot: Slot, arena: Arena, gradient: torch.Tensor | Difference, finite: bool | None
     ) -> None:
-        """Write ``work = residual + gradient``, and the gradient to ``copy``; leave out one that is not finite.
+        """Leave out a gradient that is not finite. ``finite``: whether it is; None: not checked.
 
         The round then comes to nothing; figures, sparsifiers and codecs must not see infinities.
         """
-        arena, notes = self.buffers.flat.arena_of[slot.index], self._notes.get(slot.index)
-        finite = arena.accumulate(slot, gradient, self._fused(slot, moves=copy is not None), Alongside(copy, notes))
-        if gradient is None:
-            return
         if not finite and self.guard.inspect(slot, arena.work_of(slot), finite):
-            arena.accumulate(slot, None, alongside=Alongside(notes=notes))
+            arena.accumulate(slot, None, alongside=Alongside(notes=self._notes.get(slot.index)))
         elif self.buffers.budgets.energy is not None and slot.tensor_class.sparse:
             self.buffers.budgets.energy.add(slot, as_tensor(gradient))
 
-    def _fused(self, slot: Slot, *, moves: bool) -> Add | None:
-        """Return a function that accumulates a tensor and prepares it in the same pass; None: there is none.
-
-        It also moves the gradient, if that ``moves``.
-        """
+    def _fused(self, slot: Slot) -> Add | None:
+        """Return a function that accumulates a tensor and prepares it in the same pass; None: there is none."""
         exchange = self.buffers.prepared.get(slot.index)
         if exchange is None:
             return None
 
         def add(
-            work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor
+            work: torch.Tensor, update: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor, moves: bool
         ) -> bool | None:
             finite = exchange.add_and_prepare(slot, work, update, residual, gradient, moves=moves)
             if finite:
@@ -404,7 +397,7 @@ class Round:
     def _prepare_in_place(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
         """Prepare a tensor from where its gradient lies: its class has no residual."""
         exchange, values = self.buffers.prepared[slot.index], None
-        if gradient is not None and self.buffers.flat.takes_pieces(slot):
+        if gradient is not None and slot.index in self.buffers.flat.in_pieces:
             difference = cast("Difference", gradient)  # of parameters, which no gradient is
             values, finite = difference.subtrahend, exchange.prepare_difference(slot, difference, self.step)
         else:
@@ -422,20 +415,20 @@ class Round:
         """Select from a tensor, or prepare it, before the others of its merge buffer are ready, if that can be done."""
         segment = self.buffers.presparsified.get(slot.index)
         if segment is not None and slot.index not in self.buffers.batched:
-            self._selections[slot.index] = self._select(segment)
+            self._selections[slot.index] = self._select(self.buffers.flat.operands(segment))
         exchange = self.buffers.prepared.get(slot.index)
         if exchange is not None and slot.index not in self._prepared:
             exchange.prepare(slot, self.buffers.flat.arena_of[slot.index].work_of(slot), self.step)
 
     def _on_added(self, slot: Slot, has_gradient: bool) -> None:
         self._added[slot.index] = has_gradient or self.buffers.flat.has_unsent(slot)
-        self.recorder.ready(slot.index)
+        self.recorder.note((Event.READY, slot.index, self.recorder.now()))
         if slot.tensor_class.on_device:
             self.buffers.side.note(slot.tensor_class.device)
         self._missing[self.buffers.buffer_of[slot.index]] -= 1
         self._send_complete(slot)
         self._under_way.poll()
-        self.recorder.resumed()
+        self.recorder.note((Event.RESUMED, slot.index, self.recorder.now()))
 
     def _send_complete(self, slot: Slot) -> None:
         """Collective. Send complete merge buffers, now that ``slot`` has been added."""
@@ -443,19 +436,19 @@ class Round:
             self._begin_message(slot)
         sent = self._under_way.sent
         while (buffer := len(sent)) < len(self._missing) and self._missing[buffer] == 0:
-            self.recorder.mark(buffer)
+            self.recorder.note((Event.REACHED, buffer, self.recorder.now()))
             self._send(buffer)
 
     def _send(self, buffer: int) -> None:
         """Start the messages of a merge buffer in turn: one is selected and encoded while the one before travels."""
         messages: list[SentMessage] = []
         if self._due is None or buffer in self._due:
-            with self.buffers.side.within():
+            with self.buffers.within():
                 self._complete(buffer)
                 for message in self.buffers.messages[buffer]:
                     messages.append(self._start(message))
                     if len(messages) == 1:
-                        self.recorder.mark(buffer)
+                        self.recorder.note((Event.REACHED, buffer, self.recorder.now()))
         self._under_way.sent.append(messages)
 
     def _complete(self, buffer: int) -> None:
@@ -476,8 +469,8 @@ class Round:
     def _start(self, message: Message) -> SentMessage:
         operands = [self.buffers.flat.operands(segment, is_empty=self.dirty) for segment in message.segments]
         selections = [
-            self._selection(segment) if is_selected else None
-            for segment, is_selected in zip(message.segments, message.selected, strict=True)
+            self._selection(operand) if is_selected else None
+            for operand, is_selected in zip(operands, message.selected, strict=True)
         ]
         used = tuple(self._added[slot.index] for slot in message.slots)
         header = self._header(message.buffer, used, operands[0].work.device)
@@ -486,20 +479,20 @@ class Round:
             self.guard.report(sent[1].overflows)
         return sent
 
-    def _selection(self, segment: Segment) -> Selection:
+    def _selection(self, operand: SegmentBuffers) -> Selection:
         """Return the selection of a segment, made ahead or now; an empty one of its capacity if this rank is dirty."""
         if not self.dirty:
-            return self._selections.pop(segment.slots[0].index, None) or self._select(segment)
+            return self._selections.pop(operand.segment.slots[0].index, None) or self._select(operand)
         assert isinstance(self._sparsifier, Sparsifier)
-        work, k, shapes = self.buffers.vector(segment, self.step)
+        work, k, shapes = self.buffers.vector(operand, self.step)
         capacity = self._sparsifier.capacity(work.numel(), k=k, step=self.step, shapes=shapes)
         return Selection(torch.zeros(capacity, dtype=torch.int32, device=work.device), 0)
 
-    def _select(self, segment: Segment) -> Selection:
+    def _select(self, operand: SegmentBuffers) -> Selection:
         assert isinstance(self._sparsifier, Sparsifier)  # the tensor class is a sparse one
-        work, k, shapes = self.buffers.vector(segment, self.step)
-        scratch = self.buffers.kernels.scratch(segment)
-        return self._sparsifier.select(work, k=k, key=segment.key, step=self.step, shapes=shapes, scratch=scratch)
+        work, k, shapes = self.buffers.vector(operand, self.step)
+        key, scratch = operand.segment.key, self.buffers.kernels.scratch(operand.segment)
+        return self._sparsifier.select(work, k=k, key=key, step=self.step, shapes=shapes, scratch=scratch)
 
     def _header(self, buffer: int, used: tuple[bool, ...], device: torch.device) -> RoundHeader:
         finite = None if device.type == "cpu" else self.guard.finite_on(device)
@@ -519,7 +512,7 @@ class Round:
         """
         self.add_all(gradient_of)
         try:
-            with self.buffers.side.within():
+            with self.buffers.within():
                 agreed = self._receive(len(self._under_way.sent))
                 if agreed and not self.nonfinite:
                     self._settle(self.used)
@@ -538,7 +531,7 @@ class Round:
         Those that have been received already, before an error, are left out. Returns as :meth:`receive` does.
         """
         try:
-            with self.buffers.side.within():
+            with self.buffers.within():
                 return self._receive(buffers)
         finally:
             self.let_go()

@@ -14,6 +14,7 @@ from agmerge.exchanges.base import AHEAD
 from agmerge.exchanges.dense import sum_in_rank_order
 from agmerge.exchanges.message.format import Flag, RoundHeader
 from agmerge.exchanges.node_shards import NodeShards
+from agmerge.metrics.step_times import Event
 from agmerge.metrics.totals import Totals
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.round import GradientOf, Round
@@ -66,7 +67,7 @@ class TwoLevelRound(Round):
         while (buffer := len(self._summed)) < len(self._missing) and self._missing[buffer] == 0:
             used = tuple(self._added[slot.index] for slot in self._slots(buffer))
             header = self._header(buffer, used, self.buffers.layout.slots[0].tensor_class.device)
-            self.recorder.mark(buffer)
+            self.recorder.note((Event.REACHED, buffer, self.recorder.now()))
             self.totals.sent(self._shards.start(buffer, header), 0)
             self._summed.append(header)
             self._pass_on_due()

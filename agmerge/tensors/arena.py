@@ -223,9 +223,9 @@ def move_to_update(update: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor
     return update.copy_(gradient) if is_movable(update, gradient) else gradient
 
 
-# add(work, update, residual, gradient) writes work = residual + gradient, and returns whether that is finite; or None,
-# with nothing done. `update`: where the tensor's update will be.
-Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], "bool | None"]
+# add(work, update, residual, gradient, moves) writes work = residual + gradient, and returns whether that is finite; or
+# None, with nothing done. `update`: where the tensor's update will be, and where the gradient is copied if it `moves`.
+Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], "bool | None"]
 
 
 class Arena:
@@ -322,11 +322,19 @@ class Arena:
             gradient = self.gradients[index]
         residual = self.values.back_of[index] if self.memory.has_residual else None
         if add is not None and self.is_sum and residual is not None and gradient is not None:
-            finite = add(work, self.gradients[index], residual, gradient)
+            finite = add(work, self.gradients[index], residual, gradient, alongside.copy is not None)
             if finite is not None:
                 return finite
         momentum = self._momentum_of(slot, self.momenta) if self.momenta and self._momentum_of_gradients else None
         return self.memory.compensate(work, residual, gradient, momentum, self._size, alongside)
+
+    def accumulate_and_move(
+        self, slot: Slot, gradient: torch.Tensor, add: Add | None, notes: native.Noting | None
+    ) -> tuple[bool | None, torch.Tensor]:
+        """Do what :meth:`accumulate` and :meth:`move_to_update` do, in one pass if possible; return both results."""
+        copy = self.update_for(slot, gradient)
+        finite = self.accumulate(slot, gradient, add, Alongside(copy, notes))
+        return finite, self.move_to_update(slot, gradient) if copy is None else copy
 
     def update_for(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return where a gradient is copied while it is accumulated: its update's place; None: it is not copied."""

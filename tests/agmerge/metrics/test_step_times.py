@@ -17,7 +17,7 @@ import merging
 import sparsifiers
 from agmerge import testing
 from agmerge.backends import local
-from agmerge.metrics.step_times import Clock, Seconds, StepRecorder, StepTimes
+from agmerge.metrics.step_times import Clock, Event, Seconds, StepRecorder, StepTimes
 from sparsifiers.base import Request
 
 MODEL = seeded(mlp)
@@ -54,6 +54,11 @@ class Virtual(Clock):
         return np.array(marks, dtype=np.float64) - origin
 
 
+def note(recorder: StepRecorder, event: Event, number: int) -> None:
+    """Record an event now."""
+    recorder.note((event, number, recorder.now()))
+
+
 def recorded(slots: Sequence[int], counts: Sequence[int], times: Iterable[float]) -> StepTimes:
     """A step in which tensors come in the order ``slots``, sent as soon as a merge buffer is complete."""
     clock = Script(times)
@@ -62,16 +67,16 @@ def recorded(slots: Sequence[int], counts: Sequence[int], times: Iterable[float]
     missing, sent = list(counts), 0
     for slot in slots:
         recorder.begin()
-        recorder.ready(slot)
+        note(recorder, Event.READY, slot)
         missing[owner[slot]] -= 1
         while sent < len(counts) and missing[sent] == 0:
-            recorder.mark(sent)
-            recorder.mark(sent)
+            note(recorder, Event.REACHED, sent)
+            note(recorder, Event.REACHED, sent)
             sent += 1
-        recorder.resumed()
+        note(recorder, Event.RESUMED, slot)
     for buffer in range(len(counts)):
         for _ in ("waiting", "received", "written"):
-            recorder.mark(buffer)
+            note(recorder, Event.REACHED, buffer)
     found = recorder.times()
     assert clock.left == []  # every mark was taken, none twice
     return found
@@ -112,15 +117,15 @@ def test_what_backward_hides_is_known_from_the_hook_that_sees_it() -> None:
     recorder = StepRecorder(clock, 2, 2)
     recorder.begin()  # 0
     for slot in (0, 1):
-        recorder.ready(slot)  # 1, 7
-        recorder.mark(slot)  # 2, 8
-        recorder.mark(slot)  # 3, 9
+        note(recorder, Event.READY, slot)  # 1, 7
+        note(recorder, Event.REACHED, slot)  # 2, 8
+        note(recorder, Event.REACHED, slot)  # 3, 9
         if slot == 1:
-            recorder.arrived()  # 12
-        recorder.resumed()  # 4, 13
+            note(recorder, Event.ARRIVED, 0)  # 12
+        note(recorder, Event.RESUMED, slot)  # 4, 13
     for buffer in (0, 1):
         for _ in ("waiting", "received", "written"):
-            recorder.mark(buffer)  # 14, 15, 16; 17, 26, 27
+            note(recorder, Event.REACHED, buffer)  # 14, 15, 16; 17, 26, 27
     found = recorder.times()
     assert clock.left == []
     assert found.handed.tolist() == [3, 9]
@@ -148,12 +153,12 @@ def test_arrival_order_and_hooks_do_not_change_what_backward_took(seed: int) -> 
     for slot, seconds in zip(slots, backward, strict=True):
         recorder.begin()
         clock.advance(seconds)
-        recorder.ready(slot)
+        note(recorder, Event.READY, slot)
         clock.advance(float(source.integers(0, 1000)))  # selecting, sending
-        recorder.resumed()
+        note(recorder, Event.RESUMED, slot)
     for buffer in range(len(counts)):
         for _ in range(5):
-            recorder.mark(buffer)
+            note(recorder, Event.REACHED, buffer)
     found = recorder.times()
     assert found.ready[slots].tolist() == np.cumsum(backward).tolist()
     assert (found.since >= found.ready).all() and found.ready.shape == found.since.shape == (n,)

@@ -37,7 +37,7 @@ import merging
 import sparsifiers
 from agmerge import testing
 from agmerge.backends import topology
-from agmerge.metrics.step_times import StepRecorder
+from agmerge.metrics.step_times import Event, StepRecorder
 from agmerge.planning import choice, measuring
 from agmerge.planning.cost_probe import MeasuredCosts
 from agmerge.planning.replanner import FIRST
@@ -99,7 +99,9 @@ def test_each_part_has_its_own_budget(compression: str) -> None:
         assert session is not None
         pieces = [part for route in session.messages[0] for part in route.segments if part.tensor_class.sparse]
         assert len({name for name in session.keys() if name.startswith("2.weight")}) == len(pieces[:2])
-        return [(part.numel, session.budgets.of_segment(part, 0), len(session.vector(part, 0)[2])) for part in pieces]
+        shapes = [session.vector(session.flat.operands(part), 0)[2] for part in pieces]
+        budgets = [session.budgets.of_segment(part, 0) for part in pieces]
+        return [(part.numel, k, len(each)) for part, k, each in zip(pieces, budgets, shapes, strict=True)]
 
     assert agreed(on_ranks(2, MODEL, body)) == [(768, 8, 1)] * 4  # whole rows of 48 or 32, no padding
 
@@ -240,24 +242,25 @@ def test_a_checkpoint_goes_on_in_parts(compression: str) -> None:
 @pytest.mark.parametrize("plan", [Plan((6,), parts=(3,)), replace(LAYERWISE, parts=(1, 1, 1, 3, 1, 3))])
 def test_a_part_leaves_before_the_next_is_selected(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    select, start, mark = Round._select, Round._start, StepRecorder.mark
+    select, start, recorder = Round._select, Round._start, StepRecorder.__init__
 
-    def selecting(self: Any, segment: Any) -> Any:
+    def selecting(self: Any, operand: Any) -> Any:
         events.append("select")
-        return select(self, segment)
+        return select(self, operand)
 
     def starting(self: Any, route: Any) -> Any:
         found = start(self, route)
         events.append("sent")
         return found
 
-    def marking(self: Any, buffer: int) -> None:
-        events.append("mark")
-        mark(self, buffer)
+    def marking(self: Any, *arguments: Any) -> None:
+        recorder(self, *arguments)
+        note = self.note
+        self.note = lambda noted: (events.append("mark") if noted[0] is Event.REACHED else None, note(noted))
 
     monkeypatch.setattr(Round, "_select", selecting)
     monkeypatch.setattr(Round, "_start", starting)
-    monkeypatch.setattr(StepRecorder, "mark", marking)
+    monkeypatch.setattr(StepRecorder, "__init__", marking)
 
     def body(rank: int, model: nn.Module) -> None:
         train(model, wrap(model, merging=plan, compression="topk"), rank, range(2))

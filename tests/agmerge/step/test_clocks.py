@@ -11,7 +11,7 @@ import torch
 from support.recorded_cuda import RATE, Cuda
 
 from agmerge.backends.streams import CudaStreams
-from agmerge.metrics.step_times import Clock, StepRecorder
+from agmerge.metrics.step_times import Clock, Event, StepRecorder
 from agmerge.step.group import DeviceClock, HostClock, clock_for
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -96,14 +96,12 @@ def test_the_host_and_devices_without_a_common_time_go_by_the_hosts(devices: lis
 def test_what_the_host_sees_of_a_device_says_nothing_of_when_messages_arrived(cuda: Cuda, clock: DeviceClock) -> None:
     recorder = StepRecorder(clock, 1, 2)
     recorder.begin()
-    recorder.ready(0)
-    recorder.resumed()
+    for event in (Event.READY, Event.RESUMED):
+        recorder.note((event, 0, recorder.now()))
     for buffer in range(2):
         for _ in range(5):
-            recorder.mark(buffer)
+            recorder.note((Event.REACHED, buffer, recorder.now()))
             spin(cuda, 1.0)
-    recorder.arrived()  # both, once the host has waited for all
-    recorder.arrived()
     times = recorder.times()
     assert times.arrived.tolist() == times.received.tolist() == [3.0, 8.0]
     assert times.travel.tolist() == [2.0, 2.0]

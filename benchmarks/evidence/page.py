@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of the page *Evidence*, from the recorded runs in benchmarks/prove: one file of JSON for each rung."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evidence.contenders import DENSE, EXPLAINED
+from evidence.report import COLORS, Cell, by_bytes, cells_of, told, with_dense
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, RECORDS, LADDER = ROOT / "docs/evidence.md", ROOT / "benchmarks/prove", ROOT / "docs/pictures/evidence.svg"
+MARKS = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
+NONE = "No run is recorded yet.\n"
+LINKS = (2e8, 1e9, 1e10)  # bits in a second
+MOST_COLUMNS = 3  # of a table, beside its first one
+AT = (4, 2, 8)  # numbers of workers of which the picture has one: the first that all rungs have
+Run = Mapping[str, Any]  # content of a prove.json
+
+
+def record(run: Path, rung: str) -> Path:
+    """Copy a run to the recorded ones, in place of the rung of this name, and return the file."""
+    file = RECORDS / f"{rung}.json"
+    shutil.copyfile(run, file)
+    return file
+
+
+def recorded() -> dict[str, Run]:
+    """Return the recorded runs by the name of their rung, the smallest model first."""
+    runs = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in RECORDS.glob("*.json")}
+    return dict(sorted(runs.items(), key=lambda pair: (pair[1]["rows"][0]["parameters"], pair[0])))
+
+
+def figures(runs: Mapping[str, Run]) -> str:
+    """Return the generated part of the page: of each rung how it was made, its losses and its traffic."""
+    if not runs:
+        return NONE
+    return "\n".join(part for name, run in runs.items() for part in rung(name, run))
+
+
+def rung(name: str, run: Run) -> list[str]:
+    """Return the paragraphs of a rung."""
+    cells = cells_of(with_dense(run["rows"], run["best"]))
+    usual = [cell for cell in cells if cell.first["factor"] == 1]
+    first = usual[0].first
+    parts = [f"### {first['parameters'] / 1e6:.2g} million parameters\n"]
+    batches = sorted({cell.first["batch"] for cell in usual}, reverse=True)
+    for batch in batches:
+        here = [cell for cell in usual if cell.first["batch"] == batch]
+        parts += [made(here, cells, run["data"]), losses(here)]
+    largest = [cell for cell in cells if cell.first["batch"] == batches[0] and cell.first["contender"] != DENSE]
+    others = [cell for cell in largest if cell.first["factor"] not in (1, None)]
+    if others:
+        parts += ["Contenders at other learning rates, compared with dense at its best one:\n", at_rates(others)]
+    parts += ["Traffic per worker and step, and the time that it takes on a link of that rate:\n", traffic(usual)]
+    commands = "\n".join(run["commands"])
+    parts.append(f"To repeat these runs, with text {run['data']['digest']}:\n\n```bash\n{commands}\n```\n")
+    return parts
+
+
+def made(here: Sequence[Cell], cells: Sequence[Cell], data: Mapping[str, Any]) -> str:
+    """Return sentences about the trainings of one batch size.
+
+    Args:
+        here: these, at dense's best learning rate.
+        cells: all of the rung.
+        data: facts about the text.
+    """
+    first = here[0].first
+    dense = next(cell for cell in here if cell.first["contender"] == DENSE)
+    tried = [cell.first for cell in cells if cell.first["contender"] == DENSE and cell.first["batch"] == first["batch"]]
+    rates = sorted({one["rate"] for one in tried})
+    tuned = f"the best of {len(rates)} that we tried ({rates[0]:g} to {rates[-1]:g})" if len(rates) > 1 else "not tuned"
+    epochs = first["tokens"] / data["train"]
+    often = f" The text is read {epochs:.1f} times." if epochs > 1 else ""
+    return (
+        f"{first['optimizer'].replace('adamw', 'AdamW')}, {first['tokens'] / 1e6:.3g} M tokens, {first['steps']} steps "
+        f"of {first['batch']} tokens for all workers together. Dense training reaches a loss of {dense.loss:.4f} "
+        f"(mean of {len(dense.rows)}). Its learning rate is {first['rate']:g}, {tuned}.{often}\n"
+    )
+
+
+def losses(cells: Sequence[Cell]) -> str:
+    """Return the table of excess losses, a row for each contender and a column for each number of workers."""
+    shown = [cell for cell in cells if cell.first["contender"] != DENSE]
+    by_place = {(cell.first["contender"], cell.first["workers"]): cell for cell in shown}
+    names, workers = (list(dict.fromkeys(places)) for places in zip(*by_place, strict=True))
+    workers = sorted(workers)[:MOST_COLUMNS]
+    rows = [[f"`{name}`", *(excess_of(by_place.get((name, count))) for count in workers)] for name in names]
+    return table(["Increase of the loss", *(f"{count} workers" for count in workers)], rows)
+
+
+def at_rates(cells: Sequence[Cell]) -> str:
+    """Return the table of excess losses at learning rates that are not dense's best."""
+    by_place = {(c.first["contender"], c.first["workers"], c.first["factor"]): c for c in cells}
+    factors = sorted({factor for _, _, factor in by_place})[:MOST_COLUMNS]
+    rows = [
+        [f"`{name}`, {workers} workers", *(excess_of(by_place.get((name, workers, factor))) for factor in factors)]
+        for name, workers in dict.fromkeys(place[:2] for place in by_place)
+    ]
+    return table(["Increase of the loss", *(f"{factor:g}x the rate" for factor in factors)], rows)
+
+
+def traffic(cells: Sequence[Cell]) -> str:
+    """Return the table of bytes and of their time, with the fewest workers and the largest batch that there are."""
+    compressed = [cell for cell in cells if cell.first["contender"] not in EXPLAINED]
+    least = min(cell.first["workers"] for cell in compressed)
+    largest = max(cell.first["batch"] for cell in compressed)
+    shown = [cell for cell in compressed if (cell.first["workers"], cell.first["batch"]) == (least, largest)]
+    sent = [(DENSE, shown[0].dense_bytes), *((cell.first["contender"], cell.bytes) for cell in shown)]
+    rows = [
+        [
+            f"`{name}`",
+            by_bytes(count),
+            f"{sent[0][1] / count:.0f}x",
+            " / ".join(f"{8e3 * count / link:.2g}" for link in LINKS) + " ms",
+        ]
+        for name, count in sent
+    ]
+    return table([f"{least} workers", "Bytes", "Less than fp32", "200 Mbit/s / 1 / 10 Gbit/s"], rows)
+
+
+def excess_of(cell: Cell | None) -> str:
+    """Return the excess loss of a cell, with the number of seeds, as text."""
+    return "" if cell is None else f"{told(cell.excess)} ({len(cell.rows)})"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown, and an empty line."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+# The picture: excess loss by size of the model.
+
+
+def ladder(runs: Mapping[str, Run]) -> dict[str, list[tuple[float, float, float]]]:
+    """Return the points of each contender: parameters, excess in %, half of its interval.
+
+    With the first number of workers of ``AT`` that all rungs have, at the largest batch and dense's rate.
+    """
+    by_run = [
+        [cell for cell in cells_of(with_dense(run["rows"], run["best"])) if cell.first["factor"] == 1]
+        for run in runs.values()
+    ]
+    have = [{cell.first["workers"] for cell in cells} for cells in by_run]
+    workers = next((count for count in AT if have and all(count in one for one in have)), None)
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for cells in by_run:
+        largest = max(cell.first["batch"] for cell in cells)
+        for cell in cells:
+            name, excess = cell.first["contender"], cell.excess
+            if (cell.first["workers"], cell.first["batch"]) == (workers, largest) and excess and name != DENSE:
+                point = (float(cell.first["parameters"]), excess.mean, excess.half or 0.0)
+                found.setdefault(name, []).append(point)
+    return found
+
+
+def digest_of(points: Mapping[str, Any]) -> str:
+    """Return a digest of what a picture shows."""
+    rounded = {name: [[f"{value:.5g}" for value in point] for point in line] for name, line in points.items()}
+    return hashlib.sha256(json.dumps(rounded, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def draw(runs: Mapping[str, Run], file: Path) -> None:
+    """Draw a line for each contender; the file has the digest of what it shows."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "evidence"
+    from matplotlib import pyplot
+
+    points = ladder(runs)
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for number, (name, line) in enumerate(points.items()):
+        sizes, means, halves = zip(*line, strict=True)
+        shifted = [size * 1.02**number for size in sizes]  # intervals must not hide each other
+        axes.errorbar(shifted, means, yerr=halves, fmt="o-", capsize=3, label=name, color=COLORS[1 + number % 8])
+    axes.axhline(0.0, color="black", linewidth=0.8)
+    axes.set(xscale="log", xlabel="parameters without embeddings", ylabel="increase of the loss, %")
+    axes.set_yscale("symlog", linthresh=2.0)
+    if points:
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None, "Description": digest_of(points)})
+    pyplot.close(figure)
+
+
+def written_page(page: str, runs: Mapping[str, Run]) -> str:
+    """Return a page with its generated part made again."""
+    before, _, rest = page.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    return f"{before}{MARKS[0]}\n{figures(runs)}\n{MARKS[1]}{after}"
+
+
+def write_page() -> None:
+    """Write the page's figures and its picture."""
+    runs = recorded()
+    PAGE.write_text(written_page(PAGE.read_text(encoding="utf-8"), runs), encoding="utf-8")
+    draw(runs, LADDER)
