@@ -48,7 +48,7 @@ def worker(args: argparse.Namespace) -> None:
 
     import agmerge
     import merging
-    from agmerge.planning.candidates import predicted_finish
+    from agmerge.planning.measuring import predicted
     from agmerge.step.agreed_state import with_mode
 
     agmerge.init()
@@ -88,7 +88,7 @@ def worker(args: argparse.Namespace) -> None:
                 "sparsify": sparsify,
                 "planner": name,
                 "buffers": len(plan.counts),
-                "predicted": predicted_finish(plan, measured),
+                "predicted": predicted(plan, measured).finish,
                 "measured": mean,
             }
             if agmerge.rank() == 0:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -31,8 +31,8 @@ from agmerge.exchanges import InFlight
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import KEEP, RunningStepTimes
 from agmerge.metrics.step_times import Clock, Seconds
-from agmerge.planning.cost_probe import MeasuredCosts
-from agmerge.planning.measuring import Look, Measurer, SeenMessages, gather_seconds
+from agmerge.planning.cost_probe import MeasuredCosts, gather_seconds
+from agmerge.planning.measuring import Look, Measurer, SeenMessages
 from agmerge.planning.replanner import Replanner
 from agmerge.step.agreed_state import Plans
 from agmerge.step.config import Config
@@ -62,12 +62,16 @@ class DearMeasurer(Measurer):
 
     def measure(
         self, step: int, look: Look | None = None, *, at_once: bool = False
-    ) -> Iterator[merging.Measurements | None]:
+    ) -> merging.Pieces[merging.Measurements]:
         """Collective. Measure. Pending updates are applied first: nothing is in flight while exchanges are timed."""
-        self._reducer.flush()
-        for part in super().measure(step, look, at_once=at_once):
-            yield part
+        parts = super().measure(step, look, at_once=at_once)
+        while True:
             self._reducer.flush()
+            try:
+                yield next(parts)
+            except StopIteration as end:
+                measured: merging.Measurements = end.value
+                return measured
 
     def seen(self, step: int, look: Look) -> SeenMessages | None:
         """Return None: messages in backward are only one half of each exchange."""

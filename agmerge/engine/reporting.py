@@ -17,7 +17,7 @@ from agmerge.errors import AGMergeError
 from agmerge.metrics.chrome_trace import Trace, path_of
 from agmerge.metrics.step_times import StepTimes
 from agmerge.options.defaults import known_cost
-from agmerge.planning.candidates import mode_of
+from agmerge.planning.measuring import predicted
 from agmerge.planning.replanner import FIRST
 from agmerge.step.agreed_state import AgreedState
 from agmerge.step.config import AUTO, Config
@@ -452,7 +452,7 @@ def merge_buffers_table(
     plan, slots = buffers.plan, buffers.flat.tensors.slots
     spans: Sequence[merging.Span] = ()
     if measured is not None:
-        spans = merging.predict(plan, measured.profile, measured.costs, mode_of(plan, measured)).spans
+        spans = predicted(plan, measured).spans
     heads = [f"{name} (ms)" for name in ("ready", "start", "end", "exposed", "predicted ready", "start", "end")]
     rows = [["buffer", "tensors", "elements", "sent", *heads]]
     for index, (start, stop) in enumerate(plan.bounds):

@@ -10,20 +10,29 @@ measurements of all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
+from typing import ClassVar
 
 import merging
 import sparsifiers
 from agmerge.exchanges.message.scaled import value_codec
 from agmerge.exchanges.routing import OKTOPK, OWN, SendMode, exchanged_by, send_mode, with_send_mode
-from agmerge.planning.candidates import Candidate, all_dense, best_plan
+from agmerge.exchanges.table import EXCHANGES
 from agmerge.planning.coding import FAR, MIXED, Coding, CountedZeros, in_coding, loses_by_zeros, measure_codings
 from agmerge.planning.cost_probe import measured_class
 from agmerge.planning.measuring import bytes_of_element, profile
+from agmerge.planning.plan_trial import Candidate
+from agmerge.step.agreed_state import with_mode
+from agmerge.step.config import AUTO
 from agmerge.step.merge_buffers import MergeBuffers
+from agmerge.step.plan_status import Activity, PlanStatus
 from merging import Measurements, Pieces
+from merging.measured import sent_whole
+from merging.pieces import pieces_of
+from sparsifiers import Kind
 from sparsifiers.quantising.base import NONE
 
 # The rule.
@@ -52,52 +61,11 @@ def exactness(candidate: Candidate, names: Sequence[str]) -> int:
 def taken(tried: Sequence[Candidate], names: Sequence[str], seconds: Sequence[float], doubts: Sequence[float]) -> int:
     """Return the number of the candidate to continue with: the most exact one that is about as fast as the fastest.
 
-    Args:
-
-        tried: the candidates.
-        names: of all modes, the most exact one first.
-        seconds: of a step with each, on the slowest rank.
-        doubts: by how much steps with each vary.
+    ``seconds``: of a step with each, on the slowest rank. ``doubts``: by how much these vary. ``names``: of all modes.
     """
     limit = ABOUT * min(seconds)
     near = [number for number, took in enumerate(seconds) if took - doubts[number] <= limit]
     return min(near, key=lambda number: (exactness(tried[number], names), seconds[number]))
-
-
-# The reasons.
-
-HOPELESS_OTHERS = f"every other candidate is predicted to take {HOPELESS:g} times as long"
-DENSE_ALONE = "uncompressed gradients are predicted to be faster, {milliseconds:.3g} ms"
-LEFT_OUT = "{names} left out: {share:.0%} of coordinates lie in blocks that mix zeros and other values"
-
-
-def codec_name(codec: str) -> str:
-    """Return the name of a value codec for texts."""
-    return "the gradient's own dtype" if codec == OWN else codec
-
-
-def why(tried: Sequence[Candidate], seconds: Sequence[float], named: Callable[[Candidate], str]) -> str:
-    """Return a text with the least seconds of a step for each name. ``named``: of a candidate; "": it is left out."""
-    fastest: dict[str, float] = {}
-    for each, took in zip(tried, seconds, strict=True):
-        fastest[named(each)] = min(took, fastest.get(named(each), took))
-    return ", ".join(f"{1e3 * took:.3g} ms per step with {name}" for name, took in fastest.items() if name)
-
-
-def by_codec(candidate: Candidate) -> str:
-    """Return the value codec's name for texts; "": nothing is selected."""
-    return "" if candidate.is_dense else codec_name(candidate.mode.codec)
-
-
-def by_exchange(candidate: Candidate) -> str:
-    """Return the exchange's name for texts."""
-    sparse = "sparse" if candidate.mode.exchange == OWN else candidate.mode.exchange
-    return "dense" if candidate.is_dense else sparse
-
-
-def by_quantiser(candidate: Candidate) -> str:
-    """Return the quantiser's name for texts."""
-    return NONE if candidate.is_dense else candidate.mode.quantiser
 
 
 class Choice:
@@ -111,15 +79,24 @@ class Choice:
 
     def __init__(self, buffers: MergeBuffers, zeros: CountedZeros | None) -> None:
         self._buffers, self._zeros, self._workers = buffers, zeros, buffers.comm.size
-        self._chosen = ""  # the name of the mode; "": none was chosen
-        self._step = 0  # the step to come when it was chosen, or when this agreement began
+        self.quantises = zeros is not None  # quantisers are among the modes
         self._selected = 0  # elements in a step, when plans were last made
         self._binds = True  # the choice was made with as many
         self.is_clear = False  # a less exact candidate was clearly faster in the last trial: try again
-        self._tried: Sequence[Candidate] = ()  # of the last choice
-        self._seconds: Sequence[float] = ()  # of a step with each; none: it was chosen by predictions
         self._share = 0.0  # of coordinates in blocks that mix zeros and other values, when it was last measured
         self.take_over(buffers.plan, 0)
+
+    def take_over(self, plan: merging.Plan, step: int) -> None:
+        """Adopt the quantiser of an earlier agreement or run, if it was chosen for the same number of workers.
+
+        ``step``: the one to come.
+        """
+        mode = send_mode(plan)
+        fits = self.quantises and mode.quantiser != OWN and mode.workers == self._workers
+        self._chosen = name_of(mode, is_dense=all(plan.dense)) if fits else ""  # the name of the mode; "": none is
+        self._step = step  # the step to come when it was chosen, or when this agreement began
+        self._tried: Sequence[Candidate] = ()  # of the last choice
+        self._seconds: Sequence[float] = ()  # of a step with each; none: it was chosen by predictions
 
     @property
     def names(self) -> Sequence[str]:
@@ -129,16 +106,6 @@ class Choice:
             return config.compression.compressor.candidates
         modes = product((OWN, *config.exchanges), (OWN, *config.wires))
         return [NONE, *(name_of(SendMode(exchange=exchange, codec=codec)) for exchange, codec in modes)]
-
-    @property
-    def quantises(self) -> bool:
-        """Return whether quantisers are among the modes."""
-        return self._zeros is not None
-
-    @property
-    def measures(self) -> bool:
-        """Return whether a search begins with measurements of its own."""
-        return self.quantises or bool(self._buffers.config.wires)
 
     @property
     def is_open(self) -> bool:
@@ -159,16 +126,6 @@ class Choice:
         self._share = self._zeros.share()
         return self._chosen in self._left_out
 
-    def take_over(self, plan: merging.Plan, step: int) -> None:
-        """Adopt the quantiser of an earlier agreement or run, if it was chosen for the same number of workers.
-
-        ``step``: the one to come.
-        """
-        mode = send_mode(plan)
-        fits = self.quantises and mode.quantiser != OWN and mode.workers == self._workers
-        self._chosen = name_of(mode, is_dense=all(plan.dense)) if fits else ""
-        self._step, self._tried, self._seconds = step, (), ()
-
     def is_on(self, candidate: Candidate) -> bool:
         """Return whether this is of the chosen mode."""
         return name_of(candidate.mode, is_dense=candidate.is_dense) == self._chosen
@@ -181,14 +138,9 @@ class Choice:
     def search(
         self, planner: merging.Planner, latest: Measurements, step: int, usual: float
     ) -> Pieces[list[Candidate]]:
-        """Collective. Measure codings, and return the search for the plans to try.
+        """Collective. Measure codings, if there are several, and return the search for the plans to try.
 
-        Args:
-
-            planner: makes plans.
-            latest: the measurements, with what is in use.
-            step: the one to come.
-            usual: seconds of a step as it is.
+        ``latest``: the measurements, with what is in use. ``step``: the one to come. ``usual``: seconds of a step.
         """
         buffers, config = self._buffers, self._buffers.config
         now, names = (buffers.wire, (OWN, *config.wires)) if config.wires else (OWN, (OWN,))
@@ -196,31 +148,22 @@ class Choice:
             assert buffers.quantiser is not None
             now, names = buffers.quantiser.name, config.quantisers
         known = {now: Coding(now)}
-        if self.measures:
+        if self.quantises or config.wires:
             known = measure_codings(buffers, dict.fromkeys((*names, now)), step)
         if self._zeros is not None:
             self._share = self._zeros.share()
-        selected = _selected(buffers, step)
+        slots = buffers.layout.slots
+        selected = sum(buffers.budgets.of_tensor(slot, step) for slot in slots if slot.tensor_class.sparse)
         self._selected, self._binds = selected, selected == self._selected
         largest = known[OWN].size if OWN in known else math.inf  # no codec is to lose something for nothing
         fitting = [name for name in names if name in (OWN, now) or known[name].size < largest]
         allowed = [name for name in fitting if name not in self._left_out]
-        return Search(planner, buffers, latest, known, now, allowed, step, usual, self).to_try()
-
-    def planned(self, tried: Sequence[Candidate], step: int) -> merging.Plan:
-        """Return the plan to continue with: chosen, if there is nothing to try. ``step``: the one to come."""
-        if len(tried) > 1:
-            return tried[0].plan
-        self.is_clear = False
-        if not self.is_on(tried[0]):
-            self._tried, self._seconds = tried, ()
-        return self._settle(tried[0], step)
+        return Search(self, planner, buffers, latest, step, usual, known, now, allowed).to_try()
 
     def best(self, tried: Sequence[Candidate], seconds: Sequence[float], doubts: Sequence[float]) -> int:
-        """Return the number of the candidate to continue with after a trial.
+        """Return the number of the candidate to continue with after a trial: by :func:`taken`, if none was chosen.
 
-        ``seconds``: of a step with each, on the slowest rank; ``doubts``: by how much steps with each vary. An earlier
-        choice is replaced only by a more exact candidate, or by one that was clearly faster twice.
+        An earlier choice is replaced only by a more exact candidate, or by one that was clearly faster twice.
         """
         chosen, names = taken(tried, self.names, seconds, doubts), self.names
         in_use = [number for number, each in enumerate(tried) if self._binds and self.is_on(each)]
@@ -234,133 +177,131 @@ class Choice:
         return chosen if twice else now
 
     def settle(self, tried: Sequence[Candidate], number: int, seconds: Sequence[float], step: int) -> merging.Plan:
-        """Return the plan of the candidate that a trial has chosen, and remember why. ``step``: the one to come."""
-        if len({exactness(each, self.names) for each in tried}) > 1:  # else merge buffers alone were tried
-            self._tried, self._seconds = tried, seconds
-        return self._settle(tried[number], step)
+        """Return the plan of the candidate that was chosen, and remember why. ``step``: the one to come.
 
-    def _settle(self, candidate: Candidate, step: int) -> merging.Plan:
-        """Return the plan of a chosen candidate, a quantised one labelled with the number of workers."""
-        if not self.is_on(candidate) or (self.may_change(step) and not self.is_clear):
+        ``seconds``: of a step with each; none: there was no trial. A quantised plan is labelled with the workers.
+        """
+        candidate = tried[number]
+        is_new, modes = not self.is_on(candidate), {exactness(each, self.names) for each in tried}
+        self.is_clear = self.is_clear and bool(seconds)
+        if len(modes) > 1 or (is_new and not seconds):  # else merge buffers alone were tried
+            self._tried, self._seconds = tried, seconds
+        if is_new or (self.may_change(step) and not self.is_clear):
             self._step = step
         self._chosen = name_of(candidate.mode, is_dense=candidate.is_dense)
         return with_send_mode(candidate.plan, workers=self._workers) if self.quantises else candidate.plan
 
-    # -- reasons, for reports; "": there is none here -------------------------------------------------------------
-
-    @property
-    def quantiser_why(self) -> str:
-        """Return the reason for the quantiser."""
-        reason = self._why(by_quantiser) or "it was chosen before, for as many workers"
-        names = " and ".join(self._left_out)
+    def why(self) -> str:
+        """Return the reason for the choice, with the least seconds of a step in each mode; "": none was made."""
+        names, reason = " and ".join(self._left_out), "it was chosen before, for as many workers"
+        if self._seconds:
+            fastest: dict[str, float] = {}
+            for each, took in zip(self._tried, self._seconds, strict=True):
+                title = self._title(each)
+                fastest[title] = min(took, fastest.get(title, took))
+            reason = ", ".join(f"{1e3 * took:.3g} ms per step with {title}" for title, took in fastest.items())
+        elif self._tried:
+            dense = DENSE_ALONE.format(milliseconds=1e3 * self._tried[0].finish)
+            reason = dense if self._tried[0].is_dense else HOPELESS_OTHERS
+        elif not self.quantises:
+            return ""
         return f"{reason}; {LEFT_OUT.format(names=names, share=self._share)}" if names else reason
 
-    @property
-    def codec_why(self) -> str:
-        """Return the reason for the value codec."""
-        return self._why(by_codec)
-
-    @property
-    def exchange_why(self) -> str:
-        """Return the reason for the exchange, or for sending all dense."""
-        if self._tried and not self._seconds and self._tried[0].is_dense:
-            return DENSE_ALONE.format(milliseconds=1e3 * self._tried[0].finish)
-        return self._why(by_exchange)
-
-    def _why(self, named: Callable[[Candidate], str]) -> str:
-        if self._tried and not self._seconds:
-            return HOPELESS_OTHERS
-        return why(self._tried, self._seconds, named)
+    def _title(self, candidate: Candidate) -> str:
+        """Return the name of a candidate's mode for texts."""
+        name = name_of(candidate.mode, is_dense=candidate.is_dense)
+        return name if self.quantises else {NONE: "dense", OWN: "sparse"}.get(name, name)
 
 
-def _selected(buffers: MergeBuffers, step: int) -> int:
-    """Return how many elements a step selects."""
-    return sum(buffers.budgets.of_tensor(slot, step) for slot in buffers.layout.slots if slot.tensor_class.sparse)
+# The plans to try.
 
 
+@dataclass(frozen=True, repr=False, kw_only=True)
+class FixedCounts(merging.Planner):
+    """Planner that keeps a partition; which merge buffers are dense, and in how many messages, is still chosen."""
+
+    name: ClassVar[str] = "fixed"
+    timed: ClassVar[bool] = False
+    counts: tuple[int, ...]  # tensors per merge buffer
+
+    def partition(self, profile: merging.Profile, costs: merging.Costs, mode: str) -> merging.Plan:
+        return merging.Plan(self.counts)
+
+
+def planner_of(buffers: MergeBuffers, planner: merging.Planner) -> merging.Planner:
+    """Return the planner, unless the script's groups say which tensors share a message."""
+    return planner if buffers.config.merging.groups is None else FixedCounts(counts=buffers.plan.counts)
+
+
+@dataclass
 class Search:
-    """Search for the plans to try, from one set of measurements.
+    """Search for the plans to try, from one set of measurements."""
 
-    Args:
-
-        planner: makes plans.
-        buffers: the merge buffers in use.
-        latest: the measurements, with the coding in use.
-        known: costs of codings, by name.
-        now: the coding in use.
-        allowed: codings that may be chosen, the most exact one first.
-        step: the one to come.
-        usual: seconds of a step as it is.
-        choice: the one so far.
-    """
-
-    def __init__(
-        self,
-        planner: merging.Planner,
-        buffers: MergeBuffers,
-        latest: Measurements,
-        known: Mapping[str, Coding],
-        now: str,
-        allowed: Sequence[str],
-        step: int,
-        usual: float,
-        choice: Choice,
-    ) -> None:
-        self._planner, self._buffers, self._step, self._choice = planner, buffers, step, choice
-        self._known, self._now, self._allowed = known, now, allowed
-        self._measured = {now: latest}  # converted to each coding, by name
-        self._current = Candidate(buffers.plan, latest)
-        self._overhead = max(0.0, usual - self._current.finish)  # seconds, in any plan
+    choice: Choice  # the one so far
+    planner: merging.Planner  # makes plans
+    buffers: MergeBuffers  # in use
+    latest: Measurements  # with the coding in use
+    step: int  # the one to come
+    usual: float  # seconds of a step as it is
+    known: Mapping[str, Coding]  # costs of codings, by name
+    now: str  # the coding in use
+    allowed: Sequence[str]  # codings that may be chosen, the most exact one first
+    converted: dict[str, Measurements] = field(default_factory=dict)  # to another coding, by name
 
     def to_try(self) -> Pieces[list[Candidate]]:
         """Return, in pieces, the candidates to try, or other plans of the same mode while that stays.
 
         The plan in use alone: no other one is worth a change.
         """
-        if not self._choice.may_change(self._step):
+        if not self.choice.may_change(self.step):
             return (yield from self._same())
         found = []
-        for name in self._allowed:
+        for name in self.allowed:
             found.append((yield from self._best(name)))
-        if NONE in self._choice.names and self._current.measured.dense is not None:
+        if NONE in self.choice.names and self.latest.dense is not None:
             found.append((yield from self._dense()))
-        if self._choice.quantises:
+        if self.choice.quantises:
             return self._near(found)
-        seconds = [self._seconds(each) for each in found]
-        likely = found[taken(found, self._choice.names, seconds, [0.0] * len(found))]
-        if self._choice.is_on(likely) and not self._choice.is_clear and not self._is_worth(likely):
+        likely = found[taken(found, self.choice.names, [*map(self._seconds, found)], [0.0] * len(found))]
+        if self.choice.is_on(likely) and not self.choice.is_clear and not self._is_worth(likely):
             return [self._current]
         return (yield from self._with_selections(self._near(found)))
 
-    def _same(self) -> Pieces[list[Candidate]]:
-        """Return, in pieces, the plan in use, after a better one of the same mode if there is one."""
-        mode = self._current.mode
-        if self._current.is_dense and self._current.measured.dense is not None:
-            best = yield from self._dense()
-        else:
-            best = yield from self._best(self._now)
-        best = Candidate(with_send_mode(best.plan, workers=mode.workers), best.measured)
-        return [best, self._current] if self._is_worth(best) else [self._current]
+    @cached_property
+    def _current(self) -> Candidate:
+        """Return the plan in use."""
+        return Candidate(self.buffers.plan, self.latest)
+
+    def _seconds(self, candidate: Candidate) -> float:
+        """Return the predicted seconds of a step, with what a step takes beside its exchange in any plan."""
+        return max(0.0, self.usual - self._current.finish) + candidate.finish
 
     def _is_worth(self, other: Candidate) -> bool:
         """Return whether a candidate of the mode in use gains enough over the plan in use to replace it."""
-        gain = 1 + self._planner.min_gain
+        gain = 1 + self.planner.min_gain
         return other.plan != self._current.plan and not self._current.finish <= other.finish * gain
+
+    def _same(self) -> Pieces[list[Candidate]]:
+        """Return, in pieces, the plan in use, after a better one of the same mode if there is one."""
+        is_dense = self._current.is_dense and self.latest.dense is not None
+        best = (yield from self._dense()) if is_dense else (yield from self._best(self.now))
+        best = Candidate(with_send_mode(best.plan, workers=self._current.mode.workers), best.measured)
+        return [best, self._current] if self._is_worth(best) else [self._current]
 
     def _near(self, found: Sequence[Candidate]) -> list[Candidate]:
         """Return the candidates that are not hopeless, in their order.
 
         The mode in use is always among them, unless zeros rule it out: trying it costs nothing.
         """
-        choice = self._choice
+        is_on = self.choice.is_on
         fastest = min(found, key=self._seconds)
-        exact = min(found, key=lambda each: exactness(each, choice.names))
-        updates = self._buffers.config.sync.updates
-        is_late = updates is not None and updates.overlap > 0
-        limit = (HOPELESS_LATE if is_late else HOPELESS) * self._seconds(fastest)
-        near = [each for each in found if each is fastest or self._seconds(each) < limit or choice.is_on(each)]
+        exact = min(found, key=lambda each: exactness(each, self.choice.names))
+        updates = self.buffers.config.sync.updates
+        limit = HOPELESS_LATE if updates is not None and updates.overlap > 0 else HOPELESS
+        limit *= self._seconds(fastest)
+        near = [each for each in found if each is fastest or self._seconds(each) < limit or is_on(each)]
         while len(near) > MOST:
-            between = [each for each in near if each not in (fastest, exact) and not choice.is_on(each)]
+            between = [each for each in near if each not in (fastest, exact) and not is_on(each)]
             near.remove(max(between, key=self._seconds))
         return near
 
@@ -377,7 +318,7 @@ class Search:
         if fastest is not None and any(fastest.plan.dense):
             more.append((yield from self._best(fastest.mode.codec, compressed=True)))
         more += yield from self._sums(fastest)
-        if self._planner.recheck_every and self._current.shape not in [each.shape for each in (*near, *more)]:
+        if self.planner.recheck_every and _shape(self._current) not in map(_shape, (*near, *more)):
             more.append(self._current)
         plans = {each.plan: each for each in near}
         for each in more:
@@ -393,53 +334,118 @@ class Search:
 
         ``usual``: the fastest candidate that selects; None: none is near.
         """
-        buffers = self._buffers
+        buffers = self.buffers
         if buffers.exchange != OWN or not buffers.config.exchanges:
             return []
-        usual = usual or (yield from self._best(self._now, compressed=True))
+        usual = usual or (yield from self._best(self.now, compressed=True))
         tensor_class, name = measured_class(buffers.layout), usual.mode.codec
         codec = name if buffers.config.wires else buffers.wire
         value, curve = value_codec(codec, tensor_class.dtype), usual.measured.exchange
         each = value.size(FAR) / FAR
-        index = bytes_of_element(buffers, tensor_class, self._step, codec) - each
+        index = bytes_of_element(buffers, tensor_class, self.step, codec) - each
         found = []
         for exchange in buffers.config.exchanges if value.has_zero else (OKTOPK,):
             cost = exchanged_by(exchange, curve, buffers.across.size, index, each, coded=codec != OWN)
             measured = replace(usual.measured, exchange=cost)
-            plan = yield from best_plan(self._planner, buffers, measured)
+            plan = yield from self._plan(measured)
             found.append(Candidate(with_send_mode(plan, codec=name, exchange=exchange), measured))
         return [each for each in found if each.finish < usual.finish and not each.is_dense]
 
-    def _seconds(self, candidate: Candidate) -> float:
-        """Return the predicted seconds of a step."""
-        return self._overhead + candidate.finish
-
     def _best(self, name: str, *, compressed: bool = False) -> Pieces[Candidate]:
-        """Return, in pieces, the best plan in a coding; some merge buffers may be dense, but not all.
-
-        ``compressed``: none is.
-        """
+        """Return, in pieces, the best plan in a coding, which is not all dense. ``compressed``: no merge buffer is."""
         measured = self._in(name)
-        plan = None if compressed else (yield from best_plan(self._planner, self._buffers, measured))
+        plan = None if compressed else (yield from self._plan(measured))
         if plan is None or all(plan.dense):  # all dense is another candidate
-            plan = yield from best_plan(self._planner, self._buffers, replace(measured, dense=None))
-        if self._choice.quantises:
+            plan = yield from self._plan(replace(measured, dense=None))
+        if self.choice.quantises:
             return Candidate(with_send_mode(plan, quantiser=name), measured)
-        exchange = self._buffers.exchange if self._buffers.config.exchanges else OWN
+        exchange = self.buffers.exchange if self.buffers.config.exchanges else OWN
         return Candidate(with_send_mode(plan, codec=name, exchange=exchange), measured)
 
     def _dense(self) -> Pieces[Candidate]:
         """Return, in pieces, the best plan with all merge buffers dense."""
-        measured = self._in(self._now if self._choice.quantises else OWN)
-        plan = yield from all_dense(self._planner, self._buffers, measured)
-        return Candidate(with_send_mode(plan, quantiser=self._now) if self._choice.quantises else plan, measured)
+        measured = self._in(self.now if self.choice.quantises else OWN)
+        whole = sent_whole(measured)
+        planner = planner_of(self.buffers, self.planner)
+        plan = yield from pieces_of(planner.plan, whole.profile, whole.costs, "dense")
+        mode = "behind" if "behind" in measured.modes else measured.modes[0]  # the same as for a plan with a choice
+        plan = replace(with_mode(plan, mode), dense=(True,) * len(plan.counts))
+        return Candidate(with_send_mode(plan, quantiser=self.now) if self.choice.quantises else plan, measured)
+
+    def _plan(self, measured: Measurements) -> Pieces[merging.Plan]:
+        """Return, in pieces, the plan that is predicted to end first, divided into messages if that helps."""
+        planner = planner_of(self.buffers, self.planner)
+        plan, mode = yield from pieces_of(merging.best, planner, measured)
+        if planner.max_messages > 1 and EXCHANGES[self.buffers.exchange].pipelines_parts:
+            most = planner.max_messages
+            plan = yield from pieces_of(merging.divide, plan, measured.profile, measured.costs, mode, most)
+        return with_mode(plan, mode)
 
     def _in(self, name: str) -> Measurements:
         """Return the measurements converted to a coding."""
-        if name not in self._measured:
-            buffers, latest, quantises = self._buffers, self._current.measured, self._choice.quantises
-            other = {"quantiser": sparsifiers.quantiser(name)} if quantises else {"codec": name}
-            load = profile(buffers, latest.profile.backward.cumsum(), self._step, **other).load
-            codings, workers = (self._known[self._now], self._known[name]), buffers.across.size
-            self._measured[name] = in_coding(latest, load, *codings, workers, quantises=quantises)
-        return self._measured[name]
+        if name == self.now:
+            return self.latest
+        if name not in self.converted:
+            buffers, quantises = self.buffers, self.choice.quantises
+            codec, quantiser = (None, sparsifiers.quantiser(name)) if quantises else (name, None)
+            ready = self.latest.profile.backward.cumsum()
+            load = profile(buffers, ready, self.step, codec=codec, quantiser=quantiser).load
+            codings, workers = (self.known[self.now], self.known[name]), buffers.across.size
+            self.converted[name] = in_coding(self.latest, load, *codings, workers, quantises=quantises)
+        return self.converted[name]
+
+
+def _shape(candidate: Candidate) -> tuple[int, int, str, str]:
+    """Return the numbers of messages and dense merge buffers, the codec and the exchange."""
+    plan, mode = candidate.plan, candidate.mode
+    return sum(plan.parts), sum(plan.dense), mode.codec, mode.exchange
+
+
+# The record for reports: what planning does on one rank, what is in use, and why.
+
+HOPELESS_OTHERS = f"every other candidate is predicted to take {HOPELESS:g} times as long"
+DENSE_ALONE = "uncompressed gradients are predicted to be faster, {milliseconds:.3g} ms"
+LEFT_OUT = "{names} left out: {share:.0%} of coordinates lie in blocks that mix zeros and other values"
+NONE_SELECTED = "no sparsifier is in use"
+ALONE = "there is one worker, which sends nothing"
+UNTIL = "candidates are tried until about step {until}"
+
+
+def status_of(
+    buffers: MergeBuffers, choice: Choice, now: Activity, measured: Measurements | None, bytes_probed: int, until: int
+) -> PlanStatus:
+    """Return the status of planning with these merge buffers and this choice.
+
+    ``until``: the step, counted from 1, before which a choice that is open is likely to be made.
+    """
+    config, quantiser = buffers.config, buffers.quantiser
+    wire, exchange = config.compression.wire, config.merging.exchange
+    selects = Kind.SPARSE in config.compression.compressor.kinds
+    open_why = ALONE if buffers.comm.size == 1 else UNTIL.format(until=until)
+    why = choice.why() or (open_why if now is not Activity.SETTLED else "")
+    if buffers.comm.size == 1 or now is Activity.FIXED:
+        why = ALONE if buffers.comm.size == 1 else "the plan is fixed"
+    wire_why = "these options leave no choice" if wire == AUTO else f"you set wire={wire!r}"
+    if config.wires:
+        wire_why = why or "no other format was tried"
+    exchange_why = f"you set exchange={exchange!r}"
+    if config.exchanges:
+        exchange_why = why or "no other exchange was tried"
+    elif config.chooses_dense:
+        exchange_why = f"exchange={exchange!r} compresses if that is faster: {why or 'no other exchange was tried'}"
+    quantiser_why = "no quantizer is in use" if quantiser is None else "you set it"
+    if config.quantisers:
+        quantiser_why = open_why if choice.is_open else choice.why()
+    is_quantised = quantiser is not None and not all(buffers.plan.dense)
+    return PlanStatus(
+        wire=buffers.wire,
+        wire_why=wire_why if selects else NONE_SELECTED,
+        exchange=buffers.exchange,
+        exchange_why=exchange_why if selects or (config.chooses_dense and not config.quantises) else NONE_SELECTED,
+        quantiser=quantiser.name if quantiser is not None and is_quantised else NONE,
+        bits=quantiser.bits if quantiser is not None and is_quantised else None,
+        quantiser_why=quantiser_why,
+        activity=now,
+        bytes_probed=bytes_probed,
+        measured=measured,
+    )

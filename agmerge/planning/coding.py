@@ -7,7 +7,6 @@ the one in use is probed: measurements are converted. Zeros that take bits of a 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -17,9 +16,9 @@ from torch import Tensor
 
 import merging
 import sparsifiers
-from agmerge.exchanges.message.scaled import ValueCodec, value_codec
-from agmerge.planning.cost_probe import measured_class
-from agmerge.planning.measuring import bytes_of_element, gather_seconds
+from agmerge.exchanges.message.scaled import value_codec
+from agmerge.planning.cost_probe import gather_seconds, measured_class, now
+from agmerge.planning.measuring import bytes_of_element
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import TensorClass
 from merging import Curve, Measurements
@@ -53,55 +52,36 @@ def measure_codings(buffers: MergeBuffers, names: Iterable[str], step: int) -> d
     quantises = tensor_class.kind is Kind.QUANTISED
     made = {name: sparsifiers.quantiser(name) if quantises else None for name in names}
     own = np.array([_seconds(name, quantiser, tensor_class) for name, quantiser in made.items()])
-    encode, decode = (column.max(axis=0) for column in gather_seconds(buffers, *own.T))
-    return {
-        name: Coding(
-            name,
-            bytes_of_element(buffers, tensor_class, step, name, quantiser),
-            float(encode[i]),
-            float(decode[i]),
-        )
-        for i, (name, quantiser) in enumerate(made.items())
-    }
+    encode, decode = (column.max(axis=0).tolist() for column in gather_seconds(buffers, *own.T))
+    sizes = [bytes_of_element(buffers, tensor_class, step, *each) for each in made.items()]
+    return {name: Coding(name, *costs) for name, *costs in zip(made, sizes, encode, decode, strict=True)}
 
 
 def _seconds(name: str, quantiser: sparsifiers.Quantiser | None, tensor_class: TensorClass) -> tuple[float, float]:
     """Return the seconds an element to encode and to decode, on this rank. ``quantiser``: None: a value codec."""
-    device = tensor_class.device
-    values = torch.linspace(-1.0, 1.0, BLOCKS * SIZE, device=device)
-    if quantiser is not None:
-        encode, decode = _of_quantiser(quantiser, values)
-    else:
-        encode, decode = _of_codec(value_codec(name, tensor_class.dtype), values.to(tensor_class.dtype))
+    device, numel = tensor_class.device, BLOCKS * SIZE
+    encode, decode = _works(name, quantiser, torch.linspace(-1.0, 1.0, numel, device=device), tensor_class.dtype)
     best = [float("inf")] * 2
     for _ in range(TURNS):
-        began = _now(device)
+        began = now(device)
         encode()
-        encoded = _now(device)
+        encoded = now(device)
         decode()
-        best = [min(best[0], encoded - began), min(best[1], _now(device) - encoded)]
-    return best[0] / values.numel(), best[1] / values.numel()
+        best = [min(best[0], encoded - began), min(best[1], now(device) - encoded)]
+    return best[0] / numel, best[1] / numel
 
 
-def _of_quantiser(quantiser: sparsifiers.Quantiser, values: Tensor) -> tuple[Work, Work]:
-    """Return what encodes ``values``, and what decodes them."""
-    out = torch.empty(BLOCKS * quantiser.record_bytes(SIZE), dtype=torch.uint8, device=values.device)
-    return (
-        lambda: quantiser.encode(values, SIZE, Draws(0), out),
-        lambda: quantiser.decode_sum([out], [Draws(0)], SIZE, 1.0, values),
-    )
-
-
-def _of_codec(codec: ValueCodec, values: Tensor) -> tuple[Work, Work]:
-    """Return what encodes ``values``, and what decodes them."""
+def _works(name: str, quantiser: sparsifiers.Quantiser | None, values: Tensor, dtype: torch.dtype) -> tuple[Work, Work]:
+    """Return what encodes ``values``, and what decodes them. ``dtype``: of selected values."""
+    if quantiser is not None:
+        out = torch.empty(BLOCKS * quantiser.record_bytes(SIZE), dtype=torch.uint8, device=values.device)
+        return (
+            lambda: quantiser.encode(values, SIZE, Draws(0), out),
+            lambda: quantiser.decode_sum([out], [Draws(0)], SIZE, 1.0, values),
+        )
+    codec, selected = value_codec(name, dtype), values.to(dtype)
     out = torch.empty(codec.size(values.numel()), dtype=torch.uint8, device=values.device)
-    return lambda: codec.encode(values, out), lambda: codec.decode(out, values.numel(), values.dtype)
-
-
-def _now(device: torch.device) -> float:
-    if device.type not in ("cpu", "meta"):
-        torch.accelerator.synchronize(device)  # between steps: nothing else runs
-    return time.perf_counter()
+    return lambda: codec.encode(selected, out), lambda: codec.decode(out, values.numel(), dtype)
 
 
 # What is measured in one coding, as it would be in another one.
@@ -116,41 +96,28 @@ def in_coding(
     their message, and those of all ranks are decoded. Of quantised tensors a rank encodes its own, where others select,
     and a share of their mean; it decodes as many elements as it has.
 
-    Args:
-
-        measured: in ``now``.
-        load: (n,), of :func:`agmerge.planning.measuring.profile` for the other coding.
-        now, other: of :func:`measure_codings`.
-        workers: the number of ranks that exchange messages.
-        quantises: these are quantisers, else value codecs.
+    ``load``: (n,), of :func:`agmerge.planning.measuring.profile` for the other coding. ``quantises``: these are
+    quantisers, else value codecs.
     """
     encode, decode = other.encode - now.encode, other.decode - now.decode
-    reading = decode + encode / workers if quantises else workers * decode
     sparsify, message = measured.sparsify, measured.message
     if quantises:
-        sparsify = None if sparsify is None else tilted(sparsify, encode)
+        reading, sparsify = decode + encode / workers, tilted(sparsify, encode)
     else:
-        message = None if message is None else tilted(message, encode)
-    return replace(
-        measured,
-        profile=merging.Profile(**{**measured.profile.plain(), "load": load}),
-        sparsify=sparsify,
-        exchange=tilted(stretched(measured.exchange, now.size / other.size), reading),
-        message=message,
-    )
+        reading, message = workers * decode, tilted(message, encode)
+    factor, exchange = now.size / other.size, measured.exchange
+    points = {
+        round(elements * factor): took for elements, took in zip(exchange.elements, exchange.seconds, strict=True)
+    }
+    profile = merging.Profile(**{**measured.profile.plain(), "load": load})
+    stretched = tilted(Curve(tuple(points), tuple(points.values())), reading)
+    assert stretched is not None
+    return replace(measured, profile=profile, sparsify=sparsify, exchange=stretched, message=message)
 
 
-def stretched(curve: Curve, factor: float) -> Curve:
-    """Return the curve over ``factor`` times as many elements."""
-    points: dict[int, float] = {}
-    for elements, seconds in zip(curve.elements, curve.seconds, strict=True):
-        points[round(elements * factor)] = seconds
-    return Curve(tuple(points), tuple(points.values()))
-
-
-def tilted(curve: Curve, slope: float) -> Curve:
+def tilted(curve: Curve | None, slope: float) -> Curve | None:
     """Return the curve with ``slope`` seconds more for each element; it still does not fall, nor below 0."""
-    if slope == 0.0:
+    if curve is None or slope == 0.0:
         return curve
     at = curve.elements if len(curve.elements) > 1 else (*curve.elements, FAR)
     seconds = np.maximum.accumulate(np.maximum(0.0, curve(np.array(at)) + slope * np.array(at)))

@@ -7,7 +7,6 @@ Beside them are the bounds that training's own messages set to probes, and wheth
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -15,21 +14,27 @@ import numpy as np
 import torch
 
 import merging
-from agmerge.backends.handshake import gather_bytes
 from agmerge.exchanges.low_rank.exchange import WIRES
 from agmerge.exchanges.message.format import slot_bytes
-from agmerge.exchanges.routing import send_mode
+from agmerge.exchanges.routing import AHEAD, send_mode
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.step_times import Seconds, WholeSteps
-from agmerge.planning.candidates import predicted_exchange_seconds, predicted_finish
-from agmerge.planning.cost_probe import Budget, MeasuredCosts, measured_class, probe
+from agmerge.planning.cost_probe import Budget, MeasuredCosts, gather_seconds, measured_class, probe
 from agmerge.step.density_policy import Energies
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Slot, TensorClass
-from merging import Curve, Measurements
+from merging import Curve, Measurements, Pieces
 from merging.plan import Elements
-from sparsifiers import Compressor, Kind, Quantiser
+from sparsifiers import Kind, Quantiser
 from sparsifiers.quantising.base import block_size, blocks_in
+
+
+def predicted(plan: merging.Plan, measured: Measurements) -> merging.Timeline:
+    """Return the predicted timeline of a step under ``plan``: ahead by its labels, else in the other allowed mode."""
+    others = (mode for mode in measured.modes if mode != AHEAD)
+    mode = AHEAD if send_mode(plan).ahead else next(others, AHEAD)
+    return merging.predict(plan, measured.profile, measured.costs, mode)
+
 
 # Drift: a plan no longer fits, because times have changed since it was made.
 
@@ -47,16 +52,12 @@ class Finding(IntEnum):
 
 
 class DriftDetector:
-    """Comparison of measured times with the measurements behind the plan in use. Rank 0's; nothing communicates."""
+    """Comparison of measured times with the measurements behind one plan. Rank 0's; nothing communicates."""
 
     def __init__(self) -> None:
         self._findings: list[Finding] = []  # of the looks since the plan was made, or confirmed
         # Seconds of exchanges, measured / predicted, in the first of these looks; None: there was none.
         self._usual_ratio: float | None = None
-
-    def restart(self) -> None:
-        """Begin again: a plan was made. The next look shows how long exchanges take, relative to the prediction."""
-        self._findings, self._usual_ratio = [], None
 
     def look(
         self, plan: merging.Plan, planned_from: Measurements, ready: Seconds, travel: Seconds, load: Elements
@@ -72,13 +73,14 @@ class DriftDetector:
                 duration; the others waited for that rank, so the minimum counts.
             load: elements that each tensor sends from now on, (n,). Other loads than before need no confirmation.
         """
-        ratio = float(travel.min(axis=0).sum() / predicted_exchange_seconds(plan, planned_from).sum())
+        timeline = predicted(plan, planned_from)
+        ratio = float(travel.min(axis=0).sum() / sum(span.end - span.start for span in timeline.spans))
         if self._usual_ratio is None:
             self._usual_ratio = ratio
         if not np.array_equal(load, planned_from.profile.load):
             return Finding.PLAN
         finding = Finding.KEEP
-        if abs(ready[-1] - planned_from.profile.backward.sum()) > LATE * predicted_finish(plan, planned_from):
+        if abs(ready[-1] - planned_from.profile.backward.sum()) > LATE * timeline.finish:
             finding = Finding.PLAN
         if not STEADY[0] <= ratio / self._usual_ratio <= STEADY[1]:
             finding = Finding.PROBE
@@ -88,78 +90,7 @@ class DriftDetector:
         return max(recent) if confirmed else Finding.KEEP
 
 
-# Measurements of all ranks, as a planner takes them.
-
-LOW_RANK, BY_NAME = "low rank", "by name"  # a fact of measurements, and its value where tensors have different ranks
-
-
-def gather_seconds(buffers: MergeBuffers, *columns: Seconds) -> list[Seconds]:
-    """Collective. Return every rank's ``columns``, float64 of shape (k,): one array (W, k) for each of them.
-
-    Every rank passes as many numbers, seconds or others that are compared between ranks.
-    """
-    data = np.concatenate(columns).astype(np.float64).tobytes()
-    rows = np.array(
-        [np.frombuffer(row) for row in gather_bytes(buffers.comm, data, "times", buffers.config.guards.timeout)]
-    )
-    return np.split(rows, np.cumsum([len(column) for column in columns])[:-1], axis=1)
-
-
-def number_of_rank_0(buffers: MergeBuffers, number: int) -> int:
-    """Collective. Return rank 0's ``number`` on every rank."""
-    cell = torch.tensor([int(number)], dtype=torch.int64)
-    buffers.comm.broadcast(cell, 0, "finding").wait(buffers.config.guards.timeout)
-    return int(cell)
-
-
-def measurements(buffers: MergeBuffers, step: int, ready: Seconds, costs: MeasuredCosts) -> Measurements:
-    """Collective. Return all that planning needs; the same on every rank but for rounding: rank 0's counts.
-
-    Args:
-
-        step: the one to come.
-        ready: when each tensor is ready, on the slowest rank, in seconds since the first; (n,), in the plan's order.
-        costs: of selection and exchanges.
-    """
-    config = buffers.config
-    return Measurements(
-        profile=profile(buffers, ready, step, residual_energy(buffers)),
-        **costs._asdict(),
-        modes=config.modes,
-        workers=buffers.comm.size,
-        facts=(
-            ("backend", buffers.comm.name),
-            ("compressor", repr(config.compression.compressor)),
-            *_low_rank_facts(config.compression.compressor),
-            ("step", str(step)),
-            ("torch", torch.__version__),
-        ),
-    )
-
-
-def _low_rank_facts(compressor: Compressor) -> tuple[tuple[str, str], ...]:
-    """Return the rank of all factors as a fact, or that it differs from tensor to tensor; empty where none are sent."""
-    low_rank = compressor.part(Kind.LOW_RANK)
-    if low_rank is None or low_rank.rank is None:
-        return ()
-    alike = compressor is low_rank and isinstance(low_rank.rank, int)
-    return ((LOW_RANK, str(low_rank.rank) if alike else BY_NAME),)
-
-
-def residual_energy(buffers: MergeBuffers) -> Energies | None:
-    """Collective. Return the squared L2 norm of each tensor's residual, (n,), the mean over ranks: its noise.
-
-    None where there are no residuals, or one is not finite.
-    """
-    residuals: dict[str, torch.Tensor] = {}
-    if buffers.config.compression.compressor.compresses:
-        residuals = {name: tensor for (kind, name), tensor in buffers.flat.state().items() if kind == "residual"}
-    norms = [
-        float(torch.linalg.vector_norm(residuals[slot.name])) if slot.name in residuals else 0.0
-        for slot in buffers.layout.slots
-    ]
-    mean = gather_seconds(buffers, np.square(norms))[0].mean(axis=0)
-    return mean if np.isfinite(mean).all() and mean.any() else None
+# The tensors as planners see them.
 
 
 def profile(
@@ -170,33 +101,34 @@ def profile(
     codec: str | None = None,
     quantiser: Quantiser | None = None,
 ) -> merging.Profile:
-    """Return the tensors that take part as planners see them.
+    """Return the tensors that take part in ``step``, of which the density counts.
 
     A load is in elements of the timed class: selected ones with index and value as they are sent, or those of factors.
     Other tensors count by their bytes.
 
     Args:
 
-        buffers: the merge buffers in use.
         ready: when each tensor is ready, in seconds since the first, never falling; (n,).
-        step: its density counts.
         noise: energy that selection leaves behind, (n,); None: not known.
-        codec: of selected values; None: the one in use.
-        quantiser: of quantised tensors; None: the one in use.
+        codec, quantiser: of selected values, or of quantised tensors; None: the one in use.
     """
+    slots, timed = buffers.layout.slots, measured_class(buffers.layout)
     codec = buffers.wire if codec is None else codec
-    names, numel, work, load = [], [], [], []
-    timed = measured_class(buffers.layout)
-    unit = bytes_of_element(buffers, timed, step, codec, quantiser) if timed.kind is not Kind.DENSE else 0.0
-    for slot in buffers.layout.slots:
-        names.append(slot.name)
-        numel.append(slot.numel)
-        work.append(slot.numel if slot.tensor_class.kind is not Kind.DENSE else 0)
-        sent = _elements_sent(buffers, slot, step)
-        same = not unit or (slot.tensor_class.kind is timed.kind and slot.tensor_class.dtype == timed.dtype)
-        size = 0.0 if same else bytes_of_element(buffers, slot.tensor_class, step, codec, quantiser)
-        load.append(sent if same else math.ceil(sent * size / unit))
-    return merging.Profile(names, numel, np.diff(ready, prepend=0.0), work=work, load=load, noise=noise)
+    unit = bytes_of_element(buffers, timed, step, codec, quantiser)
+    load = []
+    for slot in slots:
+        sent, other = _elements_sent(buffers, slot, step), slot.tensor_class
+        if timed.kind is not Kind.DENSE and (other.kind, other.dtype) != (timed.kind, timed.dtype):
+            sent = math.ceil(sent * bytes_of_element(buffers, other, step, codec, quantiser) / unit)
+        load.append(sent)
+    return merging.Profile(
+        [slot.name for slot in slots],
+        [slot.numel for slot in slots],
+        np.diff(ready, prepend=0.0),
+        work=[slot.numel if slot.tensor_class.kind is not Kind.DENSE else 0 for slot in slots],
+        load=load,
+        noise=noise,
+    )
 
 
 def _elements_sent(buffers: MergeBuffers, slot: Slot, step: int) -> int:
@@ -211,29 +143,21 @@ def _elements_sent(buffers: MergeBuffers, slot: Slot, step: int) -> int:
 def bytes_of_element(
     buffers: MergeBuffers, tensor_class: TensorClass, step: int, codec: str, quantiser: Quantiser | None = None
 ) -> float:
-    """Return the bytes of a sent element in a message, about: with its index, where it was selected.
+    """Return the bytes of a sent element in a message, about: with its index if it was selected, or with scales.
 
     ``quantiser``: of quantised tensors; None: the one in use.
     """
+    slots = [slot for slot in buffers.layout.slots if slot.tensor_class == tensor_class]
     quantiser = buffers.quantiser if quantiser is None else quantiser
     if tensor_class.kind is Kind.QUANTISED and quantiser is not None:
-        return bytes_of_quantised(buffers, tensor_class, quantiser)
+        blocks = [(slot.numel, block_size(slot.shape)) for slot in slots]
+        taken = sum(blocks_in(numel, size) * quantiser.record_bytes(size) for numel, size in blocks)
+        return taken / max(1, sum(numel for numel, _ in blocks))
     if not tensor_class.sparse:
         dtype = WIRES.get(codec) if tensor_class.kind is Kind.LOW_RANK else None
         return (dtype or tensor_class.dtype).itemsize
-    length = buffers.layout.lengths[tensor_class]
-    count = sum(
-        buffers.budgets.of_tensor(slot, step) for slot in buffers.layout.slots if slot.tensor_class == tensor_class
-    )
+    length, count = buffers.layout.lengths[tensor_class], sum(buffers.budgets.of_tensor(slot, step) for slot in slots)
     return slot_bytes(length, min(count, length), tensor_class.dtype, codec)
-
-
-def bytes_of_quantised(buffers: MergeBuffers, tensor_class: TensorClass, quantiser: Quantiser) -> float:
-    """Return the bytes of an element of a tensor class in a message of this quantiser, scales included."""
-    slots = [slot for slot in buffers.layout.slots if slot.tensor_class == tensor_class]
-    sizes = [(slot.numel, block_size(slot.shape)) for slot in slots]
-    taken = sum(blocks_in(numel, size) * quantiser.record_bytes(size) for numel, size in sizes)
-    return taken / max(1, sum(numel for numel, _ in sizes))
 
 
 # Bounds on the results of probes: how long training's own messages took to be made and to travel.
@@ -260,35 +184,11 @@ class SeenMessages(NamedTuple):
     travel: float  # seconds of the exchanges, waiting for late ranks left out
 
 
-def measure_costs(
-    buffers: MergeBuffers, step: int, backward: float, budget: Budget, seen: SeenMessages | None
-) -> Iterator[MeasuredCosts | None]:
-    """Collective. Yield as :func:`agmerge.planning.cost_probe.probe`, with costs bounded by seen messages.
-
-    ``seen``: None: nothing was.
-    """
-    for costs in probe(buffers, step, backward, budget, bounded=seen is not None):
-        yield costs if costs is None or seen is None else bounded(costs, seen, *_whole(buffers, step))
-
-
-def _whole(buffers: MergeBuffers, step: int) -> tuple[int, float]:
-    """Return the elements of a dense exchange of everything, and how many message elements have one's bytes."""
-    tensor_class = measured_class(buffers.layout)
-    as_many = tensor_class.dtype.itemsize / bytes_of_element(buffers, tensor_class, step, buffers.wire)
-    if tensor_class.kind is not Kind.QUANTISED:  # those are exchanged by shards, or between two, as in an all-reduce
-        as_many *= 2 / buffers.across.size  # of an all-reduce, beside an all-gather
-    return buffers.layout.numel, as_many
-
-
 def seen_in(plan: merging.Plan, profile: merging.Profile, making: Seconds, travel: Seconds) -> SeenMessages | None:
-    """Return the times of steps under ``plan``; None where nothing is compressed.
+    """Return the times of steps under ``plan``; None if nothing is compressed.
 
-    Args:
-
-        plan: that training has sent by.
-        profile: of the tensors.
-        making, travel: seconds of each merge buffer, (W, m). The last rank to reach an exchange sees its own duration;
-            the others waited for that rank, so of ``travel`` the minimum counts.
+    ``making``, ``travel``: seconds of each merge buffer, (W, m). Of ``travel`` the minimum counts, as in
+    :meth:`DriftDetector.look`.
     """
     compressed = [number for number, dense in enumerate(plan.dense) if not dense]
     if not compressed:
@@ -304,88 +204,60 @@ def seen_in(plan: merging.Plan, profile: merging.Profile, making: Seconds, trave
     )
 
 
+def measure_costs(
+    buffers: MergeBuffers, step: int, backward: float, budget: Budget, seen: SeenMessages | None
+) -> Pieces[MeasuredCosts]:
+    """Collective. Measure costs in pieces, between steps: probed, and bounded by seen messages, if there are any."""
+    timed = measured_class(buffers.layout)
+    as_many = timed.dtype.itemsize / bytes_of_element(buffers, timed, step, buffers.wire)
+    if timed.kind is not Kind.QUANTISED:  # all-gathered: quantised ones are exchanged by shards, as in an all-reduce
+        as_many *= 2 / buffers.across.size
+    costs = yield from probe(buffers, step, backward, budget, bounded=seen is not None)
+    return costs if seen is None else bounded(costs, seen, buffers.layout.numel, as_many)
+
+
 def bounded(costs: MeasuredCosts, seen: SeenMessages, numel: int, as_many: float) -> MeasuredCosts:
-    """Return ``costs``, bounded by seen messages. Pure.
+    """Return ``costs``, as probed, bounded by seen messages. Pure.
 
-    Args:
-
-        costs: as probed.
-        seen: in training.
-        numel: elements of all tensors.
-        as_many: elements of a message with as many bytes as one dense element.
+    ``numel``: of all tensors. ``as_many``: elements of a message with as many bytes as one dense element.
     """
-    exchange = bounded_exchange(costs.exchange, seen.load, seen.travel)
-    sparsify, message = costs.sparsify, costs.message
-    if sparsify is not None and message is not None and seen.work:
-        sparsify, message = bounded_making(sparsify, message, seen)
-    dense = None
-    if costs.dense is not None:
-        dense = bounded_dense(costs.dense, numel, _most(exchange, seen, as_many * numel))
+    sparsify, exchange, dense, message = costs
+    if seen.load and seen.travel > 0.0:
+        start = min(exchange.seconds[0], seen.travel)
+        exchange = limited(exchange, start, seen.load, seen.travel, seen.travel)
+    if sparsify is not None and message is not None and seen.work and seen.making > 0.0:
+        start = message.seconds[0]  # with other processor time of a message, which is not among the seconds seen
+        message = limited(message, start, seen.load, seen.making, min(message(seen.load), start + seen.making))
+        left = seen.making - (message(seen.load) - start)
+        sparsify = limited(sparsify, sparsify(1), seen.work, seen.making, left)
+    if dense is not None:
+        in_a_row = seen.travel * as_many * numel / seen.load if seen.load else 0.0
+        dense = bounded_dense(dense, numel, max(exchange(as_many * numel), in_a_row))
     return MeasuredCosts(sparsify, exchange, dense, message)
 
 
-def bounded_exchange(curve: Curve, load: int, seconds: float) -> Curve:
-    """Return the cost of exchanges where messages of ``load`` elements together took so many seconds."""
-    if not (load and seconds > 0.0):
-        return curve
-    within = _below(curve, min(curve.seconds[0], seconds), load, seconds)
-    capped = [min(value, seconds) if at <= load else value for at, value in zip(*within, strict=True)]
-    return _ending(Curve(within[0], tuple(capped)), load, seconds)
-
-
-def bounded_making(sparsify: Curve, message: Curve, seen: SeenMessages) -> tuple[Curve, Curve]:
-    """Return the costs of selection and of messages where making all messages of a step took ``seen.making`` seconds.
-
-    Other processor time of a message, ``message(0)``, is not among the seconds seen.
-    """
-    if not seen.making > 0.0:
-        return sparsify, message
-    start = message.seconds[0]
-    message = Curve(*_below(message, start, seen.load, seen.making))
-    message = _ending(message, seen.load, min(message(seen.load), start + seen.making))
-    sparsify = Curve(*_below(sparsify, sparsify(1), seen.work, seen.making))
-    return _ending(sparsify, seen.work, seen.making - (message(seen.load) - start)), message
-
-
-def _below(curve: Curve, start: float, elements: int, seconds: float) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return the points of a curve, none above ``start`` and ``SLACK`` times its share of ``seconds``."""
-    most = [start + SLACK * seconds * at / elements for at in curve.elements]
-    return curve.elements, tuple(min(pair) for pair in zip(curve.seconds, most, strict=True))
-
-
-def _ending(curve: Curve, elements: int, seconds: float) -> Curve:
-    """Return the curve with one more point where it ends before ``elements``; it does not fall."""
-    if elements <= curve.elements[-1]:
-        return curve
-    return Curve((*curve.elements, elements), (*curve.seconds, max(seconds, curve.seconds[-1])))
-
-
-def _most(exchange: Curve, seen: SeenMessages, elements: float) -> float:
-    """Return the most seconds of a message of so many elements: by its curve, or in seen messages one after the other.
-
-    ``exchange``: seconds over elements, bounded.
-    """
-    in_a_row = seen.travel * elements / seen.load if seen.load else 0.0
-    return max(float(exchange(elements)), in_a_row)
-
-
-def bounded_dense(dense: Curve, whole: int, seconds: float) -> Curve:
-    """Return the cost of dense exchanges where one of everything takes about ``seconds`` at most. Pure.
+def bounded_dense(dense: Curve, numel: int, seconds: float) -> Curve:
+    """Return the cost of dense exchanges where one of ``numel`` elements takes about ``seconds`` at most. Pure.
 
     Where only one size was probed, all elements are another point: a constant would make them cost nothing.
-
-    Args:
-
-        dense: seconds over elements, as probed.
-        whole: elements of all tensors.
-        seconds: of compressed messages with the bytes of all tensors, at most.
     """
     start = dense.seconds[0]
-    within = Curve(*_below(dense, start, whole, seconds))
     if len(dense.elements) == 1:
-        return _ending(within, whole, min(seconds, start * whole / dense.elements[0]))
-    most = start + SLACK * seconds
-    return within if within(whole) <= most else _ending(within, whole, most)
+        return limited(dense, start, numel, seconds, min(seconds, start * numel / dense.elements[0]))
+    return limited(dense, start, numel, seconds, min(dense(numel), start + SLACK * seconds))
+
+
+def limited(curve: Curve, start: float, elements: int, seconds: float, end: float) -> Curve:
+    """Return the curve of messages of which ``elements`` together took ``seconds``. Pure.
+
+    No point of it is above ``start`` and ``SLACK`` times its share of ``seconds``. If the curve ends before
+    ``elements``, these take ``end``, but no less than fewer.
+    """
+    most = [start + SLACK * seconds * at / elements for at in curve.elements]
+    values = [min(pair) for pair in zip(curve.seconds, most, strict=True)]
+    if elements <= curve.elements[-1]:
+        return Curve(curve.elements, tuple(values))
+    return Curve((*curve.elements, elements), (*values, max(end, values[-1])))
 
 
 # The measurer: times of steps and results of probes, between steps.
@@ -406,7 +278,12 @@ class Measurer:
     def __init__(self, buffers: MergeBuffers, times: RunningStepTimes) -> None:
         self.buffers, self.times = buffers, times  # read, and never changed here but for restart() of averages
         self.whole = WholeSteps()
-        self.bytes_probed = 0  # handed to collectives by probes, by the rank that sent most
+        self._budgets: list[Budget] = []  # of all probes
+
+    @property
+    def bytes_probed(self) -> int:
+        """Return the bytes that probes have handed to collectives, on the rank that sent most."""
+        return sum(int(budget.bytes) for budget in self._budgets)
 
     def look(self) -> Look:
         """Collective. Return the averages of all ranks, and begin new ones."""
@@ -415,38 +292,54 @@ class Measurer:
         self.times.restart()
         return Look(ready.max(axis=0), making, travel, float(step.max()))
 
-    def measure(self, step: int, look: Look | None = None, *, at_once: bool = False) -> Iterator[Measurements | None]:
-        """Collective. Measure a part at each ``next``, between steps, and yield None; yield the measurements last.
+    def measure(self, step: int, look: Look | None = None, *, at_once: bool = False) -> Pieces[Measurements]:
+        """Collective. Measure in pieces, before ``step`` and later ones.
 
-        Args:
-
-            step: the one to come.
-            look: the times of steps; None: they are asked for.
-            at_once: nothing is left for later steps.
+        ``look``: the times of steps; None: they are asked for. ``at_once``: nothing is left for later steps.
         """
         look = self.look() if look is None else look
         budget = Budget(look.step, 4 * self.buffers.layout.numel, at_once=at_once)
-        before = self.bytes_probed
-        if budget.is_spread:  # the exchange of times has taken time, too
-            yield None
-        for costs in measure_costs(self.buffers, step, float(look.ready[-1]), budget, self.seen(step, look)):
-            self.bytes_probed = before + int(budget.bytes)
-            if costs is None or not budget.fits(budget.share):  # no probe and no plan after the same step
-                yield None
-            if costs is not None:
-                yield self.with_costs(step, look.ready, costs)
+        self._budgets.append(budget)
+        if budget.share < math.inf:  # the exchange of times has taken time, too
+            yield
+        costs = yield from measure_costs(self.buffers, step, float(look.ready[-1]), budget, self.seen(step, look))
+        if not budget.fits(budget.share):  # no probe and no plan after the same step
+            yield
+        return self.with_costs(step, look.ready, costs)
 
     def seen(self, step: int, look: Look) -> SeenMessages | None:
         """Return what steps have shown of their messages; None: nothing that bounds the results of probes."""
         return seen_in(self.buffers.plan, profile(self.buffers, look.ready, step), look.making, look.travel)
 
     def with_costs(self, step: int, ready: Seconds, costs: MeasuredCosts) -> Measurements:
-        """Collective. Return the measurements for planning; rank 0's counts.
+        """Collective. Return all that planning needs; the same on every rank but for rounding: rank 0's counts.
 
-        Args:
-
-            step: the one to come.
-            ready: when each tensor is ready, (n,).
-            costs: of selection and exchanges.
+        ``ready``: as for :func:`profile`, on the slowest rank.
         """
-        return measurements(self.buffers, step, ready, costs)
+        buffers, config = self.buffers, self.buffers.config
+        return Measurements(
+            profile=profile(buffers, ready, step, residual_energy(buffers)),
+            **costs._asdict(),
+            modes=config.modes,
+            workers=buffers.comm.size,
+            facts=(
+                ("backend", buffers.comm.name),
+                ("compressor", repr(config.compression.compressor)),
+                ("step", str(step)),
+                ("torch", torch.__version__),
+            ),
+        )
+
+
+def residual_energy(buffers: MergeBuffers) -> Energies | None:
+    """Collective. Return the squared L2 norm of each tensor's residual, (n,), the mean over ranks: its noise.
+
+    None if there are no residuals, or one is not finite.
+    """
+    residuals: dict[str, torch.Tensor] = {}
+    if buffers.config.compression.compressor.compresses:
+        residuals = {name: tensor for (kind, name), tensor in buffers.flat.state().items() if kind == "residual"}
+    nothing = torch.zeros(())
+    norms = [float(torch.linalg.vector_norm(residuals.get(slot.name, nothing))) for slot in buffers.layout.slots]
+    mean = gather_seconds(buffers, np.square(norms))[0].mean(axis=0)
+    return mean if np.isfinite(mean).all() and mean.any() else None

@@ -10,163 +10,28 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 import merging
-from agmerge.exchanges.routing import send_mode
+from agmerge.exchanges.routing import OWN, send_mode
 from agmerge.metrics.running_times import RunningStepTimes
-from agmerge.planning import candidates
-from agmerge.planning.candidates import Candidate, FixedCounts, planner_of
-from agmerge.planning.choice import Choice, codec_name
+from agmerge.planning import plan_trial
+from agmerge.planning.choice import Choice, FixedCounts, planner_of, status_of
 from agmerge.planning.coding import CountedZeros
-from agmerge.planning.cost_probe import MeasuredCosts, share_of
-from agmerge.planning.measuring import DriftDetector, Finding, Look, Measurer, gather_seconds, number_of_rank_0, profile
-from agmerge.planning.plan_trial import KeptTrial, PlanTrial, place_of
+from agmerge.planning.cost_probe import MeasuredCosts, gather_seconds, share_of
+from agmerge.planning.measuring import DriftDetector, Finding, Look, Measurer, profile
+from agmerge.planning.plan_trial import Candidate, PlanTrial
 from agmerge.step.agreed_state import Decision, decide_on_rank_0, why_plan_does_not_fit
-from agmerge.step.config import AUTO, Config
 from agmerge.step.density_policy import DenseCutoff, budgets_by_energy
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.plan_status import Activity, PlanStatus
 from merging import Measurements, dense_cutoff
-from merging.pieces import go_on
+from merging.pieces import go_on, run_to_end
 from sparsifiers import Kind
-from sparsifiers.quantising.base import NONE
-
-# First choices, made once the first steps are measured, and for good: budgets by importance and the dense cutoff. Rank
-# 0 chooses, and tells every rank. Nothing here changes merge buffers: the caller applies the answer.
-
-
-def choose_budgets(buffers: MergeBuffers) -> tuple[int, ...]:
-    """Collective. Return the elements that each tensor may send in a step, by the energy of all ranks' gradients.
-
-    ``buffers`` has added up energies (``density="importance"``). The counts are by slot; 0: nothing is selected.
-    """
-    slots = buffers.layout.slots
-    assert buffers.budgets.energy is not None
-    density = buffers.config.compression.density.target
-    (energies,) = gather_seconds(buffers, buffers.budgets.energy.of(slots))
-    decision = decide_on_rank_0(
-        buffers.comm,
-        lambda: {"budgets": budgets_by_energy(slots, energies, density)},
-        None,
-        buffers.config.guards.timeout,
-    )
-    return tuple(decision["budgets"])
-
-
-def choose_cutoff(buffers: MergeBuffers, planner: merging.Planner, measured: merging.Measurements) -> DenseCutoff:
-    """Collective. Return the cutoff of ``dense="partial"`` with which steps are predicted to end first; it is final.
-
-    The compressor's density counts, not that of the step: a warm-up ends, the cutoff stays.
-
-    Args:
-
-        buffers: its cutoff in use is the largest that may be chosen, for tensors only become sparse.
-        planner: makes the plans that are compared, on rank 0.
-        measured: of steps with the cutoff in use; rank 0's counts.
-    """
-    config = buffers.config
-    cutoff = config.compression.partial
-    assert cutoff is not None and cutoff.elements is not None
-    in_use, density = cutoff.elements, config.compression.density.target
-
-    def decide() -> dict[str, int]:
-        sizes = [slot.numel for slot in buffers.flat.tensors.slots]  # whole tensors, where ranks have shards of them
-        exempt = [
-            config.compression.dense(slot.name, local)
-            for slot, local in zip(buffers.flat.tensors.slots, buffers.flat.locals, strict=True)
-        ]
-        if not dense_cutoff.feasible(sizes, exempt, density):
-            return {"elements": in_use}
-        chosen = dense_cutoff.choose(planner, measured, sizes, exempt, density, in_use, planner.min_gain)
-        return {"elements": chosen}
-
-    decision = decide_on_rank_0(buffers.comm, decide, lambda decision: "", config.guards.timeout, decider=repr(planner))
-    return DenseCutoff(decision["elements"], final=True)
-
-
-# The record for reports: what planning does on one rank, what is in use, and why.
-
-NONE_SELECTED = "no sparsifier is in use"
-ALONE = "there is one worker, which sends nothing"
-UNTIL = "candidates are tried until about step {until}"
-
-
-def status_of(
-    buffers: MergeBuffers,
-    choice: Choice,
-    now: Activity,
-    measured: Measurements | None,
-    bytes_probed: int,
-    until: int,
-) -> PlanStatus:
-    """Return the status of planning with these merge buffers and this choice.
-
-    ``until``: the step, counted from 1, before which a choice that is open is likely to be made.
-    """
-    quantiser = None if all(buffers.plan.dense) else buffers.quantiser
-    return PlanStatus(
-        wire=buffers.wire,
-        wire_why=_why_codec(buffers, choice.codec_why, now, until),
-        exchange=buffers.exchange,
-        exchange_why=_why_exchange(buffers, choice.exchange_why, now, until),
-        quantiser=quantiser.name if quantiser is not None else NONE,
-        bits=quantiser.bits if quantiser is not None else None,
-        quantiser_why=_why_quantiser(buffers, choice, now, until),
-        activity=now,
-        bytes_probed=bytes_probed,
-        measured=measured,
-    )
-
-
-def _why_codec(buffers: MergeBuffers, chosen: str, now: Activity, until: int) -> str:
-    """Return the reason for the value codec in use. ``chosen``: that of the choice, "" if none was made."""
-    config, given = buffers.config, buffers.config.compression.wire
-    if not config.wires:
-        if not _selects(config):
-            return NONE_SELECTED
-        return "these options leave no choice" if given == AUTO else f"you set wire={given!r}"
-    return _why_undecided(buffers, chosen, now, until) or "no other format was tried"
-
-
-def _why_exchange(buffers: MergeBuffers, chosen: str, now: Activity, until: int) -> str:
-    """Return the reason for the exchange in use. ``chosen``: that of the choice, "" if none was made."""
-    config, given = buffers.config, buffers.config.merging.exchange
-    if not _selects(config) and (config.quantises or not config.chooses_dense):
-        return NONE_SELECTED
-    if not config.exchanges and not config.chooses_dense:
-        return f"you set exchange={given!r}"
-    why = _why_undecided(buffers, chosen, now, until) or "no other exchange was tried"
-    return why if config.exchanges else f"exchange={given!r} compresses if that is faster: {why}"
-
-
-def _why_quantiser(buffers: MergeBuffers, choice: Choice, now: Activity, until: int) -> str:
-    """Return the reason for the quantizer in use."""
-    if not buffers.config.quantisers:
-        return "you set it" if buffers.quantiser is not None else "no quantizer is in use"
-    if choice.is_open:
-        return ALONE if buffers.comm.size == 1 else UNTIL.format(until=until)
-    return choice.quantiser_why
-
-
-def _selects(config: Config) -> bool:
-    """Return whether elements of tensors are selected."""
-    return Kind.SPARSE in config.compression.compressor.kinds
-
-
-def _why_undecided(buffers: MergeBuffers, chosen: str, now: Activity, until: int) -> str:
-    """Return ``chosen``, the reason for this run's choice, or why it has made none; empty: neither is known."""
-    if buffers.comm.size == 1:
-        return ALONE
-    if now is Activity.FIXED:
-        return "the plan is fixed"
-    return chosen or ("" if now is Activity.SETTLED else UNTIL.format(until=until))
-
-
-# The replanner.
 
 FIRST = 10  # steps that are measured before the first plan
 LIKELY = 70  # steps after which the first choice has been made, in most runs: measuring, probing, a trial of three
@@ -213,7 +78,7 @@ class Replanner:
         self._zeros.end_step()
         self._step, self._steps = step, self._steps + 1
         if self.buffers.budgets.energy is not None and self._steps == FIRST:
-            yield Decision(budgets=choose_budgets(self.buffers))
+            yield Decision(budgets=self._budgets())
         while (change := next(self._changes, None)) is not None:
             yield change
         plans_next = self._activity is Activity.PROBING or self._is_due(self._steps + 1)
@@ -227,20 +92,17 @@ class Replanner:
     def trial(self) -> str:
         """Return the trial that is under way, as text; "" if none is."""
         if self._trial is not None:
-            return KeptTrial(place_of(self.buffers), [*self._tried], self._trial.saved()).dumps()
+            return plan_trial.kept(self.buffers, self._tried, self._trial.saved())
         is_first = self._hurries or (self._activity is Activity.PROBING and self._latest is None)
-        return KeptTrial(place_of(self.buffers), [], {}).dumps() if is_first else self._resumed
+        return plan_trial.kept(self.buffers, [], {}) if is_first else self._resumed
 
     def measure(self, step: int) -> Measurements:
         """Collective. Measure now, for reports, and return the measurements; the plan stays."""
-        *_, latest = self._measurer.measure(step, at_once=True)
-        assert latest is not None
-        decision = decide_on_rank_0(
-            self.buffers.comm, lambda: {"measured": latest.dumps()}, None, self.buffers.config.guards.timeout
-        )
-        self._measured = self._latest = Measurements.loads(decision["measured"])
+        latest = run_to_end(self._measurer.measure(step, at_once=True))
+        text = self._decided(lambda: {"measured": latest.dumps()})["measured"]
+        self._measured = self._latest = Measurements.loads(text)
         self._activity = Activity.SETTLED if self._activity is Activity.TIMING else self._activity
-        self._drift.restart()
+        self._drift = DriftDetector()
         return self._measured
 
     def status(self) -> PlanStatus:
@@ -319,7 +181,7 @@ class Replanner:
         if self.buffers.comm.rank == 0:
             load = profile(self.buffers, look.ready, self._step).load
             finding = self._drift.look(self.buffers.plan, latest, look.ready, look.travel, load)
-        finding = Finding(number_of_rank_0(self.buffers, finding))
+        finding = Finding(self._of_rank_0(finding))
         # A clear gain has to be seen twice. Zeros may have come since, as of pruned weights.
         if self._choice.is_ruled_out() or self._choice.is_clear:
             finding = Finding.PROBE
@@ -334,16 +196,13 @@ class Replanner:
 
         Before the first plan the cutoff of dense="partial" is chosen, if it still is to be.
         """
-        self._activity, is_first, latest = Activity.PROBING, self._latest is None, None
-        for latest in self._measurer.measure(self._step, look, at_once=self._hurries):
-            if latest is None:
-                yield None
-        assert latest is not None
+        self._activity, is_first = Activity.PROBING, self._latest is None
+        latest = yield from self._measurer.measure(self._step, look, at_once=self._hurries)
         cutoff = self.buffers.config.compression.partial
         if is_first and cutoff is not None and not cutoff.final:
-            chosen = choose_cutoff(self.buffers, planner_of(self.buffers, self._planner), latest)
-            yield Decision(cutoff=chosen)
-            if chosen.elements != cutoff.elements:
+            elements = self._cutoff(latest)
+            yield Decision(cutoff=DenseCutoff(elements, final=True))
+            if elements != cutoff.elements:
                 return  # this agreement ends here; the next one measures and plans
         yield from self._plan(latest)
 
@@ -358,25 +217,26 @@ class Replanner:
         names, share = [slot.name for slot in buffers.layout.slots], math.inf if self._hurries else share_of(usual)
         self._hurries = False
         search = self._choice.search(self._planner, latest, self._step, usual)
-        if self._choice.measures and share < math.inf:  # that took time, too
+        if share < math.inf:  # measuring codings has taken time, too
             yield None
 
         def decide() -> dict[str, Any]:
             found = go_on(search, share)
-            return {} if found is None else candidates.dumps(found)
+            return {} if found is None else plan_trial.dumps(found)
 
         def reject(decision: dict[str, Any]) -> str:
-            found = candidates.loads(decision) if decision else []
+            found = plan_trial.loads(decision) if decision else []
             return next(filter(None, (why_plan_does_not_fit(each.plan, names) for each in found)), "")
 
-        who, timeout = repr(self._planner), buffers.config.guards.timeout
-        while not (decision := decide_on_rank_0(buffers.comm, decide, reject, timeout, decider=who)):
+        while not (decision := self._decided(decide, reject)):
             yield None
-        self._tried = candidates.loads(decision)
+        self._tried = plan_trial.loads(decision)
         self._latest = self._tried[0].measured
-        self._activity = Activity.TRYING if len(self._tried) > 1 else Activity.SETTLED
-        self._drift.restart()
-        change = self._changed_to(self._choice.planned(self._tried, self._step))
+        self._drift = DriftDetector()
+        is_final = len(self._tried) == 1
+        self._activity = Activity.SETTLED if is_final else Activity.TRYING
+        plan = self._choice.settle(self._tried, 0, (), self._step) if is_final else self._tried[0].plan
+        change = self._changed_to(plan)
         if self._measured is None or change.plan is not None:
             self._measured = self._latest
         yield change
@@ -390,12 +250,12 @@ class Replanner:
         while following >= 0:
             yield None
             if trial.count_step():
-                following = number_of_rank_0(self.buffers, trial.following())
+                following = self._of_rank_0(trial.following())
                 if following >= 0:
                     yield self._changed_to(trial.begin_turn(following))
         columns = gather_seconds(self.buffers, np.array(trial.seconds()), np.array(trial.doubts()))
         seconds, doubts = (every.max(axis=0).tolist() for every in columns)
-        number = number_of_rank_0(self.buffers, self._choice.best(tried, seconds, doubts))
+        number = self._of_rank_0(self._choice.best(tried, seconds, doubts))
         self._measured = self._latest = tried[number].measured
         self._activity, self._steps, self._trial = Activity.SETTLED, FIRST, None
         self.times.restart()
@@ -403,8 +263,8 @@ class Replanner:
 
     def _go_on_trying(self) -> Changes:
         """Collective. Go on with the trial of an earlier run, where it was made for these workers. Rank 0 decides."""
-        kept, self._resumed = KeptTrial.loads(self._resumed), ""
-        if kept is None or not number_of_rank_0(self.buffers, kept.fits(self.buffers)):
+        kept, self._resumed = plan_trial.read(self._resumed, self.buffers), ""
+        if kept is None or not self._of_rank_0(kept.fits):
             return
         if not kept.tried:
             self._hurries = True
@@ -419,7 +279,8 @@ class Replanner:
         """Return the decision for ``plan``: none if it is the one in use. A new codec is noted in the trace."""
         codec = send_mode(plan).codec
         if self.times.trace is not None and codec != send_mode(self.buffers.plan).codec:
-            self.times.trace.note(f"values in {codec_name(codec)}", time.time(), 0.0)
+            name = "the gradient's own dtype" if codec == OWN else codec
+            self.times.trace.note(f"values in {name}", time.time(), 0.0)
         return Decision(plan=plan if plan != self.buffers.plan else None)
 
     def _noted(self, changes: Changes) -> Changes:
@@ -430,3 +291,55 @@ class Replanner:
                 self.times.trace.note("probe", began, time.time() - began)
             yield change
             began, begins = time.time(), change is None
+
+    # -- decisions of rank 0 ------------------------------------------------------------------------------------
+
+    def _decided(
+        self, decide: Callable[[], dict[str, Any]], reject: Callable[[dict[str, Any]], str] | None = None
+    ) -> dict[str, Any]:
+        """Collective. Return rank 0's decision: see :func:`agmerge.step.agreed_state.decide_on_rank_0`."""
+        buffers = self.buffers
+        return decide_on_rank_0(
+            buffers.comm, decide, reject, buffers.config.guards.timeout, decider=repr(self._planner)
+        )
+
+    def _of_rank_0(self, number: int) -> int:
+        """Collective. Return rank 0's ``number`` on every rank."""
+        cell = torch.tensor([int(number)], dtype=torch.int64)
+        self.buffers.comm.broadcast(cell, 0, "finding").wait(self.buffers.config.guards.timeout)
+        return int(cell)
+
+    def _budgets(self) -> tuple[int, ...]:
+        """Collective. Return the elements that each tensor may send, by the energy of all ranks' gradients; for good.
+
+        The counts are by slot; 0: nothing is selected.
+        """
+        slots, budgets = self.buffers.layout.slots, self.buffers.budgets
+        assert budgets.energy is not None
+        density = self.buffers.config.compression.density.target
+        (energies,) = gather_seconds(self.buffers, budgets.energy.of(slots))
+        return tuple(self._decided(lambda: {"budgets": budgets_by_energy(slots, energies, density)})["budgets"])
+
+    def _cutoff(self, measured: Measurements) -> int:
+        """Collective. Return the elements of the cutoff of ``dense="partial"`` that is predicted to be best; for good.
+
+        The one in use is the largest that may be chosen, for tensors only become sparse. The compressor's density
+        counts, not that of the step: a warm-up ends, the cutoff stays.
+        """
+        buffers, compression = self.buffers, self.buffers.config.compression
+        assert compression.partial is not None and compression.partial.elements is not None
+        in_use, density = compression.partial.elements, compression.density.target
+
+        def decide() -> dict[str, int]:
+            slots = buffers.flat.tensors.slots  # whole tensors, where ranks have shards of them
+            sizes = [slot.numel for slot in slots]
+            pairs = zip(slots, buffers.flat.locals, strict=True)
+            exempt = [compression.dense(slot.name, local) for slot, local in pairs]
+            if not dense_cutoff.feasible(sizes, exempt, density):
+                return {"elements": in_use}
+            planner = planner_of(buffers, self._planner)
+            chosen = dense_cutoff.choose(planner, measured, sizes, exempt, density, in_use, planner.min_gain)
+            return {"elements": chosen}
+
+        elements: int = self._decided(decide, lambda decision: "")["elements"]
+        return elements

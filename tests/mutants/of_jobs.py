@@ -89,8 +89,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a rank that has waited says what an exchange takes",
         "agmerge/planning/measuring.py",
-        "float(travel.min(axis=0).sum()",
-        "float(travel.max(axis=0).sum()",
+        "float(travel.min(axis=0).sum() /",
+        "float(travel.max(axis=0).sum() /",
         (f"{REPLANNER}::test_the_rank_that_waited_least_says_what_an_exchange_takes",),
     ),
     Mutant(
@@ -110,15 +110,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a flat curve of small messages makes a dense exchange cheap",
         "agmerge/planning/measuring.py",
-        "return max(float(exchange(elements)), in_a_row)",
-        "return float(exchange(elements))",
+        "max(exchange(as_many * numel), in_a_row)",
+        "exchange(as_many * numel)",
         (f"{SEEN}::test_small_messages_that_were_held_up_make_no_dense_exchange_cheap",),
     ),
     Mutant(
         "messages of training are thought to show what a dense one takes",
         "agmerge/planning/cost_probe.py",
-        "self.bounded and packs else",
-        "self.bounded else",
+        "exchanges[Kind.DENSE], SIZES, False",
+        "exchanges[Kind.DENSE], SIZES, self._bounded",
         (f"{PROBE}::test_what_training_has_sent_needs_no_large_probe_but_a_dense_exchange_does",),
     ),
     Mutant(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import nn
 import agmerge
 import support
 from agmerge.planning.cost_probe import MeasuredCosts
-from merging import Curve, dense_cutoff
+from merging import Curve, Pieces, dense_cutoff
 from support import seeded, wrap
 
 SIZES = [(32, 32), (32, 48), (48, 64), (64, 256), (256, 256), (256, 10)]  # 1024 and 1536 elements may go dense
@@ -75,7 +75,11 @@ def choosing(chosen: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def costing(selecting: float) -> Callable[..., Iterator[MeasuredCosts]]:
+def costing(selecting: float) -> Callable[..., Pieces[MeasuredCosts]]:
     """A probe that finds a second for an element of load, and so many for one that is selected from."""
-    line = Curve((0, 1000), (0.0, 1000.0))
-    return lambda *_: iter([MeasuredCosts(Curve((0, 1000), (0.0, selecting * 1000.0)), line, None)])
+
+    def probe(*_: object) -> Pieces[MeasuredCosts]:
+        yield from ()
+        return MeasuredCosts(Curve((0, 1000), (0.0, selecting * 1000.0)), Curve((0, 1000), (0.0, 1000.0)), None)
+
+    return probe

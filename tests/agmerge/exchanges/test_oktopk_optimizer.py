@@ -31,6 +31,7 @@ from torch import Tensor
 from agmerge import testing
 from agmerge.exchanges.message import VALUES
 from agmerge.planning.cost_probe import Budget, probe
+from merging.pieces import run_to_end
 
 AWKWARD, PARTS, MODEL = seeded(AwkwardModel, 7), seeded(Parts), seeded(mlp)
 wrapped = functools.partial(wrapped_awkward, exchange="oktopk")
@@ -161,8 +162,7 @@ def test_probes_cost_the_same_calls_and_leave_nothing_behind(size: int) -> None:
         kept, before = residuals(optimizer), len(testing.calls())
         session = optimizer._reducer.exchange.agreed.buffers
         assert session is not None
-        *_, found = probe(session, 2, 0.01, Budget(0.01, 1 << 20, at_once=True))
-        assert found is not None
+        found = run_to_end(probe(session, 2, 0.01, Budget(0.01, 1 << 20, at_once=True)))
         assert found.sparsify is not None and found.exchange(1000) > 0
         assert all(same_bits(value, kept[name]) for name, value in residuals(optimizer).items())
         calls = [(kind, name) for kind, name, _ in testing.calls()[before:]]

@@ -10,8 +10,8 @@ import pytest
 
 import merging
 from agmerge.exchanges.routing import with_send_mode
-from agmerge.planning.candidates import Candidate
 from agmerge.planning.choice import CLEAR, DENSE_ALONE, HOPELESS_OTHERS, Choice, exactness
+from agmerge.planning.plan_trial import Candidate
 from merging import Curve, Measurements, Profile
 
 MEASURED = Measurements(
@@ -64,17 +64,16 @@ def test_of_two_plans_of_one_mode_the_faster_one_is_taken_and_the_reasons_stay()
     made = choice()
     divided = Candidate(merging.Plan((1,), names=("a",), parts=(2,)), MEASURED)
     made.settle([OWN, INT8], made.best([OWN, INT8], [1.0, 2.0], [0.0, 0.0]), [1.0, 2.0], 10)
-    reasons = made.codec_why
-    assert reasons == "1e+03 ms per step with the gradient's own dtype, 2e+03 ms per step with int8"
-    assert made.exchange_why == "1e+03 ms per step with sparse"
+    reasons = made.why()
+    assert reasons == "1e+03 ms per step with sparse, 2e+03 ms per step with int8"
     number = made.best([OWN, divided], [1.0, 0.99], [0.0, 0.0])
     assert number == 1 and made.settle([OWN, divided], number, [1.0, 0.99], 20) == divided.plan
-    assert made.codec_why == reasons
+    assert made.why() == reasons
 
 
 def test_what_is_in_use_is_left_for_less_exact_ones_that_were_clearly_faster_twice() -> None:
     made, tried = choice(), [OWN, INT8]
-    made.planned([OWN], 10)
+    made.settle([OWN], 0, (), 10)
     clear = [CLEAR + 0.01, 1.0]
     assert made.best(tried, clear, [0.0, 0.0]) == 0 and made.is_clear
     assert made.best(tried, [CLEAR - 0.01, 1.0], [0.0, 0.0]) == 0 and not made.is_clear
@@ -84,8 +83,8 @@ def test_what_is_in_use_is_left_for_less_exact_ones_that_were_clearly_faster_twi
 
 def test_without_a_trial_the_reason_is_the_prediction() -> None:
     made = choice()
-    assert made.codec_why == made.exchange_why == ""
-    assert made.planned([DENSE], 10) == DENSE.plan
-    assert made.exchange_why == DENSE_ALONE.format(milliseconds=1e3 * DENSE.finish)
-    made.planned([INT8], 20)
-    assert made.codec_why == made.exchange_why == HOPELESS_OTHERS
+    assert made.why() == ""
+    assert made.settle([DENSE], 0, (), 10) == DENSE.plan
+    assert made.why() == DENSE_ALONE.format(milliseconds=1e3 * DENSE.finish)
+    made.settle([INT8], 0, (), 20)
+    assert made.why() == HOPELESS_OTHERS

@@ -19,11 +19,25 @@ from torch import Tensor, nn
 import agmerge
 from agmerge import testing
 from agmerge.planning import choice, cost_probe
-from agmerge.planning.cost_probe import FLOOR, GROWTH, RUNS, SECONDS, STEPS, VISITS, Budget, MeasuredCosts, probe, sizes
+from agmerge.planning.cost_probe import (
+    FLOOR,
+    GROWTH,
+    RUNS,
+    SECONDS,
+    STEPS,
+    VISITS,
+    Budget,
+    MeasuredCosts,
+    MessageTimer,
+    Times,
+    probe,
+    sizes,
+)
 from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.layout import Layout, TensorClass
+from merging.pieces import go_on, run_to_end
 from sparsifiers import Kind
 
 MODEL = seeded(mlp)
@@ -40,6 +54,11 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16": {"compression": "fp16"},
     "ordered": {"compression": "fp16", "dense_sum": "ordered"},
     "all exempt": {"compression": "topk", "dense": [".*"]},
+}
+EVERY: dict[str, dict[str, Any]] = {
+    **CASES,
+    "quantised": {"compression": "int8"},
+    "low rank": {"compression": "powersgd"},
 }
 
 
@@ -65,7 +84,6 @@ def session_of(optimizer: agmerge.DistributedOptimizer) -> MergeBuffers:
 @pytest.fixture(autouse=True)
 def probes_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of the one for all tests: here it counts how often what is timed, in a single visit."""
-    monkeypatch.setattr(cost_probe, "ROUNDS", 1)
     monkeypatch.setattr(cost_probe, "VISITS", 1)
 
 
@@ -73,14 +91,11 @@ def probes_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Almost as in all other tests."""
     monkeypatch.setattr(cost_probe, "RUNS", 2)
-    monkeypatch.setattr(cost_probe, "PAIRS", 1)
 
 
 def costs_at_once(buffers: MergeBuffers, step: int) -> MeasuredCosts:
     """Probe as much as there is, after one step."""
-    *_, costs = probe(buffers, step, 0.01, Budget(0.01, 4 * buffers.layout.numel, at_once=True))
-    assert costs is not None
-    return costs
+    return run_to_end(probe(buffers, step, 0.01, Budget(0.01, 4 * buffers.layout.numel, at_once=True)))
 
 
 class Ticking:
@@ -103,8 +118,7 @@ def probed(size: int, model: nn.Module, seconds: float = 0.01, **options: Any) -
         train(here, optimizer, rank, range(2))
         before = len(testing.calls())
         budget = Budget(seconds, 1 << 30, at_once=True)
-        *_, found = probe(session_of(optimizer), 2, 0.01, budget)
-        assert found is not None
+        found = run_to_end(probe(session_of(optimizer), 2, 0.01, budget))
         return found, testing.calls()[before:]
 
     return on_ranks(size, model, body)
@@ -157,53 +171,38 @@ def test_ranks_find_and_call_the_same_though_their_clocks_differ(
     Ticking(monkeypatch, lambda rank: 1e-3 * (1 + rank))
     (sparsify, exchange, _, message), calls = agreed(probed(size, TALL, **CASES[case]))
     slowest = 1e-3 * size
-    assert exchange.seconds == pytest.approx([slowest] * len(exchange.seconds))
+    assert message is not None
     if sparsify is None:
         assert CASES[case]["compression"] in ("none", "fp16") or "dense" in CASES[case]
+        assert exchange.seconds == pytest.approx([2 * slowest] * len(exchange.seconds))  # with packing
+        assert message.seconds == pytest.approx([slowest])  # to write
     else:
+        assert exchange.seconds == pytest.approx([slowest] * len(exchange.seconds))
         assert sparsify(0) == 0.0 and sparsify.seconds[1:] == pytest.approx([slowest] * (len(sparsify.seconds) - 1))
-        assert message is not None and message.seconds == pytest.approx([slowest] * len(message.seconds))  # to pack
-    names = ["probe", "probe of several", *(f"probe {number}" for number in range(cost_probe.BURST))]
-    known = {name + part for name in names for part in ("", "/sum")} | {"probe/seconds"}
-    assert {name for _, name, _ in calls} <= known
+        assert message.seconds == pytest.approx([2 * slowest] * len(message.seconds))  # to pack and to write
+    assert {name for _, name, _ in calls} <= {"probe", "probe/sum", "probe/seconds"}
     messages = [size for _, name, size in calls if name == "probe"]
     assert messages == sorted(messages) and len(set(messages)) >= 2  # several sizes
 
 
-def no_overhead(*_: object) -> Any:
-    """A generator that finds 0 at once."""
-    yield from ()
-    return 0.0
-
-
 def test_what_is_found_is_the_maximum_over_ranks_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 selects slowly, rank 1 sends slowly."""
-    trial = cost_probe.MessageTimer
-    original = {name: getattr(trial, name) for name in ("time_selection", "time_exchange", "time_burst")}
-    monkeypatch.setattr(cost_probe, "BETWEEN", (1e-3, 100.0))  # sizes take seconds here
-    monkeypatch.setattr(cost_probe._Prober, "_overhead_per_extra_vector", no_overhead)
-    seconds = {"time_selection": [3e-6, 1e-6], "time_exchange": [1e-6, 5e-6]}
+    monkeypatch.setattr(cost_probe, "SECONDS", 100.0)  # so that all sizes are timed
+    send = MessageTimer.send
 
-    def timed(what: str) -> Callable[[Any, int], Any]:
-        def measure(self: Any, runs: int, *more: int) -> Any:
-            original[what](self, runs, *more)
-            rank = workers.world().rank
-            if what == "time_burst":  # 5 or 7 ms a message, of which selection and packing are 4
-                return 1.0 + runs * (5e-3 + 2e-3 * rank)
-            took = seconds[what][rank] * float(self.segment.numel)
-            return took if what == "time_exchange" else (took, took / 3)
+    def timed(self: MessageTimer) -> Times:
+        send(self)
+        rank, numel = workers.world().rank, self._segment.numel
+        selecting, travel = (3e-6, 1e-6)[rank] * numel, (1e-6, 5e-6)[rank] * numel
+        return Times(selecting, 1e-6 * numel, travel, 2e-3 * (1 + rank))
 
-        return measure
-
-    for what in original:
-        monkeypatch.setattr(trial, what, timed(what))
+    monkeypatch.setattr(MessageTimer, "send", timed)
     (sparsify, exchange, _, message), _ = agreed(probed(2, TALL, compression="topk", density=0.125))
     assert sparsify is not None and message is not None
     numels = [1024, 3072, 1024 + 3072 + 96 * 96]
     assert [sparsify(numel) for numel in numels] == pytest.approx([3e-6 * numel for numel in numels])
     assert [exchange(numel // 8) for numel in numels] == pytest.approx([5e-6 * numel for numel in numels])
-    beside = 7e-3 - 4e-6 * 1024
-    assert [message(numel // 8) for numel in numels] == pytest.approx([beside + 1e-6 * numel for numel in numels])
+    assert [message(numel // 8) for numel in numels] == pytest.approx([4e-3 + 1e-6 * numel for numel in numels])
 
 
 def test_a_size_that_is_too_dear_is_the_end_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,10 +213,9 @@ def test_a_size_that_is_too_dear_is_the_end_on_every_rank(monkeypatch: pytest.Mo
         Ticking(monkeypatch, lambda rank, cost=cost: cost * rank)  # type: ignore[misc]
         (_, exchange, _, _), calls = agreed(probed(2, TALL, compression="topk", exchange="sparse"))
         looks[cost] = (len(exchange.elements), sum(name == "probe" for _, name, _ in calls))
-    # One run to begin with; in each of the others one message for selection, and one for the exchange.
-    assert looks[1e-6] == (4, 2 + 4 * 2 * RUNS)
+    assert looks[1e-6] == (4, 1 + 4 * RUNS)  # one message to begin with
     assert 1 < looks[SECONDS / 100][0] and looks[SECONDS / 100][1] < looks[1e-6][1]
-    assert looks[SECONDS] == (1, 2 + 2)
+    assert looks[SECONDS] == (1, 1)
 
 
 def test_what_training_has_sent_needs_no_large_probe_but_a_dense_exchange_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,8 +226,8 @@ def test_what_training_has_sent_needs_no_large_probe_but_a_dense_exchange_does(m
         optimizer = wrapped(here, compression="topk", exchange="auto")
         train(here, optimizer, rank, range(2))
         buffers = session_of(optimizer)
-        *_, costs = probe(buffers, 2, 0.01, Budget(0.1, 4 * buffers.layout.numel), bounded=bounded)
-        assert costs is not None and costs.dense is not None
+        costs = run_to_end(probe(buffers, 2, 0.01, Budget(0.1, 4 * buffers.layout.numel), bounded=bounded))
+        assert costs.dense is not None
         return len(costs.exchange.elements), len(costs.dense.elements)
 
     (compressed, dense) = agreed(on_ranks(2, TALL, lambda rank, here: body(rank, here, True)))
@@ -254,7 +252,7 @@ def spread(step_seconds: float, case: str, **options: Any) -> list[tuple[Measure
         parts, took, sent = probe(buffers, 2, 0.01, budget), [], 0
         for step in range(2, 400):
             before, calls = budget.seconds, len(testing.calls())
-            costs = next(parts)
+            costs = go_on(parts, -1.0)
             took.append(budget.seconds - before)
             probes = testing.calls()[calls:]
             assert {name.partition("/")[0].partition(" ")[0] for _, name, _ in probes} == {"probe"}
@@ -284,7 +282,7 @@ def test_probes_are_spread_over_steps_and_bounded_in_seconds(
 @pytest.mark.parametrize("case", CASES)
 def test_probes_are_bounded_by_a_multiple_of_the_gradient(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is no bound where nothing takes any; what is counted is what the group in memory has seen."""
-    for often in ("VISITS", "RUNS", "ROUNDS", "PAIRS"):
+    for often in ("VISITS", "RUNS"):
         monkeypatch.setattr(cost_probe, often, 10)
     monkeypatch.setattr(cost_probe, "GRADIENTS", 3.0)
     Ticking(monkeypatch, lambda rank: 1e-7)
@@ -310,10 +308,10 @@ def kept(model: nn.Module, optimizer: agmerge.DistributedOptimizer) -> dict[str,
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EVERY)
 def test_a_probe_writes_nothing_that_anyone_can_see(case: str) -> None:
     def body(rank: int, model: nn.Module) -> None:
-        optimizer = wrapped(model, **CASES[case])
+        optimizer = wrapped(model, **EVERY[case])
         train(model, optimizer, rank, range(3))
         before, stats = kept(model, optimizer), optimizer.stats()
         sparsifier = optimizer._reducer.exchange.agreed.config.compression.compressor
@@ -331,11 +329,11 @@ def test_a_probe_writes_nothing_that_anyone_can_see(case: str) -> None:
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("sparsify", ["behind", "ahead"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EVERY)
 def test_training_goes_on_as_if_there_had_been_no_probe(case: str, sparsify: str) -> None:
     def body(rank: int, model: nn.Module, probing_at: set[int]) -> tuple[list[str], str]:
-        selects = {} if CASES[case]["compression"] in ("none", "fp16") else {"sparsify": sparsify}
-        optimizer, seen = wrapped(model, **selects, **CASES[case]), []
+        selects = {} if EVERY[case]["compression"] in ("none", "fp16", "int8", "powersgd") else {"sparsify": sparsify}
+        optimizer, seen = wrapped(model, **selects, **EVERY[case]), []
         for step in range(6):
             seen += train(model, optimizer, rank, [step])
             if step in probing_at:

@@ -59,11 +59,3 @@ def test_of_two_changes_the_one_that_asks_for_more_counts() -> None:
 
 def test_another_load_is_planned_for_at_once() -> None:
     assert look(DriftDetector(), load=(10, 10)) is Finding.PLAN
-
-
-def test_after_a_new_plan_the_first_look_is_the_measure_again() -> None:
-    detector = DriftDetector()
-    look(detector)
-    assert look(detector, exchange=3.0) is Finding.KEEP
-    detector.restart()
-    assert [look(detector, exchange=3.0) for _ in range(3)] == [Finding.KEEP] * 3

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from agmerge.planning import cost_probe, measuring, plan_trial
 from agmerge.planning.cost_probe import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.merge_buffers import MergeBuffers
-from merging import Curve
+from merging import Curve, Pieces
 
 MODEL = seeded(mlp)
 STEPS = FIRST + 7 * plan_trial.TURN * plan_trial.ROUNDS + 2  # with three codecs, all compressed, the plan in use
@@ -31,9 +30,10 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Link:
 
     def probe(
         buffers: MergeBuffers, step: int, backward: float, budget: Budget, *_: object
-    ) -> Iterator[cost_probe.MeasuredCosts]:
+    ) -> Pieces[cost_probe.MeasuredCosts]:
         lines = [Curve((0, 10**6), (costs["start"], costs["start"] + costs[of] * 10**6)) for of in ("element", "dense")]
-        yield cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), *lines)
+        yield from ()
+        return cost_probe.MeasuredCosts(Curve((0, 1), (0.0, 0.0)), *lines)
 
     monkeypatch.setattr(measuring, "measure_costs", probe)
     for what in ("POINTS", "BINS"):  # beside which nothing counts that this model sends

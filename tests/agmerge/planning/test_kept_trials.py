@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 
 from agmerge.planning import cost_probe, measuring
 from agmerge.planning.replanner import FIRST
+from merging import Pieces
 
 NEAR = 1e6  # seconds to start an exchange, beside which bytes do not count: all candidates are near to each other
 END = FIRST + TRIAL
@@ -84,13 +85,11 @@ def test_a_run_that_ends_while_costs_are_measured_is_followed_by_one_that_measur
     """Else a training of many short runs would never come to a trial. Once: later measurements are spread again."""
     at_once: list[bool] = []
 
-    def slow(
-        buffers: Any, step: int, backward: float, budget: Any, *more: Any
-    ) -> Iterator[cost_probe.MeasuredCosts | None]:
-        at_once.append(not budget.is_spread)
+    def slow(buffers: Any, step: int, backward: float, budget: Any, *more: Any) -> Pieces[cost_probe.MeasuredCosts]:
+        at_once.append(budget.share == math.inf)
         for _ in range(0 if at_once[-1] else TRIAL):
-            yield None
-        yield from probe(buffers, step, backward, budget, *more)
+            yield
+        return (yield from probe(buffers, step, backward, budget, *more))
 
     probe = measuring.measure_costs
     monkeypatch.setattr(measuring, "measure_costs", slow)

@@ -301,7 +301,12 @@ def planned(monkeypatch: pytest.MonkeyPatch, planner: Any, **options: Any) -> tu
     monkeypatch.setattr("merging.timeline.SMALLEST", 64)  # the model is small, and so is what it can gain
     monkeypatch.setattr("merging.timeline.GAIN", 0.01)
     found = MeasuredCosts(Curve((0, 3072), (0.0, 50.0)), Curve((0, 700), (0.1, 50.0)), None)
-    monkeypatch.setattr(measuring, "measure_costs", lambda *_: iter([found]))
+
+    def probe(*_: object) -> merging.Pieces[MeasuredCosts]:
+        yield from ()
+        return found
+
+    monkeypatch.setattr(measuring, "measure_costs", probe)
     monkeypatch.setattr(choice, "HOPELESS", 0.0)  # no trials: steps do not take what these costs say
 
     def body(rank: int, model: nn.Module) -> tuple[Plan, list[str], list[str]]:

@@ -36,7 +36,7 @@ import merging
 from agmerge import testing
 from agmerge.exchanges.message.format import slot_bytes
 from agmerge.exchanges.routing import send_mode, with_send_mode
-from agmerge.planning import candidates, choice, cost_probe, measuring
+from agmerge.planning import choice, cost_probe, measuring, plan_trial
 from agmerge.planning.cost_probe import Budget
 from agmerge.planning.replanner import FIRST
 from agmerge.step.agreed_state import with_mode
@@ -102,7 +102,7 @@ def test_a_model_with_everything_that_is_awkward_keeps_its_residuals_too(monkeyp
             return random_plan(len(self.made), len(profile))
 
     monkeypatch.setattr(measuring.DriftDetector, "look", lambda *_: measuring.Finding.PLAN)
-    monkeypatch.setattr(candidates, "predicted_finish", lambda plan, measured: 1.0)  # never better, never worse
+    monkeypatch.setattr(plan_trial.Candidate, "finish", 1.0)  # never better, never worse
     monkeypatch.setattr(choice, "HOPELESS", 0.0)  # no trials
 
     asked = itertools.count()

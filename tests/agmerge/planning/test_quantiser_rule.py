@@ -10,8 +10,8 @@ import pytest
 
 import merging
 from agmerge.exchanges.routing import SendMode, send_mode, why_labels_are_wrong, with_send_mode
-from agmerge.planning.candidates import Candidate
-from agmerge.planning.choice import ABOUT, AGAIN, CLEAR, HOPELESS, MOST, Choice, by_quantiser, exactness, taken, why
+from agmerge.planning.choice import ABOUT, AGAIN, CLEAR, HOPELESS, MOST, Choice, exactness, taken
+from agmerge.planning.plan_trial import Candidate
 from merging import Curve, Measurements, Profile
 
 NAMES = ("none", "int8", "eden-4", "eden-2")
@@ -85,7 +85,7 @@ def settled(name: str, step: int = 0) -> Choice:
     """One that has chosen ``name`` before ``step``."""
     made = choice_of(merging.Plan((1,), names=("a",)))
     assert made.is_open and made.may_change(step)
-    made.planned([candidate(name)], step)
+    made.settle([candidate(name)], 0, (), step)
     assert not made.is_open and made.is_on(candidate(name))
     return made
 
@@ -135,7 +135,7 @@ def test_a_trial_of_one_candidates_plans_says_nothing_of_the_others() -> None:
 
 
 def test_a_plan_keeps_the_choice_for_as_many_workers() -> None:
-    chosen = settled("eden-2", 7).planned([candidate("eden-2")], 7)
+    chosen = settled("eden-2", 7).settle([candidate("eden-2")], 0, (), 7)
     assert send_mode(chosen) == SendMode(quantiser="eden-2", workers=W)
     assert not choice_of(chosen).is_open and choice_of(chosen, W + 1).is_open
     tried = with_send_mode(chosen, quantiser="int8", workers=0)  # its turn in a trial
@@ -166,4 +166,6 @@ def test_a_plan_says_all_that_decides_about_bits_and_is_refused_where_that_diffe
 
 def test_reports_have_every_candidate_that_was_tried() -> None:
     tried = [candidate("eden-2"), candidate("none")]
-    assert why(tried, [0.5, 0.25], by_quantiser) == "500 ms per step with eden-2, 250 ms per step with none"
+    made = choice_of(merging.Plan((1,), names=("a",)))
+    made.settle(tried, 0, [0.5, 0.25], 10)
+    assert made.why() == "500 ms per step with eden-2, 250 ms per step with none"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from agmerge.planning.measuring import CONFIRMATIONS, LATE, STEADY, DriftDetecto
 from agmerge.planning.replanner import FIRST
 from agmerge.runtime import workers
 from agmerge.step.merge_buffers import MergeBuffers
-from merging import Curve
+from merging import Curve, Pieces
 
 MODEL = seeded(mlp)
 EVERY = 2  # steps from look to look
@@ -78,13 +78,14 @@ class World:
 
         def probe(
             session: MergeBuffers, step: int, backward: float, budget: Budget, *_: object
-        ) -> Iterator[MeasuredCosts]:
+        ) -> Pieces[MeasuredCosts]:
             start = world.start(len(world.probes)) * 1.0
             session.comm.barrier("probe").wait(10)  # every rank reads the number before rank 0 counts
             if session.comm.rank == 0:
                 world.probes.append(step)
             selecting = None if not session.config.compression.compressor.selects else Curve((0,), (0.0,))
-            yield MeasuredCosts(selecting, Curve((0, LOAD), (start, 5 * start)), None)
+            yield from ()
+            return MeasuredCosts(selecting, Curve((0, LOAD), (start, 5 * start)), None)
 
         original = merging.best
 
@@ -371,8 +372,9 @@ def test_steps_of_a_trial_do_not_count_until_times_are_checked_again(monkeypatch
 def test_rank_0_plans_over_several_steps_and_comes_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan some forty pieces after each step where there is little time, of several plans."""
 
-    def costs(*_: object) -> Iterator[MeasuredCosts]:
-        yield MeasuredCosts(Curve((0, 1), (0.0, 0.0)), *[Curve((0, LOAD), (1e-3, slope)) for slope in (2.0, 1.0)])
+    def costs(*_: object) -> Pieces[MeasuredCosts]:
+        yield from ()
+        return MeasuredCosts(Curve((0, 1), (0.0, 0.0)), *[Curve((0, LOAD), (1e-3, slope)) for slope in (2.0, 1.0)])
 
     monkeypatch.setattr(measuring, "measure_costs", costs)
     monkeypatch.setattr(plan_trial.PlanTrial, "seconds", lambda trial: [1.0 + n for n in range(len(trial.plans))])

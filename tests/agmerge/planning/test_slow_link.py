@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ from torch import nn
 
 import agmerge
 from agmerge.planning import cost_probe, measuring
-from agmerge.planning.cost_probe import MeasuredCosts, MessageTimer
+from agmerge.planning.cost_probe import MeasuredCosts, MessageTimer, Times
 from agmerge.runtime import workers
-from merging import Curve
+from merging import Curve, Pieces
 
 RATE = 50e6  # bits a second
 WIDTHS = [64, 128, 128, 256, 512]  # tensors of 8192, 16384, 32768 and 131072 elements
@@ -30,11 +29,11 @@ def dense_costs(monkeypatch: pytest.MonkeyPatch) -> list[Curve | None]:
     found: list[Curve | None] = []
     measure = measuring.measure_costs
 
-    def recording(*arguments: Any) -> Iterator[MeasuredCosts | None]:
-        for costs in measure(*arguments):
-            if costs is not None and workers.world().rank == 0:
-                found.append(costs.dense)
-            yield costs
+    def recording(*arguments: Any) -> Pieces[MeasuredCosts]:
+        costs = yield from measure(*arguments)
+        if workers.world().rank == 0:
+            found.append(costs.dense)
+        return costs
 
     monkeypatch.setattr(measuring, "measure_costs", recording)
     return found
@@ -44,15 +43,15 @@ def dense_costs(monkeypatch: pytest.MonkeyPatch) -> list[Curve | None]:
 def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
     """Seconds that each message of a probe takes at least: other jobs hold its threads up."""
     monkeypatch.setattr(cost_probe, "SHARE", 0.05)  # as in training, so that probes end early
-    seconds, timed = float(request.param), MessageTimer.time_exchange
+    seconds, send = float(request.param), MessageTimer.send
 
-    def held_up(self: MessageTimer, runs: int) -> float:
+    def held_up(self: MessageTimer) -> Times:
         began = time.perf_counter()
-        took = timed(self, runs)
-        time.sleep(max(0.0, runs * seconds - (time.perf_counter() - began)))
-        return max(took, seconds)
+        times = send(self)
+        time.sleep(max(0.0, seconds - (time.perf_counter() - began)))
+        return times._replace(travel=max(times.travel, seconds))
 
-    monkeypatch.setattr(MessageTimer, "time_exchange", held_up)
+    monkeypatch.setattr(MessageTimer, "send", held_up)
     return seconds
 
 

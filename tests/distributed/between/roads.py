@@ -267,7 +267,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(float(os.environ.get("LIMIT", "280")), exit=True)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    cost_probe.SPEND, cost_probe.ROUNDS = 0.1, 1  # plans need not be good ones
+    cost_probe.SECONDS, cost_probe.VISITS = 0.1, 1  # plans need not be good ones
     dist.init_process_group("gloo")
     agmerge.init()
     ways = os.environ.get("WAYS", "").split() or [way for way in WAYS if way != "updates" or road in ("wrapper", "ddp")]

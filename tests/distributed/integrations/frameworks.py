@@ -70,7 +70,7 @@ class Scenarios:
     def main(self, folder: Path, *names: str) -> None:
         """Run those of these names, all but those that are to be named if there are none; write what they return."""
         torch.set_num_threads(1)
-        cost_probe.SPEND, cost_probe.ROUNDS = 0.1, 1  # plans need not be good ones
+        cost_probe.SECONDS, cost_probe.VISITS = 0.1, 1  # plans need not be good ones
         rank = os.environ["RANK"]
         for name in names or [name for name in self._known if name not in self._asked_for]:
             own = folder / f"{name}.out"
