@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from agmerge.metrics.step_times import WholeSteps
 
@@ -51,6 +52,14 @@ def broadcast_bytes(size: int, workers: int, rank: int, root: int) -> int:
 Collective = tuple[Callable[..., int], tuple[int | Sequence[int], ...]]
 
 
+class Message(Protocol):
+    """Message under way, which may still grow."""
+
+    bytes: int  # handed to collectives so far
+    elements: int  # in it
+    codecs: Mapping[str, int]  # `bytes` by codec; empty: not known
+
+
 @dataclass
 class Totals:
     """Totals of one rank.
@@ -63,22 +72,42 @@ class Totals:
     steps_skipped: int = 0  # that came to nothing
     skipped_in_a_row: int = 0  # of these, the last ones
     buffers: int = 0  # merge buffers of the last step
-    bytes_sent: int = 0  # in messages
     bytes_dense: int = 0  # that dense fp32 gradients would have been
     link_bytes_dense: int = 0  # of `bytes_dense`, those that would have left it in a ring
     workers: int = 1  # among which gradients are exchanged now
-    elements_sent: int = 0  # in messages
     elements: int = 0  # that they were selected from
-    wire: Counter[str] = field(default_factory=Counter)  # bytes_sent by codec
+    under_way: dict[int, Message] = field(default_factory=dict)  # messages that have not arrived, by `id`
     whole: WholeSteps = field(default_factory=WholeSteps, compare=False)  # times from step to step
     collectives: list[Collective] = field(default_factory=list)  # of which the bytes are not in `_left` yet
     _left: int = 0  # bytes that have left this rank
+    _wire: Counter[str] = field(default_factory=Counter)  # bytes of messages that have arrived, by codec
+    _elements: int = 0  # in these
 
     def sent(self, size: int, elements: int, codecs: Mapping[str, int] | None = None) -> None:
         """Count a message of ``size`` bytes; ``codecs``: these by codec, if codecs have made them."""
-        self.wire.update(codecs or {"plain": size})
-        self.bytes_sent += size
-        self.elements_sent += elements
+        self._wire.update(codecs or {"plain": size})
+        self._elements += elements
+
+    def arrived(self, message: Message) -> None:
+        """Count a message that was under way: it does not grow any more."""
+        self._wire.update(_by_codec(message))
+        self._elements += message.elements
+        self.under_way.pop(id(message), None)
+
+    @property
+    def wire(self) -> Counter[str]:
+        """Return the bytes that were handed to collectives, by codec."""
+        return sum((Counter(_by_codec(message)) for message in self.under_way.values()), self._wire.copy())
+
+    @property
+    def bytes_sent(self) -> int:
+        """Return the bytes that were handed to collectives."""
+        return self.wire.total()
+
+    @property
+    def elements_sent(self) -> int:
+        """Return the elements in messages."""
+        return self._elements + sum(message.elements for message in self.under_way.values())
 
     @property
     def link_bytes(self) -> int:
@@ -138,3 +167,8 @@ class Totals:
     def density(self) -> float:
         """Return elements sent / elements, over all steps."""
         return self.elements_sent / self.elements if self.elements else 0.0
+
+
+def _by_codec(message: Message) -> Mapping[str, int]:
+    """Return the bytes of a message by codec; all are "plain" if codecs have not made all of them."""
+    return message.codecs if sum(message.codecs.values()) == message.bytes else {"plain": message.bytes}

@@ -58,7 +58,9 @@ class MessagesUnderWay:
         """Collective. Start one message."""
         if self._counts_zeros and not header.flags & Flag.REPLAN:
             self._count_zeros(message, operands)
-        return message, message.exchange.start(message.name, operands, selections, header)
+        in_flight = message.exchange.start(message.name, operands, selections, header)
+        self._totals.under_way[id(in_flight)] = in_flight
+        return message, in_flight
 
     def _count_zeros(self, message: Message, operands: Sequence[SegmentBuffers]) -> None:
         """Count zeros of tensors that could be quantised, and go dense: exchanges in few bits count their own."""
@@ -120,8 +122,7 @@ class MessagesUnderWay:
             found = [message.exchange.wait(in_flight) for message, in_flight in messages]
             self._note((Event.REACHED, buffer, self._now()))
         for _, in_flight in messages:  # all that it sends has left
-            by_codec = in_flight.codecs if sum(in_flight.codecs.values()) == in_flight.bytes else None
-            self._totals.sent(in_flight.bytes, in_flight.elements, by_codec)
+            self._totals.arrived(in_flight)
         self.poll()
         return found
 

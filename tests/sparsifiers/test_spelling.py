@@ -39,7 +39,7 @@ def test_classes_of_scripts_may_derive_from_either_name() -> None:
 
 def test_the_kind_has_both_names_and_is_read_from_both_values() -> None:
     assert Kind.QUANTISED is Kind.QUANTIZED is Kind("quantised") is Kind("quantized")
-    assert [kind.name for kind in Kind] == ["DENSE", "SPARSE", "LOW_RANK", "QUANTIZED"]
+    assert [kind.name for kind in Kind] == ["DENSE", "SPARSE", "LOW_RANK", "QUANTIZED", "CUSTOM"]
     with pytest.raises(ValueError, match="'quantiged' is not a valid Kind"):
         Kind("quantiged")
 

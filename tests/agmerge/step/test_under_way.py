@@ -22,8 +22,10 @@ def test_messages_that_were_queued_before_an_error_are_not_queued_again(monkeypa
         announced=lambda one: [],
         overwrites=True,
     )
-    nothing: Any = SimpleNamespace(mark=lambda buffer: None)
-    options: Any = SimpleNamespace(config=SimpleNamespace(guards=SimpleNamespace(timeout=1.0)))
+    clock = SimpleNamespace(on_device=True)
+    nothing: Any = SimpleNamespace(note=lambda noted: None, now=lambda: None, clock=clock)
+    guards, store = SimpleNamespace(timeout=1.0), SimpleNamespace(counts_zeros=False)
+    options: Any = SimpleNamespace(config=SimpleNamespace(guards=guards), store=store)
     messages = MessagesUnderWay(options, nothing, nothing)
     first, second = "buffer 0", "buffer 1"
     messages.sent += [[(SimpleNamespace(exchange=exchange), name)] for name in (first, second)]  # type: ignore[list-item]
