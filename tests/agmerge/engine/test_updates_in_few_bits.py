@@ -39,7 +39,7 @@ def soon_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(defaults, "IN_TIME", 4)
 
 
-WORKERS = pytest.mark.parametrize("workers", [2, 3])
+WORKERS = pytest.mark.parametrize("workers", [3, 2])  # three first: owners owe
 
 
 class Net(nn.Module):
@@ -263,7 +263,7 @@ def test_gradients_are_measured_whether_they_are_clipped_or_not(clips: bool, ove
         assert not clips or abs(norm - (ratio * elements) ** 0.5) < 0.1 * norm
 
 
-@pytest.mark.parametrize("fragments", [1, 2, 3])
+@pytest.mark.parametrize("fragments", [3, 2, 1])
 def test_every_fragment_has_its_turn(fragments: int) -> None:
     """As many exchanges as there are fragments move every element that workers share; one less leaves some."""
 
