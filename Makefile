@@ -3,7 +3,7 @@
 # make train JOB=digits        train on the digits; NP=4 COMPRESSION=none MERGING=dear EPOCHS=5 ARGS="--seed 1" ...
 # make train LAUNCHER=horovodrun   (or mpirun; torchrun is the default) set up Horovod and MPI too
 # make train JOB=resnet50-cifar100 DATA=/data NP=8     a published experiment: examples/README.md; make small: data to try with
-# make test        set up .venv with Horovod and MPI, then run the short tests and real workers, 12 minutes (ARGS goes to pytest)
+# make test        set up .venv with Horovod and MPI, then run the short tests and real workers, 10 minutes (ARGS goes to pytest)
 # make unit        the tests that train nothing and start no process, within a minute: -m "unit and not slow and not long"
 # make check       about a minute of these and of those that train: the first case of each, and no Horovod
 # make test-all    all tests, with all values of all parameters, and the unit tests once more for every level of arithmetic that is here
