@@ -377,7 +377,7 @@ def locked(folder: Path) -> Any:
 
 
 def introduce(settings: dict[str, Any], corpus: text.Corpus, device: str, jobs: int) -> None:
-    """Say what is trained on what."""
+    """Print model, text, batch, device and the arguments of each contender."""
     size, tokens = SIZES[settings["size"]], settings["tokens"]
     kind = "bytes" if size.vocabulary == text.BYTES else "byte pairs"
     tell(

@@ -36,22 +36,27 @@ def prepare(kind: type[torch.optim.Optimizer]) -> None:
         horovod.register(kind, TorchStateHandler)
 
 
-class TorchStateHandler:
-    """Handler of an optimizer in a ``TorchState``: ``save`` at a commit, ``restore`` to it, ``sync`` after a reset."""
+class Kept:
+    """Object of a ``TorchState`` with a copy of its ``state_dict()``, made at each commit."""
 
     def __init__(self, value: Any) -> None:
-        """Save ``value``, a wrapper, at once."""
+        """Save ``value`` at once."""
         self.value = value
         self.save()
 
     def set_value(self, value: Any) -> None:
-        """Replace the optimizer by another one, and save that."""
+        """Replace the object by another one, and save that."""
         self.value = value
         self.save()
 
     def save(self) -> None:
-        """Keep a copy, residuals included, in this process."""
+        """Keep a copy of the state in this process."""
         self._saved = copy.deepcopy(self.value.state_dict())
+
+
+class TorchStateHandler(Kept):
+    """Handler of an optimizer in a ``TorchState``: ``save`` at a commit, residuals included, ``restore`` to it, and
+    ``sync`` after a reset."""
 
     def restore(self) -> None:
         """Go back to the copy. The group has broken: nothing may be sent."""

@@ -154,7 +154,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training came to."""
+    """Result of a training: losses, traffic and processor time."""
 
     losses: list[float]  # on the rows for evaluation, at equal distances in steps; the last one is at the end
     bytes_per_step: float  # that leave a worker
@@ -165,7 +165,7 @@ def train(task: Task, options: Mapping[str, Any], workers: int, seed: int, steps
     """Train ranks in memory, and return the outcome.
 
     Args:
-        task: what is trained.
+        task: model, data and optimizer.
         options: of :class:`agmerge.DistributedOptimizer`; objects in it are copied for each rank.
         workers: number of ranks, which divides the batch.
         seed: of weights and batches.

@@ -18,7 +18,7 @@ from torch import Tensor
 from agmerge.errors import MessageError
 from agmerge.exchanges.base import ExchangeContext, InFlight, SegmentBuffers
 from agmerge.exchanges.dense import sum_in_rank_order
-from agmerge.exchanges.message.format import Flag, Format, RoundHeader
+from agmerge.exchanges.message.format import Flag, Format, RoundHeader, write_numbers
 from agmerge.exchanges.multi_round import MultiRoundExchange, Phases, State
 from agmerge.ops import Average
 from agmerge.tensors.layout import Slot, aligned
@@ -46,10 +46,10 @@ def table_of(gradients: Sequence[Parts]) -> list[int]:
     return table
 
 
-def written(gradients: Sequence[Parts], device: torch.device) -> Tensor:
-    """Return a message: uint8, 1-D, on ``device``."""
-    table = torch.tensor(table_of(gradients), dtype=torch.int64).view(torch.uint8).to(device)
-    rows = [table, *(part.reshape(-1).contiguous().view(torch.uint8) for parts in gradients for part in parts)]
+def written(gradients: Sequence[Parts], table: Sequence[int], device: torch.device) -> Tensor:
+    """Return a message: uint8, 1-D, on ``device``. ``table``: of these gradients."""
+    first = torch.tensor(table, dtype=torch.int64).view(torch.uint8).to(device)
+    rows = [first, *(part.reshape(-1).contiguous().view(torch.uint8) for parts in gradients for part in parts)]
     ends = [aligned(len(row), GRAIN) for row in rows]
     message = torch.zeros(sum(ends), dtype=torch.uint8, device=device)
     for row, room in zip(rows, torch.split(message, ends), strict=True):
@@ -131,17 +131,15 @@ class CustomExchange(MultiRoundExchange):
         if not control.flags & Flag.REPLAN:
             self._encode(loads, state)
         device = loads[0].work.device
-        own = torch.zeros(0, dtype=torch.uint8, device=device)
-        table = [] if state.error else table_of([each.parts for each in state.encoded])
-        if not state.error:
-            own = written([each.parts for each in state.encoded], device)
+        gradients = [] if state.error else [each.parts for each in state.encoded]
+        table = table_of(gradients)
+        own = written(gradients, table, device)
         numbers = [int(state.error is not None), len(own), 8 * len(table), zlib.crc32(repr(table).encode()) >> 1]
-        words = torch.tensor(numbers, dtype=torch.int32).to(device)
         header = 4 * layout.words
-        message = self.keep(("header", name), header + words.nbytes, torch.uint8, device)
+        message = self.keep(("header", name), header + 4 * len(numbers), torch.uint8, device)
         received = self.keep(("headers", name), self.comm.size * message.numel(), torch.uint8, device)
         layout.write_header(message, control, [0] * len(loads))
-        message[header:].copy_(words.view(torch.uint8))
+        write_numbers(numbers, message[header:].view(torch.int32))
         handle = self.comm.all_gather(received, message, name)
         elements = sum(load.segment.numel for load in loads)
         return self.schedule(

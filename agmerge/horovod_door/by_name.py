@@ -45,7 +45,7 @@ _number = 0  # of the last call without a name
 
 
 def add(kind: str, name: str | None, start: Callable[[], Any]) -> Waiting:
-    """Let a call wait, and return it. Raises ``ValueError`` where one of this kind and ``name`` waits already."""
+    """Add a call to those that wait, and return it. Raises ``ValueError`` if one of this kind and ``name`` waits."""
     global _number
     _number += name is None
     label = f"{kind}.noname.{_number:012d}" if name is None else f"{kind}.{name}"

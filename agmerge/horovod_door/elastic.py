@@ -21,7 +21,7 @@ import torch
 import agmerge
 from agmerge import NoAnswer
 from agmerge import NoAnswer as HorovodInternalError
-from agmerge.checkpoint.horovod_elastic import TorchStateHandler
+from agmerge.checkpoint.horovod_elastic import Kept, TorchStateHandler
 from agmerge.horovod_door import torch_names
 from agmerge.horovod_door.torch_names import init, shutdown
 from agmerge.runtime import workers
@@ -136,20 +136,8 @@ class ObjectState(State):
             ObjectState.restore(self)
 
 
-class StateHandler:
+class StateHandler(Kept):
     """Handler of one object of a :class:`TorchState`: a copy of its ``state_dict()``, made at each commit."""
-
-    def __init__(self, value: Any) -> None:
-        self.set_value(value)
-
-    def set_value(self, value: Any) -> None:
-        """Handle another object, and keep its state."""
-        self.value = value
-        self.save()
-
-    def save(self) -> None:
-        """Keep a copy of the state."""
-        self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
         """Return to the copy."""

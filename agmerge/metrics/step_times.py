@@ -142,18 +142,24 @@ class StepRecorder:
         An exchange that was not seen to have ended earlier has ended when it was received.
         """
         n, m = self._shape
-        slots = [number for event, number, _ in self._events if event is Event.READY]
-        marks, resumed = self._since(Event.READY), self._since(Event.RESUMED)
+        slots: list[int] = []
+        of: dict[Event, list[Any]] = {event: [] for event in Event}  # marks as they came
+        reached: list[list[Any]] = [[] for _ in range(m)]  # of merge buffers, five each
+        for event, number, mark in self._events:
+            if event is Event.REACHED:
+                reached[number].append(mark)
+                continue
+            of[event].append(mark)
+            if event is Event.READY:
+                slots.append(number)
+        marks, resumed, seen = (
+            self.clock.since(self._origin, of[event]) for event in (Event.READY, Event.RESUMED, Event.ARRIVED)
+        )
         ready, since = np.zeros(n), np.zeros(n)
         since[slots] = marks
         ready[slots] = np.cumsum(np.maximum(marks - np.concatenate([[0.0], resumed[:-1]]), 0.0))
-        columns = np.stack([self._since(Event.REACHED, buffer) for buffer in range(m)])
+        columns = self.clock.since(self._origin, [mark for marks in reached for mark in marks])
         complete, handed, waiting, received, written = columns.reshape(m, 5).T
-        arrived, seen = received.copy(), self._since(Event.ARRIVED)
+        arrived = received.copy()
         arrived[: len(seen)] = seen
         return StepTimes(ready, since, complete, handed, waiting, received, written, arrived)
-
-    def _since(self, event: Event, number: int | None = None) -> Seconds:
-        """Return the seconds from the origin to each ``event``, of one ``number`` or (None) of all, as they came."""
-        marks = [mark for one, of, mark in self._events if one is event and number in (None, of)]
-        return self.clock.since(self._origin, marks)

@@ -8,6 +8,7 @@ residuals are as they were, so a round can be discarded and repeated after a new
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from itertools import chain
 from typing import cast
 
 import torch
@@ -141,6 +142,12 @@ class MessagesUnderWay:
             self._note((Event.REACHED, buffer, self._now()))
         self.poll()
         return noises
+
+    def forget(self) -> None:
+        """Count the messages that nobody will receive, and let go of them and of the memory that they refer to."""
+        for _, in_flight in chain.from_iterable(self.sent):
+            if id(in_flight) in self._totals.under_way:
+                self._totals.arrived(in_flight)
 
     def _is_queued(self, buffer: int) -> bool:
         return id(self.sent[buffer][0][1]) in self._announced
@@ -300,6 +307,7 @@ class Round:
 
         Their tensors count as not exchanged in this round.
         """
+        self._under_way.forget()
         first = range(buffers)
         self._due = first if self._due is None else set(first).intersection(self._due)
         left_out = {slot.index for slot in self.slots(due=False)}
@@ -573,5 +581,6 @@ class Round:
     def undo(self) -> None:
         """Restore the compressor's state of before this attempt. Residuals are unchanged anyway."""
         self.let_go()
+        self._under_way.forget()
         self.buffers.flat.forget_owing()
         self.buffers.config.compression.compressor.load_state_dict(self._known)

@@ -58,7 +58,7 @@ def second_moment(optimizer: Any, parameter: Tensor) -> Tensor:
 
 
 def follow(departed: Departure, parameter: Tensor, at: slice, moved: Tensor, period: int, share: float = 1.0) -> None:
-    """Let the momentum of some elements follow their movement."""
+    """Move the momentum of some elements as these elements were moved."""
     momentum = departed.momentum(parameter, period, share)
     if momentum is not None:
         momentum.follow(at, moved.detach().clone())

@@ -61,6 +61,24 @@ def test_messages_leave_in_plan_order_as_soon_as_they_are_complete() -> None:
     assert agreed(testing.run(2, body)) == [0, 2, 2, 4]
 
 
+def test_messages_that_nobody_receives_are_counted_and_let_go() -> None:
+    """They refer to all flat memory, which must not outlive the attempt."""
+
+    def body(rank: int) -> tuple[int, int]:
+        buffers, tensors = opened(rank), drawn(rank, 1)
+        given_up = attempt(buffers)
+        for name in ("a", "b"):
+            given_up.add(buffers.slot_of[name], tensors[name])
+        assert len(given_up.totals.under_way) == 2
+        sent = given_up.totals.bytes_sent
+        given_up.undo()
+        assert not given_up.totals.under_way
+        return sent, given_up.totals.bytes_sent
+
+    before, after = agreed(testing.run(2, body))
+    assert before == after > 0
+
+
 @pytest.mark.parametrize("options", [{}, SPARSE], ids=["none", "topk"])
 def test_an_attempt_can_be_made_again_until_residuals_are_committed(options: dict[str, object]) -> None:
     def body(rank: int) -> tuple[str, str]:
