@@ -7,7 +7,7 @@ numpy or torch, with the same bits. AGMERGE_KERNEL=baseline, avx2 or avx512 (on 
 instruction set that the loops may use. ctypes releases the GIL during each call, so other threads run meanwhile.
 
 In order: the table of loops, the library, and functions that call the loops, by subject. Those of quantizers
-are called in `sparsifiers.quantising.loops`.
+are called in `sparsifiers.quantising.base`.
 """
 
 from __future__ import annotations

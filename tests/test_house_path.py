@@ -21,8 +21,8 @@ ROOT = Path(agmerge.__file__).parents[1]
 FOLDERS = tuple(f"{ROOT / package}/" for package in PACKAGES)
 TENSORS, STEPS = 2, 3
 # For each compressor, the most files and changes of file in the hook of the last tensor, whose message leaves. The rank
-# that arrives last at a collective of the in-memory group does its work, so changes vary by about three.
-LIMITS = {"topk": (20, 48), "eden-2": (16, 40), "none": (13, 31)}
+# that arrives last at a collective of the in-memory group does its work, so the other rank's way counts.
+LIMITS = {"topk": (20, 43), "eden-2": (15, 34), "none": (13, 26)}
 
 
 def model() -> torch.nn.Sequential:
@@ -31,7 +31,7 @@ def model() -> torch.nn.Sequential:
 
 
 def way_of_a_gradient(compression: str, options: dict[str, Any]) -> Way:
-    """Return what rank 0 calls in the last hook of the third step: it sends a message."""
+    """Return what a rank calls in the last hook of the third step, in which a message leaves."""
     copies = [seeded(model) for _ in range(2)]
 
     def body(rank: int) -> Way:
@@ -51,7 +51,7 @@ def way_of_a_gradient(compression: str, options: dict[str, Any]) -> Way:
             optimizer.step()
         return way
 
-    return testing.run(2, body)[0]
+    return min(testing.run(2, body), key=lambda way: (way.files, way.changes))
 
 
 @pytest.mark.parametrize("compression", LIMITS)

@@ -291,6 +291,7 @@ class Exchange(ABC):
     carries_dense: bool = True  # dense segments may share its messages
     mixes_classes: ClassVar[bool] = True  # a message may have segments of several tensor classes
     can_poll: bool = True  # `arrived` sees the end of a whole exchange
+    two_phase: ClassVar[bool] = False  # `advance` may start something
     pipelines_parts: ClassVar[bool] = False  # several messages of one merge buffer overlap in time
     queues: ClassVar[bool] = False  # a device can wait for its messages, and write their updates, without the host
     # `finish` writes over gradients: on a device, too, only when the headers have been read.

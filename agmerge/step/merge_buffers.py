@@ -194,7 +194,8 @@ class MergeBuffers:
         self.messages = messages_of(
             plan, self.layout, exchanges, self.across.size, ordered=self.config.sync.ordered
         )  # of each merge buffer
-        self.in_use = list(dict.fromkeys(message.exchange for message in chain.from_iterable(self.messages)))
+        in_use = dict.fromkeys(message.exchange for message in chain.from_iterable(self.messages))
+        self.two_phase = [exchange for exchange in in_use if exchange.two_phase]
         self.kernels = KernelBuffers(self.messages, self.config.compression.compressor)
         self.buffer_of = [index for index, count in enumerate(plan.counts) for _ in range(count)]
         self.presparsified = presparsified(self.messages, plan)

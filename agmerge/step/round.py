@@ -79,7 +79,7 @@ class MessagesUnderWay:
         while self._arrived < len(self.sent):
             for message, in_flight in self.sent[self._arrived]:
                 if not message.exchange.arrived(in_flight):
-                    for exchange in self._buffers.in_use:
+                    for exchange in self._buffers.two_phase:
                         exchange.advance()
                     return
             if self.sent[self._arrived] and self._sees_ends:
@@ -364,8 +364,8 @@ class Round:
             self._take(slot, gradient)
             return arena.move_to_update(slot, gradient)
         notes = self._notes.get(slot.index)
-        finite, held = arena.accumulate_and_move(slot, gradient, self._fused(slot), notes)
-        self._on_accumulated(slot, arena, gradient, finite)
+        held, is_bad = arena.accumulate_and_move(slot, gradient, self._fused(slot), notes, self.guard.inspect)
+        self._on_accumulated(slot, arena, gradient, is_bad=is_bad)
         return held
 
     def _accumulate(self, slot: Slot, gradient: torch.Tensor | Difference | None) -> None:
@@ -373,16 +373,15 @@ class Round:
         arena, alongside = self.buffers.flat.arena_of[slot.index], Alongside(notes=self._notes.get(slot.index))
         finite = arena.accumulate(slot, gradient, self._fused(slot), alongside)
         if gradient is not None:
-            self._on_accumulated(slot, arena, gradient, finite)
+            is_bad = not finite and self.guard.inspect(slot, arena.work_of(slot), finite)
+            self._on_accumulated(slot, arena, gradient, is_bad=is_bad)
 
-    def _on_accumulated(
-        self, slot: Slot, arena: Arena, gradient: torch.Tensor | Difference, finite: bool | None
-    ) -> None:
-        """Leave out a gradient that is not finite. ``finite``: whether it is; None: not checked.
+    def _on_accumulated(self, slot: Slot, arena: Arena, gradient: torch.Tensor | Difference, *, is_bad: bool) -> None:
+        """Leave out a gradient of which something is not finite, ``is_bad``.
 
         The round then comes to nothing; figures, sparsifiers and codecs must not see infinities.
         """
-        if not finite and self.guard.inspect(slot, arena.work_of(slot), finite):
+        if is_bad:
             arena.accumulate(slot, None, alongside=Alongside(notes=self._notes.get(slot.index)))
         elif self.buffers.budgets.energy is not None and slot.tensor_class.sparse:
             self.buffers.budgets.energy.add(slot, as_tensor(gradient))

@@ -239,6 +239,8 @@ def move_to_update(update: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor
 # add(work, update, residual, gradient, moves) writes work = residual + gradient, and returns whether that is finite; or
 # None, with nothing done. `update`: where the tensor's update will be, and where the gradient is copied if it `moves`.
 Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], "bool | None"]
+# inspect(slot, work, finite) returns whether work is known to be bad, of which an earlier check said `finite`.
+Inspect = Callable[[Slot, torch.Tensor, "bool | None"], bool]
 
 
 class Arena:
@@ -348,12 +350,16 @@ class Arena:
         return self.memory.compensate(work, residual, gradient, momentum, self._size, alongside)
 
     def accumulate_and_move(
-        self, slot: Slot, gradient: torch.Tensor, add: Add | None, notes: native.Noting | None
-    ) -> tuple[bool | None, torch.Tensor]:
-        """Do what :meth:`accumulate` and :meth:`move_to_update` do, in one pass if possible; return both results."""
+        self, slot: Slot, gradient: torch.Tensor, add: Add | None, notes: native.Noting | None, inspect: Inspect
+    ) -> tuple[torch.Tensor, bool]:
+        """Do what :meth:`accumulate` and :meth:`move_to_update` do, in one pass if possible, then inspect ``work``.
+
+        Returns what ``p.grad`` should be, and whether ``work`` is bad.
+        """
         copy = self.update_for(slot, gradient)
         finite = self.accumulate(slot, gradient, add, Alongside(copy, notes))
-        return finite, self.move_to_update(slot, gradient) if copy is None else copy
+        held = self.move_to_update(slot, gradient) if copy is None else copy
+        return held, not finite and inspect(slot, self.values.front_of[slot.index], finite)
 
     def update_for(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return where a gradient is copied while it is accumulated: its update's place; None: it is not copied."""

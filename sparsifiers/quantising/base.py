@@ -7,16 +7,18 @@ import functools
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsifiers import native
 from sparsifiers.base import Compressor, Kind
 from sparsifiers.gpu import records
 from sparsifiers.gpu.tables import BlockRun, BlockTable
-from sparsifiers.quantising import loops
 from sparsifiers.quantising.draws import Draws, key_within
 
 # Blocks, which share a scale: a pure function of the shape.
@@ -86,6 +88,9 @@ WRITTEN = (
     "encode",
     "decode_sum",
 )  # methods that compiled loops replace
+NO_LOOP, INT4, INT8 = 0, 5, 6  # numbers of quantizers in csrc/kernel_quantise.h; eden's are its bits
+Words = tuple[int, int]  # key and first block: `Draws`
+Record = tuple[int, int]  # number of a quantizer, and bytes of a block
 PART = 1024  # blocks that the host quantises at once: intermediate results stay in the cache
 
 
@@ -111,11 +116,11 @@ class Quantizer(Compressor):
         return self.memory != "none"
 
     def loops(self) -> int:
-        """Return its number in `sparsifiers.quantising.loops`: of compiled loops that write and read the same bits.
+        """Return the number of the compiled loops that write and read the same bits.
 
         They are not used by a subclass that writes one of `WRITTEN` itself.
         """
-        return loops.NONE
+        return NO_LOOP
 
     @abstractmethod
     def record_bytes(self, size: int) -> int:
@@ -166,7 +171,7 @@ class Quantizer(Compressor):
         to be equal on all ranks; not finite if one of the values is not.
         """
         record = self._record(size)
-        if loops.quantize(values, size, draws, out, squares, record):
+        if quantize_by_loop(values, size, draws, out, squares, record):
             return
         if not records.encode(values, size, draws, out, squares, record[0]):
             self._encode_in_torch(values, size, draws, out, squares)
@@ -175,7 +180,7 @@ class Quantizer(Compressor):
         self, values: Tensor, less: Tensor, size: int, draws: Draws, out: Tensor, squares: Tensor | None = None
     ) -> None:
         """Write all blocks of `values - less`, as :meth:`encode` does; both have one shape and dtype."""
-        if not loops.quantize(values, size, draws, out, squares, self._record(size), less):
+        if not quantize_by_loop(values, size, draws, out, squares, self._record(size), less):
             self.encode(values - less, size, draws, out, squares)
 
     def _encode_in_torch(self, values: Tensor, size: int, draws: Draws, out: Tensor, squares: Tensor | None) -> None:
@@ -198,7 +203,7 @@ class Quantizer(Compressor):
         out: 1-D, contiguous, as long as the values, of float32, bfloat16 or float16.
         """
         record = self._record(size)
-        if loops.add_quantized(messages, draws, size, scale, out, record):
+        if add_by_loop(messages, draws, size, scale, out, record):
             return
         if not records.decode_sum(messages, draws, size, scale, out, record[0]):
             self._decode_sum_in_torch(messages, draws, size, scale, out)
@@ -229,7 +234,7 @@ class Quantizer(Compressor):
         out: uint8, 1-D, of `second.record_bytes(size)` for each block.
         """
         by = self._record(size), second._record(size)
-        if loops.quantize_sum(messages, draws, size, scale, own, out, *by):
+        if quantize_sum_by_loop(messages, draws, size, scale, own, out, *by):
             return
         if not records.encode_sum(messages, draws, size, scale, own, out, by[0][0], by[1]):
             self._encode_sum_in_torch(messages, draws, size, scale, second, own, out)
@@ -337,13 +342,16 @@ class Quantizer(Compressor):
         """Return the records of a run, of each sender."""
         return list(rows[:, run.source : run.source + run.blocks * self.record_bytes(run.size)])
 
-    def _record(self, size: int) -> tuple[int, int]:
+    def _record(self, size: int) -> Record:
         """Return the number of the loops to use, and the bytes of a record."""
-        return self.loop_number(), self.record_bytes(size)
+        known: dict[int, Record] = vars(self).setdefault("_records", {})  # a subclass need not call a constructor
+        if size not in known:
+            known[size] = self.loop_number(), self.record_bytes(size)
+        return known[size]
 
     def loop_number(self) -> int:
         """Return the number of the loops to use."""
-        return self.loops() if _has_loops(type(self)) else loops.NONE
+        return self.loops() if _has_loops(type(self)) else NO_LOOP
 
     def _sum(self, rows: Sequence[Tensor], draws: Sequence[Draws], size: int, scale: float, part: slice) -> Tensor:
         """Return the scaled sum of the values in some records of all senders, `part`: float32[blocks, size]."""
@@ -379,6 +387,59 @@ def _blocks_of(values: Tensor, size: int) -> Tensor:
     missing = blocks_in(values.numel(), size) * size - values.numel()
     rows = pad(values, (0, missing)) if missing else values
     return rows.to(torch.float32, copy=True).view(-1, size)
+
+
+# Compiled loops: bytes and values have the bits that torch's operations above give. A function returns False, with
+# nothing done, if torch must do the work.
+
+
+def quantize_by_loop(
+    values: Tensor, size: int, draws: Words, out: Tensor, squares: Tensor | None, record: Record,
+    less: Tensor | None = None,
+) -> bool:  # fmt: skip
+    """Write all blocks of ``values - less``, as `Quantizer.encode` does; False: torch must."""
+    n, kind, (number, bytes_each) = values.numel(), native.KINDS.get(values.dtype), record
+    fits = number and n and out.numel() == -(-n // size) * bytes_each
+    fits = fits and (less is None or (kind == 0 and less.shape == values.shape))
+    return bool(fits) and native.QUANTIZE(values, less, n, kind, number, size, *draws, out, squares) is not None
+
+
+def add_by_loop(
+    messages: Sequence[Tensor], draws: Sequence[Words], size: int, scale: float, out: Tensor, record: Record
+) -> bool:
+    """Write ``scale`` times the sum of all messages' values, as `Quantizer.decode_sum` does; False: torch must."""
+    n, (number, bytes_each) = out.numel(), record
+    if not number or not n or not _are_records(messages, draws, -(-n // size) * bytes_each):
+        return False
+    given = _senders(messages, draws)
+    sizes = *map(native.address, given), len(messages), number, size, scale
+    return native.ADD_QUANTIZED(*sizes, out, n, native.KINDS.get(out.dtype)) is not None
+
+
+def quantize_sum_by_loop(
+    messages: Sequence[Tensor], draws: Sequence[Words], size: int, scale: float, own: Words, out: Tensor,
+    first: Record, second: Record,
+) -> bool:  # fmt: skip
+    """Write the sum of `add_quantized` by another quantizer, as `Quantizer.encode_sum` does; False: torch must."""
+    blocks, rest = divmod(out.numel(), second[1])
+    if not (first[0] and second[0] and blocks) or rest or not _are_records(messages, draws, blocks * first[1]):
+        return False
+    given = _senders(messages, draws)
+    sizes = *map(native.address, given), len(messages), first[0], size, scale
+    return native.QUANTIZE_SUM(*sizes, second[0], *own, out, blocks) is not None
+
+
+def _are_records(messages: Sequence[Tensor], draws: Sequence[Words], size: int) -> bool:
+    """Return whether there are messages, of ``size`` bytes each, that the loops can read, with draws for each."""
+    fits = [message.numel() == size and native.plain(message, dtype=torch.uint8) for message in messages]
+    return 0 < len(messages) == len(draws) and all(fits)
+
+
+def _senders(messages: Sequence[Tensor], draws: Sequence[Words]) -> tuple[NDArray[Any], ...]:
+    """Return addresses, keys and first blocks of the messages of all senders, 64 bits each."""
+    addresses = np.array([message.data_ptr() for message in messages], dtype=np.uint64)
+    keys, firsts = zip(*draws, strict=True)
+    return addresses, np.array(keys, dtype=np.uint64), np.array(firsts, dtype=np.int64)
 
 
 Quantiser = Quantizer  # the old spelling: scripts and pickles have it

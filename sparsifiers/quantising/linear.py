@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsifiers.quantising.base import Quantiser
+from sparsifiers.quantising.base import INT4, INT8, Quantiser
 from sparsifiers.quantising.draws import SCALE, Draws, as_scale, bounded, read_scale, steps_of, write_scale
-from sparsifiers.quantising.loops import INT4, INT8
 
 
 class Integers(Quantiser):

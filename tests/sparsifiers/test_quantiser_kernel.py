@@ -17,8 +17,13 @@ from torch import Tensor
 
 import sparsifiers
 from sparsifiers import native
-from sparsifiers.quantising import loops
-from sparsifiers.quantising.base import Quantiser, blocks_in
+from sparsifiers.quantising.base import (
+    Quantiser,
+    add_by_loop,
+    blocks_in,
+    quantize_by_loop,
+    quantize_sum_by_loop,
+)
 from sparsifiers.quantising.draws import Draws, key_of
 from sparsifiers.quantising.linear import Int8
 
@@ -258,17 +263,17 @@ def test_what_the_loops_cannot_read_is_torchs(level: int) -> None:
     values, out = torch.ones(300), torch.full((2 * made.record_bytes(256),), 0x5A, dtype=torch.uint8)
     given = (made.loops(), made.record_bytes(256))
     for wrong in (values.double(), torch.ones(600)[::2], values[:0], values[:200]):
-        assert not loops.quantize(wrong, 256, draws, out, None, given)
-    assert not loops.quantize(values, 256, draws, out, None, (0, given[1]))
-    assert not loops.quantize(values, 256, draws, out.repeat(2)[::2], None, given)
-    assert not loops.quantize(values, 256, draws, out, torch.zeros(1), given)
+        assert not quantize_by_loop(wrong, 256, draws, out, None, given)
+    assert not quantize_by_loop(values, 256, draws, out, None, (0, given[1]))
+    assert not quantize_by_loop(values, 256, draws, out.repeat(2)[::2], None, given)
+    assert not quantize_by_loop(values, 256, draws, out, torch.zeros(1), given)
     assert (out == 0x5A).all()
     for messages in ([], [out, out[:-1]], [out.float()]):
-        assert not loops.add_quantized(messages, [draws] * len(messages), 256, 1.0, values, given)
-    assert not loops.add_quantized([out], [draws] * 2, 256, 1.0, values, given)
-    assert not loops.add_quantized([out], [draws], 256, 1.0, values.double(), given)
-    assert not loops.quantize_sum([out], [draws], 256, 1.0, draws, out[:-1], given, given)
-    assert not loops.quantize_sum([out], [draws], 256, 1.0, draws, out, given, (0, given[1]))
+        assert not add_by_loop(messages, [draws] * len(messages), 256, 1.0, values, given)
+    assert not add_by_loop([out], [draws] * 2, 256, 1.0, values, given)
+    assert not add_by_loop([out], [draws], 256, 1.0, values.double(), given)
+    assert not quantize_sum_by_loop([out], [draws], 256, 1.0, draws, out[:-1], given, given)
+    assert not quantize_sum_by_loop([out], [draws], 256, 1.0, draws, out, given, (0, given[1]))
     assert (values == 1).all()
 
 

@@ -34,6 +34,8 @@ class TwoPhaseExchange(QuantisedExchange):
     NSDI 2024.
     """
 
+    two_phase = True
+
     def __init__(self, context: ExchangeContext) -> None:
         super().__init__(context, shards=context.ranks.comm.size)
         assert context.ranks.second is not None

@@ -202,7 +202,7 @@ def test_a_rank_with_other_random_words_is_found(size: int) -> None:
         exchange = made()
         stepped(exchange, drawn(rank, 0))
         if rank == 1:
-            for used in exchange.agreed.buffers.in_use:
+            for used in {message.exchange for messages in exchange.agreed.buffers.messages for message in messages}:
                 keyed = used._key
                 used._key = lambda *arguments, keyed=keyed: keyed(*arguments) ^ 1
         stepped(exchange, drawn(rank, 1))
