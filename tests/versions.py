@@ -25,7 +25,7 @@ TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "scikit-learn>
 # What touches torch in ways of its own: hooks, dtypes, optimizers, state, scalers, threads, modules, compiled loops.
 COVER = (
     "tests/agmerge/tensors/test_arena.py",
-    "tests/agmerge/engine/test_dear_modules.py",
+    "tests/agmerge/script/test_module_hooks.py",
     "tests/agmerge/optimizer/test_hybrid.py",
     "tests/agmerge/engine/test_optimizer_accumulation.py",
     "tests/agmerge/optimizer/test_optimizer_awkward.py",

@@ -19,8 +19,8 @@ from agmerge.checkpoint import rank_state
 from agmerge.checkpoint.dcp import gather_parts, packed, unpacked
 from agmerge.checkpoint.redistribute import displaced, displacements, redistribute
 from agmerge.engine.optimizer_group import load_state
+from agmerge.engine.optimizer_wrapper import AnyReducer
 from agmerge.engine.participation import RETRIED
-from agmerge.engine.reducers import AnyReducer
 from agmerge.errors import AGMergeError, NoAnswer
 from agmerge.ops import Sum
 from agmerge.runtime import tensor_stream, workers

@@ -13,7 +13,7 @@ import torch
 import merging
 from agmerge.checkpoint.redistribute import displaced, displacements, redistribute
 from agmerge.engine.optimizer_group import SECTIONS, marked, unmark
-from agmerge.engine.reducers import AnyReducer
+from agmerge.engine.optimizer_wrapper import AnyReducer
 from agmerge.exchanges.low_rank import bases
 from agmerge.exchanges.node_shards import shard_shape
 from agmerge.runtime import workers

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from agmerge.engine.shared_parameters import place
 from agmerge.ops import ReduceOp
 from agmerge.step.agreed_state import weight_factor
 from agmerge.step.config import APPLY
+from agmerge.updates.shared_parameters import place
 
 Section = dict[str, Any]  # a rank's section of a state_dict()
 
@@ -51,7 +51,7 @@ def displacements(updates: Mapping[str, Any], residuals: Mapping[str, torch.Tens
     """Return the differences between a rank's expected and own parameters, by name; ``residuals`` are not included.
 
     The debt of the rank to all ranks counts as its own. ``updates``: a result of
-    :meth:`agmerge.engine.local_replica.LocalReplica.saved`.
+    :meth:`agmerge.updates.local_replica.LocalReplica.saved`.
     """
     shown = residuals if updates["carry"] == APPLY else {}
     moved = {

@@ -15,9 +15,6 @@ from typing import Any, Literal
 import torch
 
 from agmerge.backends import status
-from agmerge.engine import seen_steps
-from agmerge.engine.averaged_steps import AveragedModel, AveragedSteps
-from agmerge.engine.clipping_watch import ClippingWatch
 from agmerge.engine.grad_hooks import refuse_owned
 from agmerge.engine.grad_scaler import LossScale
 from agmerge.engine.participation import Participation, SyncedReplica, open_exchange
@@ -26,6 +23,9 @@ from agmerge.errors import IN_BACKWARD, AGMergeError, NonFiniteError, warn
 from agmerge.exchanges.message.format import Flag
 from agmerge.ops import Average
 from agmerge.planning.replanner import Replanner
+from agmerge.script import seen_steps
+from agmerge.script.averaged_steps import AveragedModel, AveragedSteps
+from agmerge.script.clipping_watch import ClippingWatch
 from agmerge.step.config import Config
 from agmerge.step.gradient_exchange import Combined, GradientExchange
 from agmerge.tensors.arena import MOMENTA

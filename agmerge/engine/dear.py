@@ -22,8 +22,6 @@ import torch
 from torch.optim import optimizer as optimizers
 
 import merging
-from agmerge.engine import seen_steps
-from agmerge.engine.dear_modules import ModuleHooks, Parameters, check_readers
 from agmerge.engine.grad_scaler import gathered_of
 from agmerge.engine.reducer import Reducer, check_attachable
 from agmerge.errors import AGMergeError
@@ -34,6 +32,8 @@ from agmerge.metrics.step_times import Clock, Seconds
 from agmerge.planning.cost_probe import MeasuredCosts, gather_seconds
 from agmerge.planning.measuring import Look, Measurer, SeenMessages
 from agmerge.planning.replanner import Replanner
+from agmerge.script import seen_steps
+from agmerge.script.module_hooks import ModuleHooks, Parameters, check_readers
 from agmerge.step.agreed_state import Plans
 from agmerge.step.config import Config
 from agmerge.step.gradient_exchange import Combined
@@ -289,6 +289,15 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
             f"merging='dear' is not supported with step hooks of {type(optimizer).__name__}, which would run once per "
             "module. Remove the hooks, or use another merging."
         )
+
+
+def admit_group(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Remove the optimizer's last group again, with ``ValueError``, if ``model`` does not contain it."""
+    try:
+        check_readers(model, optimizer)
+    except ValueError:
+        optimizer.param_groups.pop()
+        raise
 
 
 def _snapshot(group: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import clip_grad_norm_
 
-from agmerge.engine.reducers import AnyReducer
+from agmerge.engine.optimizer_wrapper import AnyReducer
 from agmerge.tensors.parameters import is_dtensor
 
 

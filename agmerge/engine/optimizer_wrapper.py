@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrapper of an optimizer by composition, which keeps all that is its own; and methods that wrappers have beside it."""
+"""Wrapper of an optimizer by composition, which keeps all that is its own.
+
+Beside it the choice of its reducer, methods that all wrappers have, and refusals of what cannot be wrapped.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,37 @@ from typing import Any
 
 import torch
 
-from agmerge.engine.reducers import AnyReducer
+from agmerge.engine.bucket_reducer import BucketReducer
+from agmerge.engine.dear import DearReducer
+from agmerge.engine.reducer import Reducer
+from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.options import defaults
 from agmerge.options.resolve import prepare_change
 from agmerge.options.typed import Options
-from agmerge.step.treatments import check_patterns
-from agmerge.tensors.parameters import optimizers_of
+from agmerge.script.module_hooks import check_readers
+from agmerge.step.config import Config, check_patterns
+from agmerge.tensors.parameters import ParameterTable, optimizers_of
+
+# Choice of the reducer.
+
+AnyReducer = Reducer | BucketReducer | UpdateReducer
+
+
+def reducer_for(optimizer: torch.optim.Optimizer, named: Any, config: Config) -> Reducer | UpdateReducer:
+    """Return the reducer that ``config`` asks for. Without ``named`` parameters, DeAR's have the names of its model."""
+    if config.sync.updates is not None:
+        return UpdateReducer(ParameterTable(optimizer, named), config)
+    if config.sync.model is None:
+        return Reducer(ParameterTable(optimizer, named), config)
+    if len(optimizers_of(optimizer)) > 1:
+        raise ValueError(
+            f"merging='dear' is not supported with several optimizers ({type(optimizer).__name__}), because it steps "
+            "a few parameters at a time. Use another merging."
+        )
+    check_readers(config.sync.model, optimizer)
+    named = config.sync.model.named_parameters() if named is None else named
+    return DearReducer(ParameterTable(optimizer, named), config)
+
 
 # Methods of all that exchanges for a script: of wrappers, and of models in DistributedDataParallel.
 

@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from agmerge.backends import Backend, status, torch_objects
+from agmerge.backends import Backend, status
 from agmerge.backends.handshake import gather_bytes, ranks_of
 from agmerge.errors import (
     BETWEEN,
-    DISTRIBUTED_DATA_PARALLEL,
     OTHER_SHARDS,
     AGMergeError,
     DivergenceError,
@@ -31,11 +30,10 @@ from agmerge.runtime import process_sets, workers
 from agmerge.runtime.broadcast import broadcast_optimizer_state, broadcast_parameters, plain_state
 from agmerge.runtime.process_sets import agree
 from agmerge.step.agreed_state import OnAgreement, Plans, TensorTable
-from agmerge.step.config import AUTO, SPARSE, Config
+from agmerge.step.config import AUTO, SPARSE, Config, check_patterns
 from agmerge.step.gradient_exchange import Combined, Due, GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.round import GradientOf
-from agmerge.step.treatments import check_patterns
 from agmerge.tensors.parameters import ParameterTable, fingerprints, local_of
 from agmerge.version import __version__
 from sparsifiers import Kind
@@ -261,13 +259,6 @@ def weakly(method: OnAgreement) -> OnAgreement:
         return None if living is None else living(buffers, times)
 
     return called
-
-
-def check_not_averaged(members: ParameterTable) -> None:
-    """Raise ``ValueError`` where DistributedDataParallel averages the gradients of ``members`` as well."""
-    averaged = torch_objects.averaged(members.name_all())
-    if averaged:
-        raise ValueError(DISTRIBUTED_DATA_PARALLEL.format(name=averaged))
 
 
 class Participation:

@@ -14,14 +14,11 @@ import torch
 from agmerge.backends import status
 from agmerge.backends.handshake import gather_bytes
 from agmerge.engine import participation
-from agmerge.engine.averaged_steps import AveragedTwice
-from agmerge.engine.clipping_watch import ClippingWatch
 from agmerge.engine.grad_hooks import BackwardPasses, GradientHooks, GradientListener
 from agmerge.engine.grad_scaler import DenseTable, GatheredGradients, gathered_of, takes_sparse_alone
 from agmerge.engine.participation import (
     Participation,
     SyncedReplica,
-    check_not_averaged,
     level_replicas,
     open_exchange,
     weakly,
@@ -42,6 +39,8 @@ from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.planning.replanner import Replanner
 from agmerge.runtime import workers
+from agmerge.script.averaged_steps import AveragedTwice, check_not_averaged
+from agmerge.script.clipping_watch import ClippingWatch
 from agmerge.step.agreed_state import Plans
 from agmerge.step.config import Config
 from agmerge.step.gradient_exchange import Combined, GradientExchange

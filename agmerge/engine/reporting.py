@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import merging
-from agmerge.engine.reducers import AnyReducer
+from agmerge.engine.optimizer_wrapper import AnyReducer
 from agmerge.errors import AGMergeError
 from agmerge.metrics.chrome_trace import Trace, path_of
 from agmerge.metrics.step_times import StepTimes

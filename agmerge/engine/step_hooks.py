@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from agmerge.engine.local_replica import OwnStep, not_finite, unscale
-from agmerge.engine.seen_steps import after_closure
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import AGMergeError
 from agmerge.ops import Average
+from agmerge.options.momentum import check_dampening, rate, rates
+from agmerge.script.seen_steps import after_closure
 from agmerge.step.gradient_exchange import GradientExchange
-from agmerge.step.momentum import check_dampening, rate, rates
 from agmerge.tensors.parameters import ParameterTable, local_of, optimizers_of
+from agmerge.updates.local_replica import OwnStep, not_finite, unscale
 
 # Nested calls of a step, of which the outermost counts, so that later actions happen once.
 #

@@ -26,21 +26,21 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from agmerge.backends import status
-from agmerge.engine.averaged_steps import AveragedTwice
-from agmerge.engine.local_replica import DeltaTable, LocalReplica, OwnStep, own_step
-from agmerge.engine.mean_moments import MeanMoments
-from agmerge.engine.participation import Participation, check_not_averaged, open_exchange
-from agmerge.engine.plain_clipping import PlainClipping
-from agmerge.engine.sharded_steps import ShardedSteps
+from agmerge.engine.participation import Participation, open_exchange
 from agmerge.exchanges.message.format import Flag
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.planning.replanner import Replanner
 from agmerge.runtime import workers
+from agmerge.script.averaged_steps import AveragedTwice, check_not_averaged
+from agmerge.script.plain_clipping import PlainClipping
+from agmerge.script.sharded_steps import ShardedSteps
 from agmerge.step.config import Config, Updates, planner_for
 from agmerge.step.gradient_exchange import Combined, Due, GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.tensors.arena import Difference
 from agmerge.tensors.parameters import ParameterTable
+from agmerge.updates.local_replica import DeltaTable, LocalReplica, OwnStep, own_step
+from agmerge.updates.mean_moments import MeanMoments
 
 
 class UpdateReducer:

@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 from agmerge.checkpoint import rank_state, torch_helpers
 from agmerge.engine import participation
-from agmerge.engine.averaged_steps import AveragedModel
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.grad_scaler import LossScale, check_dtypes, refuse_unknown
 from agmerge.engine.gradient_clipping import ClippingMixin
@@ -38,6 +37,7 @@ from agmerge.integrations.ddp_refusals import checked_model, checked_options
 from agmerge.options import defaults
 from agmerge.options.resolve import prepare, with_momentum_of
 from agmerge.options.typed import DDPOptions, Options
+from agmerge.script.averaged_steps import AveragedModel
 from agmerge.step.config import UPDATES, Config
 from agmerge.tensors.parameters import ParameterTable, optimizers_of
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from agmerge.checkpoint.rank_state import KINDS, LOST
-from agmerge.engine.reducers import AnyReducer
+from agmerge.engine.optimizer_wrapper import AnyReducer
 from agmerge.errors import warn
 
 NOT_SAVED = (

@@ -9,8 +9,8 @@
 May import checkpoint/, engine/ and below.
 """
 
-from agmerge.engine.outer_steps import Nesterov
 from agmerge.optimizer.distributed import DistributedOptimizer
 from agmerge.optimizer.local import LocalOptimizer, LocalSync
+from agmerge.updates.outer_steps import Nesterov
 
 __all__ = ["DistributedOptimizer", "LocalOptimizer", "LocalSync", "Nesterov"]

@@ -13,12 +13,11 @@ from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
 
 from agmerge.checkpoint import horovod_elastic, rank_state, torch_helpers
-from agmerge.engine import dear_modules, grad_scaler, reducer
+from agmerge.engine import dear, grad_scaler, reducer
 from agmerge.engine.gradient_clipping import ClippingMixin
 from agmerge.engine.optimizer_group import OneOrSeveral, inner_of
-from agmerge.engine.optimizer_wrapper import OptimizerWrapper, SharingMixin, SwappingMixin
+from agmerge.engine.optimizer_wrapper import OptimizerWrapper, SharingMixin, SwappingMixin, reducer_for
 from agmerge.engine.reducer import Reducer
-from agmerge.engine.reducers import reducer_for
 from agmerge.engine.reporting import ReportingMixin
 from agmerge.engine.update_reducer import UpdateReducer
 from agmerge.errors import AGMergeError
@@ -350,7 +349,7 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         self._inner.add_param_group(param_group)
         model = self._reducer.exchange.agreed.config.sync.model
         if model is not None:
-            dear_modules.admit_group(model, self._inner)
+            dear.admit_group(model, self._inner)
 
     # -- a step ---------------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from agmerge.checkpoint import rank_state
 from agmerge.engine.gradient_clipping import ClippingMixin
 from agmerge.engine.optimizer_group import OneOrSeveral, as_state, check_state, inner_of, load_state
 from agmerge.engine.optimizer_wrapper import OptimizerHolder, SharingMixin
-from agmerge.engine.outer_steps import ScriptsOuter
 from agmerge.engine.reporting import ReportingMixin
 from agmerge.engine.step_hooks import follow
 from agmerge.engine.update_reducer import UpdateReducer
@@ -28,6 +27,7 @@ from agmerge.options.resolve import prepare
 from agmerge.options.typed import LocalOptions, Options, SyncOptions, Wire
 from agmerge.runtime import workers
 from agmerge.tensors.parameters import ParameterTable
+from agmerge.updates.outer_steps import ScriptsOuter
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -18,10 +18,10 @@ import sparsifiers
 from agmerge.backends import timeouts
 from agmerge.errors import warn
 from agmerge.exchanges.table import EXCHANGES
+from agmerge.options import momentum
 from agmerge.options.meaning import has_codecs, selecting
 from agmerge.options.typed import Options
 from agmerge.runtime import workers
-from agmerge.step import momentum
 from agmerge.step.config import APPLY, AUTO, SPARSE, TWO_LEVEL, UPDATES
 from agmerge.step.density_policy import DENSITY
 from agmerge.tensors.nonfinite import RAISE, SKIP

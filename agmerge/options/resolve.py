@@ -19,7 +19,7 @@ from agmerge.exchanges.low_rank.exchange import WIRES as LOW_RANK_WIRES
 from agmerge.exchanges.message import VALUES
 from agmerge.exchanges.table import EXCHANGES
 from agmerge.ops import Average, ReduceOp
-from agmerge.options import compressors, defaults, published
+from agmerge.options import compressors, defaults, momentum, published
 from agmerge.options.compressors import (
     check_custom,
     check_dear,
@@ -36,7 +36,6 @@ from agmerge.options.defaults import default_density, density_of, nonfinite_of, 
 from agmerge.options.meaning import check_meaning
 from agmerge.options.typed import Options, check_choice, is_number, is_whole
 from agmerge.runtime import process_sets, workers
-from agmerge.step import momentum
 from agmerge.step.config import (
     APPLY,
     CARRIES,
@@ -465,7 +464,7 @@ def with_momentum_of(config: Config, optimizer: torch.optim.Optimizer | None, gr
     """Return ``config`` with the momentum of this optimizer's groups, where its memory applies that.
 
     ``optimizer``: None: it is not known. ``groups``: those that the optimizer is about to load; None:
-    its own. Raises as :func:`agmerge.step.momentum.rates` does.
+    its own. Raises as :func:`agmerge.options.momentum.rates` does.
     """
     return config.changed(rates=momentum.rates(optimizer, config.compression.memory, groups))
 

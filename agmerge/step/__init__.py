@@ -8,8 +8,7 @@
 * ``flat_buffers``: where gradients, residuals and updates lie.
 * ``group``: communicators, clocks and side streams. ``kept_results``: what survivors of a lost worker settle by.
 * ``gradient_norm``: of the combined gradient. ``plan_status``: planning for reports, and its one line.
-* ``config``: the options of a step; ``treatments``: of each parameter, ``density_policy``: how much is sent of it,
-  ``momentum``: which a memory applies.
+* ``config``: the options of a step, and the treatment of each parameter; ``density_policy``: how much is sent of it.
 
 A user of this room makes a ``Config``, or has ``options/`` make it. May import exchanges/, runtime/, metrics/,
 tensors/, backends/ and below.

@@ -21,13 +21,12 @@ from agmerge.metrics.chrome_trace import Trace
 from agmerge.metrics.running_times import RunningStepTimes
 from agmerge.metrics.totals import Totals
 from agmerge.ops import Average, ReduceOp
-from agmerge.step.config import AUTO, FASTEST, Config
+from agmerge.step.config import AUTO, FASTEST, Config, assign_classes, check_parameter, with_cutoff_for
 from agmerge.step.density_policy import DenseCutoff
 from agmerge.step.flat_buffers import State
 from agmerge.step.group import Group, Note
 from agmerge.step.merge_buffers import MergeBuffers
 from agmerge.step.plan_status import Announcer, PlanStatus
-from agmerge.step.treatments import assign_classes, check_parameter, with_cutoff_for
 from agmerge.tensors.layout import Slot
 from agmerge.tensors.parameters import ParameterInfo, check_spread_alike
 from sparsifiers import Kind, Sparsifier

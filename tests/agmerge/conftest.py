@@ -8,8 +8,8 @@ import math
 import pytest
 
 from agmerge.backends import local
-from agmerge.engine import script_access
 from agmerge.planning import cost_probe, plan_trial
+from agmerge.script import parameter_access
 
 
 @pytest.fixture(autouse=True)
@@ -35,4 +35,4 @@ def probes_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for reads of a script although other tests of this process have compiled, after which none are seen."""
-    monkeypatch.setattr(script_access, "_compiles", lambda: False)
+    monkeypatch.setattr(parameter_access, "_compiles", lambda: False)

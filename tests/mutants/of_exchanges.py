@@ -12,7 +12,7 @@ DEVICE_ROUNDS = "tests/agmerge/device/test_device_rounds.py"
 EXCHANGES = "tests/agmerge/exchanges/test_exchanges.py"
 ERRORS = "tests/agmerge/exchanges/test_exchange_errors.py"
 ROUTING = "tests/agmerge/exchanges/test_routing.py"
-FEW_BITS = "tests/agmerge/engine/test_updates_in_few_bits.py"
+FEW_BITS = "tests/agmerge/updates/test_updates_in_few_bits.py"
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what owners owe is forgotten",

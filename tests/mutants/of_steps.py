@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of agmerge/tensors/, agmerge/step/ and agmerge/engine/."""
+"""Mutants of tensors/, step/, script/, updates/ and engine/ of agmerge."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ UNUSED = "tests/agmerge/optimizer/test_optimizer_unused.py"
 MEMBERS = "tests/agmerge/engine/test_optimizer_members.py"
 STEP = "tests/agmerge/step/test_gradient_exchange.py"
 SETTLING = "tests/agmerge/step/test_settling.py"
-SCRIPTS_OUTER = "tests/agmerge/engine/test_scripts_outer.py"
+SCRIPTS_OUTER = "tests/agmerge/updates/test_scripts_outer.py"
 OUTERMOST = "tests/agmerge/engine/test_outermost_step.py"
-OWN_STEP = "tests/agmerge/engine/test_own_step.py"
-SCALED_DOWN = "tests/agmerge/engine/test_scaled_down.py"
-MOMENTS = "tests/agmerge/engine/test_moments.py"
-SCALES = "tests/agmerge/engine/test_moment_scales.py"
-CHANGES = "tests/agmerge/engine/test_updates_changes.py"
+OWN_STEP = "tests/agmerge/updates/test_own_step.py"
+SCALED_DOWN = "tests/agmerge/script/test_scaled_down.py"
+MOMENTS = "tests/agmerge/updates/test_moments.py"
+SCALES = "tests/agmerge/updates/test_moment_scales.py"
+CHANGES = "tests/agmerge/updates/test_updates_changes.py"
 OF_DEVICE = "tests/agmerge/device/test_device_moments.py"
 TOLERANCE = "tests/agmerge/optimizer/test_tolerance.py"
 MUTANTS: tuple[Mutant, ...] = (
@@ -240,7 +240,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a script's parameters keep the shared values",
-        "agmerge/engine/outer_steps.py",
+        "agmerge/updates/outer_steps.py",
         "                parameter.data, parameter.grad = data, gradient",
         "                parameter.grad = gradient",
         (f"{SCRIPTS_OUTER}::test_parameters_and_gradients_are_the_scripts_again_behind_it",),
@@ -254,70 +254,70 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an optimizer steps with infinities",
-        "agmerge/engine/local_replica.py",
+        "agmerge/updates/local_replica.py",
         "    if bad:\n        return OwnStep(loss",
         "    if False:\n        return OwnStep(loss",
         (OWN_STEP,),
     ),
     Mutant(
         "few elements have a common factor",
-        "agmerge/engine/clipping_watch.py",
+        "agmerge/script/clipping_watch.py",
         "    if int(then.count_nonzero()) < LEAST:",
         "    if False:",
         (SCALED_DOWN,),
     ),
     Mutant(
         "roundings of a loss scale are a change",
-        "agmerge/engine/clipping_watch.py",
+        "agmerge/script/clipping_watch.py",
         "relative = 2 * max(of_dtype.eps, EXACT) * abs(factor)",
         "relative = 0.0",
         (SCALED_DOWN,),
     ),
     Mutant(
         "a moment in the worker's own scale is scaled in every step",
-        "agmerge/engine/moments.py",
+        "agmerge/updates/moments.py",
         "                    self._own.discard(parameter)",
         "                    pass",
         (f"{MOMENTS}::test_a_parameter_that_comes_later_is_scaled_once",),
     ),
     Mutant(
         "more is subtracted from a second moment than the optimizer adds",
-        "agmerge/engine/moments.py",
+        "agmerge/updates/moments.py",
         "                of_mean = max(of_mean, 1 - kept)",
         "                pass",
         (f"{MOMENTS}::test_no_second_moment_becomes_negative_where_numbers_underflow",),
     ),
     Mutant(
         "the decay of an optimizer that maximizes is added",
-        "agmerge/engine/moments.py",
+        "agmerge/updates/moments.py",
         'return -decay if group.get("maximize") else decay',
         "return decay",
         (f"{MOMENTS}::test_second_moments_count_the_share_of_the_mean",),
     ),
     Mutant(
         "a momentum counted twice is followed in full",
-        "agmerge/engine/moments.py",
+        "agmerge/updates/moments.py",
         "return ALMOST_HALF if overlap >= period else 1.0",
         "return 1.0",
         (f"{MOMENTS}::test_workers_stray_less_when_momenta_follow",),
     ),
     Mutant(
         "steps on a device since the departure are not counted",
-        "agmerge/engine/moments.py",
+        "agmerge/updates/moments.py",
         "return steps + self._steps() - self._left_at",
         "return steps",
         (f"{OF_DEVICE}::test_a_momentum_that_follows",),
     ),
     Mutant(
         "workers without a gradient count as zeros",
-        "agmerge/engine/moment_scales.py",
+        "agmerge/updates/moment_scales.py",
         "self._sums(samples.square()) / share.square()",
         "self._sums(samples.square())",
         (f"{SCALES}::test_ratios_are_those_of_moving_averages_by_hand",),
     ),
     Mutant(
         "an overflow counts",
-        "agmerge/engine/moment_scales.py",
+        "agmerge/updates/moment_scales.py",
         "        out.copy_(torch.where(squares.sum().isfinite(), out, 0.0))",
         "        pass",
         (f"{SCALES}::test_an_overflow_does_not_count",),

@@ -11,8 +11,8 @@ from pretend.device import Device
 from pretend.tensors import PLACE, put
 from torch import Tensor, nn
 
-from agmerge.engine.moment_scales import MomentScales
-from agmerge.engine.moments import OptimizerMoments
+from agmerge.updates.moment_scales import MomentScales
+from agmerge.updates.moments import OptimizerMoments
 
 NUMELS = {"a": 5000, "b": 40, "c": 0}
 

@@ -14,11 +14,11 @@ from torch import nn
 import agmerge
 import merging
 from agmerge import testing
-from agmerge.engine.averaged_steps import AveragedModel
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.grad_scaler import LossScale
 from agmerge.options.resolve import resolve, with_momentum_of
 from agmerge.options.typed import Options
+from agmerge.script.averaged_steps import AveragedModel
 from agmerge.tensors.parameters import ParameterTable
 
 MODEL = seeded(mlp)

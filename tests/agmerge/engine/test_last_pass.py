@@ -16,10 +16,10 @@ from torch import nn
 
 import agmerge
 from agmerge.engine import bucket_reducer
-from agmerge.engine.averaged_steps import AveragedModel
 from agmerge.engine.bucket_reducer import BucketReducer
 from agmerge.engine.optimizer_group import followed
 from agmerge.engine.step_hooks import withhold
+from agmerge.script.averaged_steps import AveragedModel
 
 MODEL = seeded(mlp)
 TOPK: dict[str, Any] = {"compression": "topk"}

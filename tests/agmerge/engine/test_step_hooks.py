@@ -17,9 +17,9 @@ from torch import nn
 import agmerge
 from agmerge.engine.step_hooks import follow, withhold
 from agmerge.engine.update_reducer import UpdateReducer
+from agmerge.options import momentum
 from agmerge.options.resolve import resolve
 from agmerge.options.typed import Options
-from agmerge.step import momentum
 from agmerge.tensors.parameters import ParameterTable
 
 MODEL = seeded(mlp)

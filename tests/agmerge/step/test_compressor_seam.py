@@ -14,8 +14,8 @@ from torch import nn
 import agmerge
 from agmerge import testing
 from agmerge.options.compressors import Cast
+from agmerge.step.config import assign_classes
 from agmerge.step.gradient_exchange import GradientExchange
-from agmerge.step.treatments import assign_classes
 from sparsifiers import Compressor, Kind
 
 SHAPES = {"a": (48, 32), "b": (7,)}

@@ -16,7 +16,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from agmerge.backends import torch_objects
 from agmerge.engine.grad_hooks import HandedOver
-from agmerge.engine.local_replica import DeltaTable
 from agmerge.runtime.process_sets import by_ranks, parse_process_set
 from agmerge.tensors.parameters import (
     Gradients,
@@ -29,6 +28,7 @@ from agmerge.tensors.parameters import (
     shard_of,
     why_not_exchangeable,
 )
+from agmerge.updates.local_replica import DeltaTable
 
 
 @pytest.fixture(scope="module")

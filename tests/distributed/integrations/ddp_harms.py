@@ -14,8 +14,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import agmerge
-from agmerge.engine import sharded_steps
 from agmerge.integrations import ddp
+from agmerge.script import sharded_steps
 
 COMMON: dict[str, Any] = {"exchange": "sparse", "merging": "threshold", "density": 0.05}
 

@@ -17,8 +17,8 @@ from support.updates import updating
 from torch import nn
 
 import agmerge
-from agmerge.engine.sharded_steps import LOOKS
 from agmerge.runtime.collectives import operation
+from agmerge.script.sharded_steps import LOOKS
 
 MODEL = seeded(mlp)
 Inner = Callable[[Any], torch.optim.Optimizer]

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from agmerge.engine.participation import check_not_averaged
-from agmerge.engine.script_access import ScriptAccess, watch_straying
-from agmerge.engine.shared_parameters import SharedParameters, UnsentInParameters, UnsentInResidual, wide
 from agmerge.errors import AGMergeError, NonFiniteError, and_more
+from agmerge.script.averaged_steps import check_not_averaged
+from agmerge.script.parameter_access import ScriptAccess, watch_straying
 from agmerge.step.config import APPLY, HOLD, Config, Updates
 from agmerge.step.gradient_exchange import MOST_IN_A_ROW, GradientExchange
 from agmerge.tensors.nonfinite import RAISE, is_finite
 from agmerge.tensors.parameters import ParameterInfo, ParameterTable, is_dtensor, local_of
+from agmerge.updates.shared_parameters import SharedParameters, UnsentInParameters, UnsentInResidual, wide
 from sparsifiers.memories import Memory, Residual
 
 # Step an optimizer with this worker's own gradients, unless one of them is infinite or NaN.

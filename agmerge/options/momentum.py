@@ -20,7 +20,7 @@ Groups = Sequence[Mapping[str, Any]]
 UNKNOWN = "{what}. Pass optimizer=, the optimizer that steps."
 
 
-class Rates:
+class GroupRates:
     """Momentum of ``optimizer``'s groups, for a memory that applies it in the optimizer's place."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -66,7 +66,7 @@ def applies(optimizer: torch.optim.Optimizer, groups: Groups | None = None) -> b
 
 def rates(
     optimizer: torch.optim.Optimizer | None, memory: sparsifiers.Memory, groups: Groups | None = None
-) -> Rates | None:
+) -> GroupRates | None:
     """Return the groups' momentum, which ``memory`` follows; None: it has its own, or none.
 
     Raises ``ValueError`` where both would apply one, or a memory cannot apply the groups'. ``groups``: those of
@@ -102,7 +102,7 @@ def rates(
     check_dampening(groups)
     if memory.options().get("nesterov") and not all(groups[number].get("nesterov") for number in moving):
         raise ValueError(f"{both}, without nesterov. Set it in one place, SGD(nesterov=True).")
-    return Rates(optimizer)
+    return GroupRates(optimizer)
 
 
 def _is_sgd(optimizer: torch.optim.Optimizer) -> bool:

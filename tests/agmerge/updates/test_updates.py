@@ -22,11 +22,11 @@ from torch import nn
 import agmerge
 import sparsifiers
 from agmerge.backends import topology
-from agmerge.engine.shared_parameters import pieces_by_name
 from agmerge.options.meaning import check_meaning
 from agmerge.options.resolve import resolve
 from agmerge.options.typed import Options
 from agmerge.step.gradient_exchange import Combined
+from agmerge.updates.shared_parameters import pieces_by_name
 
 MODEL = seeded(mlp)
 STEPS = 7

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from agmerge.engine.clipping_watch import LOOKS, WHOLE, Place, common_factor, norms_of, place_of
 from agmerge.errors import warn
+from agmerge.script.clipping_watch import LOOKS, WHOLE, Place, common_factor, norms_of, place_of
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.tensors.parameters import ParameterTable, is_dtensor
 

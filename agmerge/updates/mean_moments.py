@@ -2,8 +2,8 @@
 """Moments of a worker's optimizers that are kept in the scale of the mean gradient and follow the mean of all workers.
 
 A worker that steps by itself has the noise of its own gradient in both moments of Adam. The averaged updates say how
-the mean differs, see :mod:`agmerge.engine.moments`. A small measurement travels with each message as one more dense
-tensor, see :mod:`agmerge.engine.moment_scales`.
+the mean differs, see :mod:`agmerge.updates.moments`. A small measurement travels with each message as one more dense
+tensor, see :mod:`agmerge.updates.moment_scales`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from agmerge.engine.moment_scales import MomentScales
-from agmerge.engine.moments import Departure, OptimizerMoments, followed_share
 from agmerge.errors import warn
 from agmerge.step.config import Updates
 from agmerge.tensors.parameters import ParameterInfo, ParameterTable, local_of, optimizers_of
+from agmerge.updates.moment_scales import MomentScales
+from agmerge.updates.moments import Departure, OptimizerMoments, followed_share
 from sparsifiers.quantising.moving import Momentum
 
 UNREACHABLE = (

@@ -13,7 +13,7 @@ from support import agreed, backward, digest, mlp, on_ranks, seeded
 from torch import nn
 
 import agmerge
-from agmerge.engine.script_access import FIRST, THEN
+from agmerge.script.parameter_access import FIRST, THEN
 
 MODEL = seeded(mlp)
 ROADS: dict[str, Callable[[nn.Module, Any], Any]] = {

@@ -16,7 +16,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from agmerge.backends import torch_calls, torch_objects
-from agmerge.errors import AGMergeError, and_more, warn
+from agmerge.errors import DISTRIBUTED_DATA_PARALLEL, AGMergeError, and_more, warn
 from agmerge.runtime import workers
 from agmerge.step.gradient_exchange import GradientExchange
 from agmerge.tensors.parameters import ParameterTable, local_of
@@ -100,6 +100,15 @@ def _weakly(note: weakref.WeakMethod[Any], *given: object) -> None:
     if living is not None:
         living(*given)
 
+
+def check_not_averaged(members: ParameterTable) -> None:
+    """Raise ``ValueError`` where DistributedDataParallel averages the gradients of ``members`` as well."""
+    averaged = torch_objects.averaged(members.name_all())
+    if averaged:
+        raise ValueError(DISTRIBUTED_DATA_PARALLEL.format(name=averaged))
+
+
+# Checks of gradients that come in the buckets of DistributedDataParallel.
 
 UNFROZEN = (
     "AGM133: {optimizer} would step parameters whose gradients DistributedDataParallel does not average: {names}. "

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agmerge.engine.moments import Departure, OptimizerMoments, followed_share, rectification
 from agmerge.engine.optimizer_group import inner_of
+from agmerge.updates.moments import Departure, OptimizerMoments, followed_share, rectification
 
 SHAPES = ((3, 5), (70,), (2, 3, 4))
 RATIOS = (0.3, 1.0, 0.75)  # by parameter

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from agmerge.engine.seen_steps import after_closure
 from agmerge.errors import warn
 from agmerge.exchanges.message.format import Flag
+from agmerge.script.seen_steps import after_closure
 from agmerge.step.config import Config
 from agmerge.step.gradient_exchange import Combined, GradientExchange
 from agmerge.step.merge_buffers import MergeBuffers

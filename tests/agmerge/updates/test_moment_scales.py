@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agmerge.engine.gradient_clipping import clip
-from agmerge.engine.moment_scales import KEPT, MomentScales, coordinates_of
+from agmerge.updates.moment_scales import KEPT, MomentScales, coordinates_of
 
 SIZES = (1, 2, 31, 32, 33, 63, 64, 65, 97, 768, 4096, 36_864, 65_537, 768 * 3072)
 

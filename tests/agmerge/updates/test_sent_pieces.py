@@ -9,7 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agmerge.engine.shared_parameters import (
+from agmerge.tensors.layout import Layout, Segment, Slot, TensorClass
+from agmerge.updates.shared_parameters import (
     WHOLE,
     Piece,
     apply_lists,
@@ -19,7 +20,6 @@ from agmerge.engine.shared_parameters import (
     subtract,
     update_of,
 )
-from agmerge.tensors.layout import Layout, Segment, Slot, TensorClass
 from sparsifiers import Kind
 
 TENSOR_CLASS = TensorClass(torch.device("cpu"), torch.float32, Kind.SPARSE, None)

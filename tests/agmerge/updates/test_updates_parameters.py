@@ -24,7 +24,7 @@ from support.updates import assert_common, assert_kept, base_of, reducer_of, upd
 from torch import Tensor, nn
 
 import agmerge
-from agmerge.engine.shared_parameters import UnsentInParameters, UnsentInResidual
+from agmerge.updates.shared_parameters import UnsentInParameters, UnsentInResidual
 
 OPTIONS: list[dict[str, Any]] = [
     {"exchange": "sparse"},

@@ -47,15 +47,6 @@ def check_readers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def admit_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Remove the optimizer's last group again, with ``ValueError``, if ``model`` does not contain it."""
-    try:
-        check_readers(model, optimizer)
-    except ValueError:
-        optimizer.param_groups.pop()
-        raise
-
-
 def _read(module: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the parameters that the forward of ``module`` reads by itself, perhaps more than once."""
     yield from (parameter for parameter in module._parameters.values() if parameter is not None)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import agmerge
-from agmerge.engine.dear_modules import readers
+from agmerge.script.module_hooks import readers
 
 
 class Odd(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from support import digest, loss_of, mlp, seeded
 from torch import nn
 
-from agmerge.engine.local_replica import OwnStep, not_finite, own_step
 from agmerge.tensors.parameters import ParameterTable
+from agmerge.updates.local_replica import OwnStep, not_finite, own_step
 
 
 class Wrapper:

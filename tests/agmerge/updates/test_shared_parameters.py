@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import agmerge
 import sparsifiers
 from agmerge import testing
-from agmerge.engine.shared_parameters import SharedParameters, UnsentInParameters, UnsentInResidual, wide
 from agmerge.step.gradient_exchange import Combined
+from agmerge.updates.shared_parameters import SharedParameters, UnsentInParameters, UnsentInResidual, wide
 from sparsifiers.memories import HandBack
 
 SHAPES = {"large": (48, 32), "small": (7,)}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agmerge.engine.clipping_watch import common_factor, is_scaled
+from agmerge.script.clipping_watch import common_factor, is_scaled
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

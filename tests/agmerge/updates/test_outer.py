@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import agmerge
-from agmerge.engine.outer_steps import NesterovStep
+from agmerge.updates.outer_steps import NesterovStep
 
 
 def stepped(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, ways: list[torch.Tensor | None]) -> torch.Tensor:
