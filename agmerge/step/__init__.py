@@ -10,6 +10,6 @@
 * ``gradient_norm``: of the combined gradient. ``plan_status``: planning for reports, and its one line.
 * ``config``: the options of a step, and the treatment of each parameter; ``density_policy``: how much is sent of it.
 
-A user of this room makes a ``Config``, or has ``options/`` make it. May import exchanges/, runtime/, metrics/,
-tensors/, backends/ and below.
+A user of this room makes a ``Config``, or has ``options/`` make it. May import exchanges/, metrics/, tensors/,
+backends/ and below.
 """
