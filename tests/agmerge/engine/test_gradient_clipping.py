@@ -26,10 +26,10 @@ from support import (
     strict_warnings,
     wrap,
 )
+from support.buckets import connected, passed
 from support.dear import dear
 from support.several_optimizers import average, both
 from support.updates import updating
-from test_bucket_reducer import connected, passed
 from test_gathered import MODEL as BAG
 from test_gathered import loss_of as loss_of_bag
 from test_gathered import pair as pair_of_bag

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import agreed, backward, digest, mlp, on_ranks, same_bits, seeded, sgd
-from test_bucket_reducer import connected, kept, passed
+from support.buckets import connected, kept, passed
 from torch import nn
 
 import agmerge

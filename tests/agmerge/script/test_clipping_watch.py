@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import agreed, backward, digest, loss_of, mlp, on_ranks, seeded, sgd, wrap
-from test_bucket_reducer import connected, passed
+from support.buckets import connected, passed
 from torch import nn
 
 import agmerge
