@@ -49,7 +49,7 @@ class Size:
 
 
 SIZES = {
-    "0.25m": Size(layers=2, width=104, heads=4, context=64, batch=2048, rate=4e-3),
+    "0.25m": Size(layers=2, width=104, heads=4, context=64, batch=2048, rate=3e-3),
     "1m": Size(layers=4, width=144, heads=4, context=128, batch=4096, rate=3e-3),
     "4m": Size(layers=5, width=256, heads=4, context=256, batch=16384, rate=2e-3),
     "14m": Size(layers=8, width=384, heads=6, context=512, batch=32768, rate=1.5e-3),
