@@ -399,6 +399,8 @@ class State:
         """Collective. Let newcomers in, if any wait, and begin the next step."""
         participation = self._optimizer._reducer.participation
         if workers.world().has_failed:  # as a collective of the script has found out
+            self._optimizer._reducer.check_idle("commit()")
+        if workers.world().has_failed:  # nothing was under way
             self._regroup(lets_in=False)
         # A lone worker may exchange nothing: no message tells it that others wait, and there is none to agree with.
         if participation.lets_in or (workers.size() == 1 and workers.newcomers_wait()):
@@ -416,12 +418,14 @@ class State:
         """Collective. Let those leave that have announced it; return whether this worker is one of them."""
         reducer = self._optimizer._reducer
         if reducer.participation.lets_go and workers.size() > 1:
+            reducer.check_idle("commit()")
             if let_worker_go(reducer, lambda: self._leaves, lambda: self._regroup(lets_in=False)):
                 return True
         return self._leaves and workers.size() == 1
 
     def _let_in(self) -> None:
         """Collective. Form a group with the workers that wait, and hand them the state."""
+        self._optimizer._reducer.check_idle("commit()")
         with suppress(NoAnswer):  # whoever gives the group up ends what others are still receiving of the last step
             workers.world().barrier("newcomers are let in").wait(timeouts.default())
         self._regroup(lets_in=True)

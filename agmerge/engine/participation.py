@@ -63,7 +63,6 @@ def refuse_elastic(config: Config) -> None:
         "dense='partial'": config.compression.partial is not None,
         "a GradScaler": config.guards.scaled and updates is None,
         "fragments=": updates is not None and updates.takes_turns,
-        "overlap=": updates is not None and updates.overlap > 0,
     }
     for what, is_there in found.items():
         if is_there:

@@ -18,7 +18,6 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -75,8 +74,6 @@ class UpdateReducer:
     def _fitted(self, config: Config) -> Config:
         """Return ``config`` as it fits the parameters, with as many merge buffers as take turns."""
         updates = _updates_of(config)
-        if updates.may_overlap and (self._table.is_narrow or workers.can_regroup()):
-            updates = replace(updates, overlap=0)
         elements = sum(member.local.numel() for member in self._table.parameters())
         return config.changed(updates=updates, planner=planner_for(updates, config.merging.planner, elements))
 
@@ -117,9 +114,13 @@ class UpdateReducer:
             self.replica.left()
 
     def leave(self) -> None:
-        """Forget the group of workers, and messages under way: they count as not sent."""
+        """Forget the group of workers, and messages under way: they count as not sent.
+
+        The survivors of a lost worker send them again when they are due, at the same step.
+        """
         self.participation.leave()
-        self._receive_at = None
+        if not workers.can_regroup():
+            self._receive_at = None
         self.replica.shared.forget_sent()
 
     def reconfigure(self, config: Config, what: str, advice: str) -> None:
@@ -255,12 +256,14 @@ class UpdateReducer:
         overlap = self.updates.overlap if steps.count > self.updates.in_time else 0
         self._receive_at = steps.count + overlap
         if overlap:
-            self.exchange.agree()
+            with self.exchange.fault.surviving():  # _receive() goes on without a worker that is lost
+                self.exchange.agree()
         if self._moments is not None:
             self._moments.depart()
         if overlap:
             self._polls.attach()
-            self.exchange.start(self._delta, self.participation.flag, self._due, self._announced)
+            with self.exchange.fault.surviving():
+                self.exchange.start(self._delta, self.participation.flag, self._due, self._announced)
         else:
             self._receive()
 

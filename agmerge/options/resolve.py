@@ -126,7 +126,6 @@ def _fitting(updates: Updates, overlap: int | None, moments: str | None, compres
     return replace(
         updates,
         interleaved=True,
-        may_overlap=is_late,
         overlap=1 if is_late else updates.overlap,
         in_time=defaults.IN_TIME if is_late else 0,
         mean_moments=stays and moments != OWN_MOMENTS,

@@ -101,7 +101,6 @@ class Updates:
     outer: Outer | None  # makes the optimizer that steps with the combined updates; None: they are taken as they are
 
     mean_moments: bool = False  # the optimizer's moments are in the scale of the mean gradient, and follow it
-    may_overlap: bool = False  # the script has not set `overlap`: it is 0 with 16-bit parameters and in elastic jobs
     in_time: int = 0  # so many first steps are exchanged without overlap
     interleaved: bool = False  # fragments are runs of blocks, which the exchange chooses: each has all merge buffers
 

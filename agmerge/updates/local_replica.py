@@ -250,12 +250,8 @@ class LocalReplica:
         self._exchange.agreed.adopt(self._exchange.agreed.config.changed(memory=memory))
         if memory.hands_back or (not memory.has_residual and not self._table.is_narrow):
             return UnsentInParameters(self._exchange, options.outer, overlap=options.overlap > 0)
-        if options.overlap:
-            raise ValueError(
-                f"overlap={options.overlap} is not supported with 16-bit parameters. Keep them in float32 under "
-                "autocast, or remove overlap."
-            )
-        return UnsentInResidual(self._exchange, options.outer, applied=options.carry == APPLY)
+        is_applied = options.carry == APPLY
+        return UnsentInResidual(self._exchange, options.outer, applied=is_applied, overlap=options.overlap > 0)
 
     def memory_for(self, config: Config) -> Memory:
         """Return the memory of unsent updates with ``config``; a residual that exists is kept in any case."""

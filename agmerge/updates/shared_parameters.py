@@ -458,14 +458,25 @@ class UnsentInResidual(SharedParameters):
     """Shared parameters with what is unsent in the exchange's residual.
 
     ``applied``: a worker's own contain it all the same, rounded: 16 bits could not hold it exactly. Else all workers
-    compute with ``base``.
+    compute with ``base``. Steps that the optimizer makes while a message is under way become a part of the residual
+    when this message arrives.
     """
 
     in_parameters = False
 
-    def __init__(self, exchange: GradientExchange, outer: Outer | None, *, applied: bool) -> None:
-        super().__init__(exchange, outer, overlap=False)
+    def __init__(self, exchange: GradientExchange, outer: Outer | None, *, applied: bool, overlap: bool) -> None:
+        super().__init__(exchange, outer, overlap=overlap)
         self._applied = applied
+        self._sent_from: Tensors = {}  # with overlap: parameters as they were when their deltas were sent
+
+    def forget_sent(self) -> None:
+        super().forget_sent()
+        self._sent_from = {}
+
+    def delta(self, name: str) -> Difference:
+        if self._overlap:
+            self._sent_from[name] = self.own[name].detach().clone()
+        return super().delta(name)
 
     def expected(self, name: str) -> torch.Tensor:
         residual = self._exchange.agreed.residual_of(name) if self._applied else None
@@ -479,10 +490,17 @@ class UnsentInResidual(SharedParameters):
         return residual if self._exchange.group.shard is not None else self.displacement(name) + residual
 
     def apply(self, combined: Combined, follow: Follow | None = None) -> None:
-        updates = {name: update for name, update in combined.updates.items() if update is not None}
+        # With overlap the script may have removed a parameter since its delta was sent.
+        updates = {n: update for n, update in combined.updates.items() if update is not None and n in self.own}
+        before, self._sent_from = self._sent_from, {}
         self._move_base(updates)
         for name in updates:
-            self.own[name].detach().copy_(self.expected(name))
+            own, residual = self.own[name].detach(), self._exchange.agreed.residual_of(name)
+            moved = own.to(self.base[name].dtype) - before[name] if name in before else None
+            if moved is not None and residual is not None:
+                residual.sub_(moved)
+            expected = self.expected(name)
+            own.copy_(expected + moved if moved is not None and residual is None else expected)
 
 
 @torch.no_grad()

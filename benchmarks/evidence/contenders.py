@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eden-1": {"compression": "eden-1"},
     "int8": {"compression": "int8"},
     "updates": {"sync": "updates", **SPARSE},
+    "updates-1": {"sync": "updates", "compression": "eden-1", "every": 3, "fragments": 3, **SPARSE},
     "local-8": {"every": 8, **SPARSE},
     "local-30": {"every": 30, **SPARSE},
     "topk": {"compression": "topk", "density": 0.01, **SPARSE},

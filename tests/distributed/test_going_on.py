@@ -28,9 +28,10 @@ def files(worker: subprocess.Popen[str]) -> int:
     [
         {},
         pytest.param({"sync": "updates"}, marks=pytest.mark.long),
+        pytest.param({"sync": "updates", "exchange": "sparse", "overlap": 1}, marks=pytest.mark.long),
         pytest.param({"compression": "dgc", "density": 0.1}, marks=pytest.mark.long),
     ],
-    ids=["default", "updates", "dgc"],
+    ids=["default", "updates", "late", "dgc"],
 )  # fmt: skip
 def test_the_others_go_on_and_who_comes_is_a_peer(tmp_path: Path, setting: dict[str, Any]) -> None:
     """The oldest, which serves the group's store, is killed; one comes; one is stopped, and goes on too late."""

@@ -36,6 +36,13 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{FEW_BITS}::test_error_feedback_forgets_least_with_the_factor_of_a_quantizer",),
     ),
     Mutant(
+        "a tensor without a block in the fragment moves by its own update",
+        "agmerge/exchanges/quantised/exchange.py",
+        "                self._output(pending.extra, slot).zero_()",
+        "                self._output(pending.extra, slot)",
+        (f"{FEW_BITS}::test_a_tensor_that_is_in_one_fragment_alone_waits_for_its_turn",),
+    ),
+    Mutant(
         "one fragment is sent for ever",
         "agmerge/exchanges/quantised/exchange.py",
         "return self._layouts[name, step % self._fragments]",

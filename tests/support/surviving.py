@@ -29,6 +29,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "updates": {"sync": "updates", "density": 0.1},
     "hold": {"sync": "updates", "density": 0.1, "carry": "hold", "wire": "fp32"},
     "local": {"sync": "updates", "density": 0.1, "every": 2},
+    "late": {"sync": "updates", "density": 0.1, "overlap": 1},
+    "few bits": {
+        "sync": "updates",
+        "compression": "eden-2",
+        "every": 2,
+        "fragments": 2,
+        "overlap": 1,
+        "moments": "own",
+    },
 }
 
 

@@ -7,7 +7,7 @@ the mean of x over workers is what their optimizers have made of it: exchanges l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,10 +110,13 @@ def watched(
     return watch.seen
 
 
-def assert_kept(runs: Sequence[Sequence[Seen]], *, equal: bool = False, roundings: float = 2.0) -> None:
+def assert_kept(
+    runs: Sequence[Sequence[Seen]], *, equal: bool = False, roundings: float = 2.0, rounded: Mapping[str, float] = {}
+) -> None:
     """Assert of every rank's steps that exchanges leave the sum of x as it is, and that ``base`` is equal to the bit.
 
-    ``equal``: parameters are too. ``roundings``: of float32, of each number that is added up.
+    ``equal``: parameters are too. ``roundings``: of float32, of each number that is added up. ``rounded``: parameters
+    that have another machine epsilon, by name.
     """
     for step, ranks in enumerate(zip(*runs, strict=True)):
         agreed([seen.base for seen in ranks])
@@ -121,7 +124,8 @@ def assert_kept(runs: Sequence[Sequence[Seen]], *, equal: bool = False, rounding
             agreed([seen.parameters for seen in ranks])
         for name in ranks[0].before:
             difference = sum(seen.after[name] - seen.before[name] for seen in ranks)
-            bound = sum(seen.magnitude[name] for seen in ranks) * roundings * torch.finfo(torch.float32).eps
+            epsilon = rounded.get(name, torch.finfo(torch.float32).eps)
+            bound = sum(seen.magnitude[name] for seen in ranks) * roundings * epsilon
             over = (difference.abs() - bound).max() if difference.numel() else torch.tensor(-1.0)
             assert over <= 0, (step, name, float(over), float(difference.abs().max()))
 

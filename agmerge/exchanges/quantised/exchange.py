@@ -279,8 +279,8 @@ class QuantisedExchange(Exchange):
             pieces = [(piece.slot, piece.elements) for piece in layout.pieces]
             self.store.take_pieces(ArrivedPieces(self.quantiser, pieces, Arrived(table, rows, keys, scale, *sent)))
             return
-        if self._fragments > 1:
-            for slot in {piece.slot.index: piece.slot for piece in layout.pieces}.values():
+        if self._fragments > 1:  # also of small tensors that have no block in this fragment
+            for slot in self._encoded([load.segment for load in pending.loads]):
                 self._output(pending.extra, slot).zero_()
         outs = [self._output(pending.extra, piece.slot)[piece.elements] for piece in layout.pieces]
         self.quantiser.decode_all(table, rows, keys, scale, outs)

@@ -22,6 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "updates": {"sync": "updates", "density": 0.1, "wire": "fp32"},
     "hold": {"sync": "updates", "density": 0.1, "carry": "hold", "wire": "fp32"},
     "local": {"sync": "updates", "density": 0.1, "every": 2, "wire": "fp32"},
+    "late": {"sync": "updates", "density": 0.1, "overlap": 1, "wire": "fp32"},
 }
 Result = tuple[torch.Tensor, torch.Tensor, list[bool], dict[str, float]]
 

@@ -15,6 +15,7 @@ from tests.support import elastic
 STEPS, SIZE = 3, 3
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {}, "dgc": {"compression": "dgc", "density": 0.1}, "updates": {"sync": "updates"},
+    "late": {"sync": "updates", "exchange": "sparse", "overlap": 1},
 }  # fmt: skip
 
 

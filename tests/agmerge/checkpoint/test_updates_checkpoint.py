@@ -116,6 +116,28 @@ def test_without_flush_what_is_under_way_is_sent_again() -> None:
     near(dict(resumed[0][1]), mean([model for _, model in found]))
 
 
+def test_with_16_bits_a_message_under_way_is_sent_again_to_the_bit() -> None:
+    """Two fragments take turns: one has left when all is saved. Nobody calls ``flush()``."""
+    options: dict[str, Any] = {"compression": "eden-2", "every": 2, "fragments": 2, "overlap": 1, "exchange": "sparse"}
+    start = seeded(mlp).to(torch.bfloat16)
+
+    def whole(rank: int, model: nn.Module) -> Any:
+        optimizer = started(model, **options)
+        train(model, optimizer, rank, range(HALF))
+        kept = through_a_file((model.state_dict(), optimizer.state_dict()))
+        return kept, train(model, optimizer, rank, range(HALF, STEPS)), digest(base(optimizer).values())
+
+    first = on_ranks(2, start, whole)
+
+    def second(rank: int, model: nn.Module) -> Any:
+        optimizer = started(model, **options)
+        model.load_state_dict(first[rank][0][0])
+        optimizer.load_state_dict(first[rank][0][1])
+        return train(model, optimizer, rank, range(HALF, STEPS)), digest(base(optimizer).values())
+
+    assert on_ranks(2, start, second) == [(seen, shared) for _, seen, shared in first]
+
+
 # -- another rank's, or another number of them ----------------------------------------------------------------------
 
 

@@ -129,7 +129,7 @@ def test_the_sum_of_all_gradients_is_applied_or_kept(setting: str) -> None:
         assert not math.isclose(float(lost.norm()), 0.0)
 
 
-@pytest.mark.parametrize("setting", ["dense", "sparse", "dgc", "quantised", "hold"])
+@pytest.mark.parametrize("setting", ["dense", "sparse", "dgc", "quantised", "hold", "few bits"])
 def test_several_die_one_of_them_while_others_regroup(setting: str) -> None:
     """Of five workers four die, each in another call, until one trains alone: also in calls that settle and connect."""
     options, size, source = SETTINGS[setting], 5, random.Random(setting)

@@ -130,6 +130,7 @@ def test_noise_that_is_hardly_ever_sent_stays_bounded_and_does_not_drift() -> No
         (torch.float32, {"carry": "hold", "every": 3}),
         (torch.float32, {"overlap": 1}),
         (torch.bfloat16, {}),
+        (torch.bfloat16, {"overlap": 1}),
         (torch.bfloat16, {"carry": "hold", "every": 3}),
     ],
     ids=str,

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from support import on_ranks, seeded
+from support.updates import assert_kept, reducer_of, updating, watched
 from torch import nn
 
 import agmerge
@@ -142,6 +144,35 @@ def test_bits_are_chosen_once_steps_no_longer_wait(overlap: int | None, first: i
 
     for found in testing.run(2, train):
         assert found[: first - 1] == ["timing"] * (first - 1) and found[first] != "timing"
+
+
+@pytest.mark.parametrize(
+    "dtype, options",
+    [(torch.bfloat16, {}), (torch.float32, {"compression": "eden-2", "carry": "hold", "every": 2, "fragments": 2})],
+    ids=str,
+)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_tensor_that_is_in_one_fragment_alone_waits_for_its_turn(
+    workers: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """It is small; so is the measurement of moments, of which nothing else is known."""
+    sizes = ((64, 256), (256, 256), (256, 10))
+    start = seeded(lambda: nn.Sequential(*(nn.Linear(*size) for size in sizes))).to(dtype)
+
+    def body(rank: int, model: nn.Module) -> Any:
+        optimizer = updating(model, exchange="sparse", check_every=1, **{"compression": "auto", **options})
+
+        def learn(model: Any, rank: int, step: int) -> None:
+            source = torch.Generator().manual_seed(100 * step + rank)
+            model(torch.randn(8, 64, generator=source).to(dtype)).square().mean().backward()
+
+        seen = watched(rank, model, optimizer, range(8), learn)
+        exchange = reducer_of(optimizer).exchange
+        rounded = {name for name, _ in model.named_parameters() if exchange.agreed.residual_of(name) is None}
+        return seen, dict.fromkeys(rounded, torch.finfo(dtype).eps)
+
+    runs = on_ranks(workers, start, body)
+    assert_kept([seen for seen, _ in runs], roundings=4.0, rounded=runs[0][1])
 
 
 @EACH

@@ -31,14 +31,16 @@ WHEN: list[dict[str, Any]] = [
     {"overlap": 1, "compression": "none"},
     {"overlap": 1, "outer": agmerge.Nesterov(lr=1.0, momentum=0.5)},
 ]
+BITS: dict[str, Any] = {"overlap": 1, "compression": "eden-2", "every": 2, "fragments": 2, "exchange": "sparse"}
 
 
 def described(options: dict[str, Any]) -> str:
     return "-".join(str(value) for value in options.values())
 
 
-@pytest.mark.parametrize("options", WHEN, ids=described)
-def test_it_is_repeatable_to_the_bit_and_loses_nothing(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [*WHEN, BITS], ids=described)
+def test_it_is_repeatable_to_the_bit_and_loses_nothing(options: dict[str, Any], dtype: torch.dtype) -> None:
     """Whoever comes late: ranks arrive in random order in the second run."""
 
     def body(rank: int, model: nn.Module) -> Any:
@@ -46,15 +48,19 @@ def test_it_is_repeatable_to_the_bit_and_loses_nothing(options: dict[str, Any]) 
         seen = watched(rank, model, optimizer, range(8))
         optimizer.flush()
         bits = [one.parameters for one in seen] + [digest(base_of(optimizer).values())]
+        # What is sent dense has no residual: 16 bits round it when it arrives beside a step that was made meanwhile.
+        exchange = reducer_of(optimizer).exchange
+        rounded = {name for name, _ in model.named_parameters() if exchange.agreed.residual_of(name) is None}
         assert_common(optimizer)
-        return seen, bits, digest(model)
+        return seen, bits, dict.fromkeys(rounded, torch.finfo(dtype).eps), digest(model)
 
-    first = on_ranks(2, MODEL, body)
-    second = on_ranks(2, MODEL, body, inject=testing.jitter(5))
-    assert [bits for _, bits, _ in first] == [bits for _, bits, _ in second]
+    start = seeded(mlp).to(dtype)
+    first = on_ranks(2, start, body)
+    second = on_ranks(2, start, body, inject=testing.jitter(5))
+    assert [bits for _, bits, *_ in first] == [bits for _, bits, *_ in second]
     agreed([whole for *_, whole in first])
     if "outer" not in options:
-        assert_kept([seen for seen, *_ in first], roundings=4.0)
+        assert_kept([seen for seen, *_ in first], roundings=4.0, rounded=first[0][2])
 
 
 @pytest.mark.parametrize("overlap, every", [(1, 1), (1, 4), (3, 4), (4, 4)])
