@@ -25,11 +25,11 @@ SCALES = "tests/agmerge/updates/test_moment_scales.py"
 CHANGES = "tests/agmerge/updates/test_updates_changes.py"
 OF_DEVICE = "tests/agmerge/device/test_device_moments.py"
 TOLERANCE = "tests/agmerge/optimizer/test_tolerance.py"
-FEW_BITS = "tests/agmerge/engine/test_updates_in_few_bits.py"
+FEW_BITS = "tests/agmerge/updates/test_updates_in_few_bits.py"
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "steps that are made while a message is under way are lost beside 16 bits",
-        "agmerge/engine/shared_parameters.py",
+        "agmerge/updates/shared_parameters.py",
         "                residual.sub_(moved)",
         "                pass",
         (f"{FEW_BITS}::test_a_tensor_that_is_in_one_fragment_alone_waits_for_its_turn",),
