@@ -95,6 +95,7 @@ def table(rows: list[tuple[str, dict[str, float]]], chosen: argparse.Namespace) 
             f"{name:20} {figures['seconds']:8.1f} {uncompressed / figures['seconds']:8.1f} {figures['MB']:8.1f} "
             f"{figures['loss']:14.3f} {figures['accuracy']:9.1%}"
         )
+    lines.append("One short run each: differences of the loss by a few percent are chance. See docs/evidence.md.")
     return "\n".join(lines)
 
 

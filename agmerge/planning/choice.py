@@ -435,7 +435,7 @@ def status_of(
         exchange_why = f"exchange={exchange!r} compresses if that is faster: {why or 'no other exchange was tried'}"
     quantiser_why = "no quantizer is in use" if quantiser is None else "you set it"
     if config.quantisers:
-        quantiser_why = open_why if choice.is_open else choice.why()
+        quantiser_why = open_why if choice.is_open else why or "no other format was tried"
     is_quantised = quantiser is not None and not all(buffers.plan.dense)
     return PlanStatus(
         wire=buffers.wire,

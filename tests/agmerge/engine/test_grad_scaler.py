@@ -50,10 +50,8 @@ def several(model: nn.Module, **options: Any) -> agmerge.DistributedOptimizer:
 
 
 def clip(optimizer: Any, model: nn.Module) -> None:
-    """By the norm; a velocity, which nobody may clip so, element by element."""
-    if optimizer._reducer.exchange.agreed.config.compression.memory.has_momentum:
-        torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
-    else:
+    """Clip by the norm, unless gradients are velocities, which nobody may change."""
+    if not optimizer._reducer.exchange.agreed.config.compression.memory.has_momentum:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
