@@ -214,14 +214,16 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
             if your script needs equal models. It increases the loss more.
 
         every (int): Exchange after every so many steps (local SGD). Raise it if latency dominates. For DiLoCo, set
-            ``every=500, compression="none", carry="hold", outer=agmerge.Nesterov()``.
+            ``every=500, compression="none", carry="hold", outer=agmerge.Nesterov()``. Default: 2 if
+            ``compression="auto"`` sends updates in few bits and ``fragments`` is not set, else 1.
 
         fragments (int): Number of groups of merge buffers. Each group is exchanged at a different one of the ``every``
-            steps, so that no step carries all of the traffic. At most ``every``.
+            steps, so that no step carries all of the traffic. At most ``every``. Default: as ``every``, if neither
+            is set, else 1.
 
         overlap (int): Number of steps after which sent updates are received. They travel during these steps. Use 1 if
             steps wait for messages. At most ``every / fragments``, and only with ``carry="apply"``. Default: 1 with
-            quantizers, if parameters have 32 bits and the job is not elastic, else 0.
+            quantizers, else 0.
 
         decay (float): Factor, above 0 and at most 1, for unsent updates at each exchange. Only with ``carry="hold"``.
 
@@ -273,8 +275,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
         model: torch.nn.Module | None = None,
         sync: Sync = "gradients",
         carry: Carry | None = "apply",
-        every: int = 1,
-        fragments: int = 1,
+        every: int | None = None,
+        fragments: int | None = None,
         overlap: int | None = None,
         decay: float = 1.0,
         outer: Any = None,

@@ -172,13 +172,15 @@ def in_few_bits(options: Options) -> bool:
 
 
 def schedule_of(options: Options) -> dict[str, int]:
-    """Return ``every`` and ``fragments``; with ``compression="auto"``, and updates in few bits, the default ones."""
-    given = {"every": options.every, "fragments": options.fragments}
-    compression = options.compression
+    """Return ``every`` and ``fragments``: two of them if ``compression="auto"`` may send updates in few bits, else 1.
+
+    If the script gives one of both, the default of the other is 1.
+    """
+    given, compression = {"every": options.every, "fragments": options.fragments}, options.compression
     is_auto = isinstance(compression, str) and spelling(compression) == AUTO
-    if options.sync != UPDATES or not is_auto or set(given.values()) != {1} or not in_few_bits(options):
-        return given
-    return dict.fromkeys(given, FRAGMENTS)
+    is_open = options.sync == UPDATES and is_auto and not any(value is not None for value in given.values())
+    usual = FRAGMENTS if is_open and in_few_bits(options) else 1
+    return {name: usual if value is None else value for name, value in given.items()}
 
 
 def sparsifier_for(optimizer: torch.optim.Optimizer | None, memory: Any = None) -> str:

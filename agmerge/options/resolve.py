@@ -65,8 +65,8 @@ from sparsifiers import Kind, catalogue
 # Options of sync="updates" alone, with their neutral values.
 _OWN = {
     "carry": ("apply", None),
-    "every": (1,),
-    "fragments": (1,),
+    "every": (None, 1),
+    "fragments": (None, 1),
     "overlap": (None, 0),
     "decay": (1.0,),
     "outer": (None,),

@@ -58,8 +58,8 @@ class Options:
     model: torch.nn.Module | None = None  # of merging="dear"
     sync: str = "gradients"  # or "updates", of which the others are
     carry: Any = "apply"  # or "hold"; None: the default
-    every: Any = 1  # steps
-    fragments: Any = 1
+    every: Any = None  # steps; None: 2 with updates in few bits, else 1
+    fragments: Any = None  # likewise
     overlap: Any = None  # steps; None: 1 with quantizers, else 0
     decay: float = 1.0
     outer: Any = None  # a function of parameters that makes an optimizer of them, or None
@@ -228,7 +228,7 @@ class _Common(TypedDict, total=False):
     check_every: int
     diverged: Diverged
     carry: Carry | None
-    fragments: int
+    fragments: int | None
     overlap: int | None
     decay: float
     outer: Any
@@ -261,7 +261,7 @@ class _OfModel(_Common, total=False):
     density: Any
     wire: Wire
     sync: Sync
-    every: int
+    every: int | None
 
 
 class DDPOptions(_OfModel, total=False):

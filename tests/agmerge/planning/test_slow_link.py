@@ -20,7 +20,7 @@ from merging import Curve, Pieces
 RATE = 50e6  # bits a second
 WIDTHS = [64, 128, 128, 256, 512]  # tensors of 8192, 16384, 32768 and 131072 elements
 MODEL = seeded(lambda: nn.Sequential(*(nn.Linear(a, b) for a, b in zip(WIDTHS, WIDTHS[1:], strict=False))))
-LONGEST = 90  # steps until planning has ended, at most
+LONGEST = 160  # steps until planning has ended, at most
 
 
 @pytest.fixture
