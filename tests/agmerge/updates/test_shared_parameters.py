@@ -52,7 +52,7 @@ def opened(kind: str, shown: dict[str, Tensor], **options: Any) -> tuple[SharedP
     exchange = connected(Table(deltas), config)
     shared: SharedParameters = UnsentInParameters(exchange, outer, overlap=False)
     if kind != "apply":
-        shared = UnsentInResidual(exchange, outer, applied=kind != "hold")
+        shared = UnsentInResidual(exchange, outer, applied=kind != "hold", overlap=False)
     shared.admit(shown)
 
     @torch.no_grad()
