@@ -366,6 +366,7 @@ def test_what_is_no_memory_is_refused() -> None:
         agmerge.grace(Residuals())
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("shape", ["counts", "writes to what it is given", "keeps what it is given", "low rank"])
 def test_a_resumed_run_goes_on_to_the_bit(shape: str) -> None:
     def step_of(rank: int, model: nn.Module, optimizer: Any, step: int) -> None:
@@ -411,6 +412,7 @@ def test_a_compressor_is_swapped_for_a_class_and_back() -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("shape", ["counts", "writes to what it is given", "variable length"])
 def test_a_step_that_comes_to_nothing_leaves_no_trace(shape: str) -> None:
     def body(rank: int, model: nn.Module, bad: int | None) -> list[Tensor]:
