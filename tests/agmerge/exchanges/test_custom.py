@@ -212,10 +212,12 @@ def by_formula(made: list[Any], each: list[dict[str, Tensor]]) -> dict[str, Tens
     return found
 
 
+IN_ANY_ORDER = [shape for shape in SHAPES if shape != "counts"]  # whatever the order in which tensors are compressed
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize("merging", ["layerwise", "single"])
-@pytest.mark.parametrize(
-    "shape", [shape for shape in SHAPES if shape != "counts"]
-)  # that depends on the order of tensors
+@pytest.mark.parametrize("shape", IN_ANY_ORDER)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_class_gives_the_update_of_its_formula(shape: str, workers: int, merging: str) -> None:
     models = [copy.deepcopy(MODEL) for _ in range(workers)]
