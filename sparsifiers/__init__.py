@@ -20,7 +20,7 @@ needs only torch, NumPy and the standard library. It imports neither `agmerge` n
 #
 # * base: the contracts. catalogue: compressors and memories by name. name_patterns: patterns for parameters.
 # * largest: topk, on the host and, by torch or gpu/, on devices. rows, rows_search: the largest of each row.
-# * custom: compressors of a script's own class. randomk, dgc, estimated, papers/: other sparsifiers.
+# * custom: compressors of a script's own class; object_state: what they keep. randomk, dgc, estimated, papers/: others.
 # * low_rank: PowerSGD and ACP-SGD. quantising/: quantizers.
 # * memories: error feedback. deferred: selections made later, perhaps in a message.
 # * native: the compiled loops of csrc/*.c, in one table. thin_factors: those of low rank.

@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from sparsifiers.base import Compressor, Kind
+from sparsifiers.object_state import ObjectState
 
 
 class Custom(Compressor):
@@ -50,6 +51,9 @@ class Custom(Compressor):
                 "compressor, tensors, ctx)"
             )
         self._compressor, self._memory, self.sums = compressor, memory, bool(sums)
+        self._states = {"compressor": ObjectState(compressor)}  # by part; without memory there is one
+        if memory is not None:
+            self._states["memory"] = ObjectState(memory)
 
     def options(self) -> dict[str, object]:
         """Return the name of the memory's class, and whether tensors are added up."""
@@ -63,9 +67,10 @@ class Custom(Compressor):
     def encode(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Any]:
         """Return the tensors to send for a gradient, and the context for :meth:`decode`. Updates the memory.
 
-        ``tensor``: in the parameter's shape; it is only read if the object only reads it. ``name``: the parameter's.
-        Raises ``TypeError``, with the class's name, for anything but tensors.
+        ``tensor``: in the parameter's shape; it is only read. ``name``: the parameter's. Raises ``TypeError``, with
+        the class's name, for anything but tensors.
         """
+        tensor = tensor.clone()  # for the objects to keep, or to write to
         if self._memory is not None:
             tensor = self._memory.compensate(tensor, name)
         result = self._compressor.compress(tensor, name)
@@ -101,23 +106,25 @@ class Custom(Compressor):
             total += tensor
         return total
 
-    # -- state: dictionaries by parameter, and tensors, of both objects ------------------------------------------------
+    # -- state of both objects, by part ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, object]:
-        """Return the dictionaries and tensors that are attributes of both objects: tensors are copies."""
-        parts = {"compressor": self._compressor, "memory": self._memory}
-        return {what: state for what, part in parts.items() if (state := _state_of(part))}
+        """Return the state of both objects, as :class:`ObjectState` has it: a copy."""
+        return {part: saved for part, state in self._states.items() if (saved := state.copied())}
+
+    def snapshot(self) -> Mapping[str, object]:
+        """Return the state without copies of tensors that the objects do not write to.
+
+        Waits for a device, to see which these are, in the first steps only.
+        """
+        return {part: state.snapshot() for part, state in self._states.items()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore the state of :meth:`state_dict`. ``ValueError`` for state of an object that is not there."""
-        for what, part in (("compressor", self._compressor), ("memory", self._memory)):
-            saved: dict[str, Any] = dict(cast("Mapping[str, Any]", state.get(what, {})))
-            if part is None:
-                if saved:
-                    raise ValueError(f"{self}: the checkpoint has state of a memory. Pass the memory with it.")
-                continue
-            vars(part).update({name: {} for name in _state_of(part)})  # what was made since then
-            vars(part).update({name: _copied(value) for name, value in saved.items()})
+        if state.get("memory") and self._memory is None:
+            raise ValueError(f"{self}: the checkpoint has state of a memory. Pass the memory with it.")
+        for part, own in self._states.items():
+            own.restore(cast("Mapping[str, Any]", state.get(part, {})))
 
 
 def adapted(given: Any) -> Any:
@@ -158,19 +165,6 @@ def _has(given: Any, bound: bool, **methods: int) -> bool:
         except (TypeError, ValueError):
             return False
     return True
-
-
-def _state_of(part: Any) -> dict[str, Any]:
-    """Return the attributes of an object that are dictionaries or tensors, copied."""
-    attributes = getattr(part, "__dict__", {})
-    return {name: _copied(value) for name, value in attributes.items() if isinstance(value, (dict, Tensor))}
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of a dictionary and the tensors in it."""
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _kind_of(value: object) -> str:

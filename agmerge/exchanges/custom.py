@@ -8,7 +8,7 @@ has, for each gradient, the number of its tensors, and of each of them dtype and
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,15 +46,28 @@ def table_of(gradients: Sequence[Parts]) -> list[int]:
     return table
 
 
-def written(gradients: Sequence[Parts], table: Sequence[int], device: torch.device) -> Tensor:
-    """Return a message: uint8, 1-D, on ``device``. ``table``: of these gradients."""
+def written(
+    gradients: Sequence[Parts], table: Sequence[int], device: torch.device, keep: Callable[[int], Tensor]
+) -> Tensor:
+    """Return a message: uint8, 1-D, on ``device``. ``table``: of these gradients. ``keep``: returns so many bytes."""
     first = torch.tensor(table, dtype=torch.int64).view(torch.uint8).to(device)
     rows = [first, *(part.reshape(-1).contiguous().view(torch.uint8) for parts in gradients for part in parts)]
     ends = [aligned(len(row), GRAIN) for row in rows]
-    message = torch.zeros(sum(ends), dtype=torch.uint8, device=device)
+    message = keep(sum(ends))
     for row, room in zip(rows, torch.split(message, ends), strict=True):
         room[: len(row)].copy_(row)
+        room[len(row) :].zero_()
     return message
+
+
+def by_dtype(gradients: Sequence[Parts]) -> list[tuple[list[int], Tensor]]:
+    """Return the tensors of all gradients end to end: for each dtype the numbers of its tensors, and a copy of them."""
+    parts = [part for own in gradients for part in own]
+    found = []
+    for dtype in dict.fromkeys(part.dtype for part in parts):
+        numbers = [number for number, part in enumerate(parts) if part.dtype == dtype]
+        found.append((numbers, torch.cat([parts[number].reshape(-1) for number in numbers])))
+    return found
 
 
 def read(message: Tensor, table_bytes: int, gradients: int) -> list[Parts]:
@@ -98,6 +111,7 @@ class _State(State):
 
     layout: Format | None = None  # of the header
     encoded: list[Encoded] = field(default_factory=list)
+    flat: list[tuple[list[int], Tensor]] = field(default_factory=list)  # as of :func:`by_dtype`, if they are added up
     error: Exception | None = None  # of this rank's compressor
     gathered: list[list[Parts]] = field(default_factory=list)  # by rank and gradient; one row if they are added up
 
@@ -121,6 +135,7 @@ class CustomExchange(MultiRoundExchange):
         super().__init__(context)
         assert context.custom is not None
         self.custom: Custom = context.custom
+        self._reduces = self.custom.sums and not context.ordered  # tensors are added up on their way
 
     def start(
         self, name: str, loads: Sequence[SegmentBuffers], offers: Sequence[Selection | None], control: RoundHeader
@@ -133,7 +148,9 @@ class CustomExchange(MultiRoundExchange):
         device = loads[0].work.device
         gradients = [] if state.error else [each.parts for each in state.encoded]
         table = table_of(gradients)
-        own = written(gradients, table, device)
+        if self._reduces:
+            state.flat, gradients = by_dtype(gradients), []  # copied here: the object may write to them from now on
+        own = written(gradients, table, device, lambda length: self.keep(("own", name), length, torch.uint8, device))
         numbers = [int(state.error is not None), len(own), 8 * len(table), zlib.crc32(repr(table).encode()) >> 1]
         header = 4 * layout.words
         message = self.keep(("header", name), header + 4 * len(numbers), torch.uint8, device)
@@ -184,13 +201,15 @@ class CustomExchange(MultiRoundExchange):
         lengths, tables = [row[1] for row in words], [row[2] for row in words]
         if self.custom.sums:
             self._check_alike(name, [row[1:] for row in words])
-            if not self.context.ordered:
+            if self._reduces:
                 state.gathered = [(yield from self._sums(pending))]
                 return
-        longest = max(lengths)
-        own = self.keep(("own", name), longest, torch.uint8, pending.message.device)
-        own[: len(pending.message)].copy_(pending.message)
-        rows = self.keep(("rows", name), size * longest, torch.uint8, own.device)
+        longest, message = max(lengths), pending.message
+        own = self.keep(("own", name), longest, torch.uint8, message.device)  # the same memory, if it is long enough
+        if own.data_ptr() != message.data_ptr():
+            own[: len(message)].copy_(message)
+        own[len(message) :].zero_()
+        rows = own.new_empty(size * longest)  # the script's object may keep what it decompresses
         pending.count({self.custom.name: longest})
         yield self.comm.all_gather(rows, own, f"{name}/tensors")
         count = len(state.encoded)
@@ -223,11 +242,9 @@ class CustomExchange(MultiRoundExchange):
         """Collective. Return the sums over ranks of each gradient's tensors: one all-reduce for each dtype."""
         own = [part for each in pending.extra.encoded for part in each.parts]
         totals: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys(part.dtype for part in own):
-            chosen = [number for number, part in enumerate(own) if part.dtype == dtype]
-            flat = torch.cat([own[number].reshape(-1) for number in chosen])
+        for chosen, flat in pending.extra.flat:
             pending.count({self.custom.name: flat.nbytes})
-            yield self.comm.all_reduce(flat, f"{pending.name}/sum of {dtype}")
+            yield self.comm.all_reduce(flat, f"{pending.name}/sum of {flat.dtype}")
             pieces = torch.split(flat, [own[number].numel() for number in chosen])
             totals |= {number: piece.view(own[number].shape) for number, piece in zip(chosen, pieces, strict=True)}
         numbers = iter(range(len(own)))

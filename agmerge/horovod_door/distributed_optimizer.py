@@ -14,6 +14,7 @@ import torch
 import agmerge
 from agmerge.horovod_door.compression import Compression, name_of
 from agmerge.horovod_door.timeline import timed
+from sparsifiers.custom import adapted
 
 __all__ = ["DistributedOptimizer", "join"]
 
@@ -38,22 +39,24 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: Any = agmerge.global_process_set,
 ) -> Any:
-    """Return an optimizer that averages gradients over workers. The arguments are Horovod's, with its defaults.
+    """Collective. Return an optimizer that averages gradients over workers.
 
-    Gradients travel as they are, unless ``AGMERGE_COMPRESSION`` or ``compression`` says otherwise. As with Horovod,
-    parameters that no rank has used get zeros, infinite gradients are applied, so that a ``GradScaler`` finds them, and
-    replicas may differ (with a warning).
+    The arguments are Horovod's, with its defaults. ``compression`` may be an object in GRACE's form, too. Gradients
+    travel as they are, unless ``AGMERGE_COMPRESSION`` or ``compression`` says otherwise. As with Horovod, parameters
+    that no rank has used get zeros, infinite gradients are applied, so that a ``GradScaler`` finds them, and replicas
+    may differ (with a warning).
     """
     if op is agmerge.Adasum:
         raise ValueError(NO_ADASUM)
     word = os.environ.get(VARIABLE)
     name = {"default": "auto"}.get(word, word) if word else name_of(compression)
-    is_own = name is None and not isinstance(compression, str)
-    said = str(name or getattr(compression, "__name__", compression))
+    given = adapted(compression)  # a class that also has names, or a communicator that holds one, becomes agmerge's
+    is_own = name is None and not isinstance(compression, str) and given is compression
+    said = str(name or getattr(given, "__name__", given))
     averaged = Averaged(
         optimizer,
         named_parameters,
-        agmerge.grace(OwnForm(compression), sums=True) if is_own else name or compression,
+        agmerge.grace(OwnForm(compression), sums=True) if is_own else name or given,
         backward_passes_per_step,
         op,
         gradient_predivide_factor,

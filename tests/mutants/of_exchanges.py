@@ -13,7 +13,29 @@ EXCHANGES = "tests/agmerge/exchanges/test_exchanges.py"
 ERRORS = "tests/agmerge/exchanges/test_exchange_errors.py"
 ROUTING = "tests/agmerge/exchanges/test_routing.py"
 FEW_BITS = "tests/agmerge/updates/test_updates_in_few_bits.py"
+CUSTOM = "tests/agmerge/exchanges/test_custom.py"
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "tensors that a class has kept are received over",
+        "agmerge/exchanges/custom.py",
+        "rows = own.new_empty(size * longest)",
+        'rows = self.keep(("rows", name), size * longest, torch.uint8, own.device)',
+        (f"{CUSTOM}::test_a_class_gives_the_update_of_its_formula[1-keeps what arrives-layerwise]",),
+    ),
+    Mutant(
+        "a message that another rank's is longer than is lost",
+        "agmerge/exchanges/custom.py",
+        "if own.data_ptr() != message.data_ptr():",
+        "if False:",
+        (f"{CUSTOM}::test_a_class_gives_the_update_of_its_formula[3-variable length-layerwise]",),
+    ),
+    Mutant(
+        "tensors are added up as they are when their sizes are known",
+        "agmerge/exchanges/custom.py",
+        "found.append((numbers, torch.cat([parts[number].reshape(-1) for number in numbers])))",
+        "found += [([number], parts[number].reshape(-1)) for number in numbers]",
+        (f"{CUSTOM}::test_what_a_class_writes_to_after_compressing_is_not_sent",),
+    ),
     Mutant(
         "what owners owe is forgotten",
         "agmerge/exchanges/quantised/two_phase.py",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import agmerge
-from agmerge.errors import MessageError
+from agmerge.errors import MessageError, NonFiniteError
 
 MODEL = seeded(mlp)
 
@@ -108,12 +108,81 @@ class Residuals:
         self.residuals[name] = tensor - compressor.decompress(tensors, ctx)
 
 
+class Momentum(Sign):
+    """Signs of a momentum, which at first is the gradient that it is given, and not a copy."""
+
+    def __init__(self) -> None:
+        self.momenta: dict[str, Tensor] = {}
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Any]:
+        tensor = 0.1 * tensor + 0.9 * self.momenta[name] if name in self.momenta else tensor
+        self.momenta[name] = tensor
+        return super().compress(tensor, name)
+
+
+class Shuffled(TopK):
+    """A random tenth, the same on all ranks because they count alike; values only, to be added up."""
+
+    def __init__(self) -> None:
+        self.calls, self.generator = 0, torch.Generator().manual_seed(3)
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Any]:
+        self.calls += 1
+        start = torch.randperm(tensor.numel(), generator=self.generator) + self.calls
+        indices = start[: max(1, tensor.numel() // 10)] % tensor.numel()
+        return [tensor.flatten()[indices]], (indices, tensor.shape, tensor.numel())
+
+    def decompress(self, tensors: list[Tensor], ctx: Any) -> Tensor:
+        indices, *rest = ctx
+        return super().decompress([tensors[0], indices], rest)
+
+
+class Bases(Residuals):
+    """Error feedback that writes to what it is given, and shares a dictionary with its compressor."""
+
+    def __init__(self, compressor: LowRank) -> None:
+        super().__init__()
+        self.bases = compressor.bases
+
+    def compensate(self, tensor: Tensor, name: str) -> Tensor:
+        if name in self.residuals:
+            tensor += self.residuals[name]
+        if name in self.bases:
+            self.bases[name] = self.bases[name] / (self.bases[name].norm() + 1e-12)
+        return tensor
+
+
+class Keeper(Half):
+    """What it decompresses is half of what has arrived, and half of what had arrived before, which it keeps."""
+
+    def __init__(self) -> None:
+        self.arrived: dict[Any, list[Tensor]] = {}
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[Tensor, Any]:
+        return tensor, (name, tensor.shape)
+
+    def decompress(self, tensors: list[Tensor], ctx: Any) -> Tensor:
+        name, shape = ctx
+        seen = self.arrived.setdefault(name, [])
+        seen.append(tensors[0])
+        return (seen[max(0, len(seen) - 7)] + tensors[0]).view(shape) / 2
+
+
+def with_bases() -> Any:
+    compressor = LowRank()
+    return agmerge.grace(compressor, Bases(compressor))
+
+
 SHAPES: dict[str, Callable[[], Any]] = {
     "top-k": lambda: agmerge.grace(TopK(), Residuals()),
     "variable length": lambda: agmerge.grace(Threshold(), Residuals()),
     "sign": lambda: agmerge.grace(Sign(), Residuals()),
     "cast, added up": lambda: agmerge.grace(Half(), sums=True),
     "low rank": lambda: agmerge.grace(LowRank(), Residuals()),
+    "keeps what it is given": lambda: agmerge.grace(Momentum()),
+    "keeps what arrives": lambda: agmerge.grace(Keeper()),
+    "writes to what it is given": with_bases,
+    "counts": lambda: agmerge.grace(Shuffled(), Residuals(), sums=True),
 }
 
 
@@ -143,8 +212,12 @@ def by_formula(made: list[Any], each: list[dict[str, Tensor]]) -> dict[str, Tens
     return found
 
 
+IN_ANY_ORDER = [shape for shape in SHAPES if shape != "counts"]  # whatever the order in which tensors are compressed
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize("merging", ["layerwise", "single"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", IN_ANY_ORDER)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_class_gives_the_update_of_its_formula(shape: str, workers: int, merging: str) -> None:
     models = [copy.deepcopy(MODEL) for _ in range(workers)]
@@ -172,6 +245,33 @@ def test_a_class_gives_the_update_of_its_formula(shape: str, workers: int, mergi
             optimizer.step()
         for name, parameter in models[0].named_parameters():
             torch.testing.assert_close(parameters[name], parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_what_a_class_writes_to_after_compressing_is_not_sent(sums: bool) -> None:
+    class Scratch(Half):
+        def compress(self, tensor: Tensor, name: str) -> tuple[Tensor, Any]:
+            self.sent = [*getattr(self, "sent", []), tensor.clone()]
+            for before in self.sent[:-1]:
+                before.zero_()
+            return self.sent[-1], tensor.dtype
+
+    def body(rank: int, model: nn.Module) -> list[Tensor]:
+        found = []
+        for compression in (agmerge.grace(Scratch(), sums=sums), "none"):
+            own = copy.deepcopy(model)
+            optimizer = wrapped(own, compression, merging="layerwise")
+            for step in range(2):
+                optimizer.zero_grad()
+                inputs, targets = batch(rank, step)
+                F.cross_entropy(own(inputs), targets).backward()
+                optimizer.step()
+            found.append(torch.cat([parameter.detach().flatten() for parameter in own.parameters()]))
+            optimizer.close()
+        return found
+
+    for found, expected in on_ranks(2, MODEL, body):
+        assert torch.equal(found, expected)
 
 
 def test_an_object_is_taken_as_it_is_and_a_holder_brings_its_memory() -> None:
@@ -268,7 +368,8 @@ def test_what_is_no_memory_is_refused() -> None:
         agmerge.grace(Residuals())
 
 
-@pytest.mark.parametrize("shape", ["top-k", "low rank"])
+@pytest.mark.values
+@pytest.mark.parametrize("shape", ["counts", "writes to what it is given", "keeps what it is given", "low rank"])
 def test_a_resumed_run_goes_on_to_the_bit(shape: str) -> None:
     def step_of(rank: int, model: nn.Module, optimizer: Any, step: int) -> None:
         optimizer.zero_grad()
@@ -311,3 +412,26 @@ def test_a_compressor_is_swapped_for_a_class_and_back() -> None:
 
     first, second = on_ranks(2, MODEL, body)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("shape", ["counts", "writes to what it is given", "variable length"])
+def test_a_step_that_comes_to_nothing_leaves_no_trace(shape: str) -> None:
+    def body(rank: int, model: nn.Module, bad: int | None) -> list[Tensor]:
+        optimizer = wrapped(model, SHAPES[shape]())
+        for step in range(6):
+            for factor in [math.nan, 1.0] if step == bad else [1.0]:
+                optimizer.zero_grad()
+                inputs, targets = batch(rank, step)
+                (F.cross_entropy(model(inputs), targets) * (factor if rank == 1 else 1.0)).backward()
+                if math.isnan(factor):
+                    with pytest.raises(NonFiniteError):
+                        optimizer.step()
+                else:
+                    optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    plain = on_ranks(2, MODEL, lambda rank, model: body(rank, model, None))
+    for bad in (0, 1, 4):
+        for found, expected in zip(on_ranks(2, MODEL, lambda rank, model: body(rank, model, bad)), plain, strict=True):  # noqa: B023
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
