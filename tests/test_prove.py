@@ -281,7 +281,7 @@ def test_dense_is_tuned_by_its_loss_and_one_that_diverged_is_not_the_best(
 ) -> None:
     run, losses = (
         prove.Run(tmp_path / "run"),
-        dict(zip((0.002, 0.0028, 0.004, 0.0056, 0.008), (3, 2, 1, 1.5, 0), strict=True)),
+        dict(zip((0.0015, 0.0021, 0.003, 0.0042, 0.006), (3, 2, 1, 1.5, 0), strict=True)),
     )
 
     class Instant:
@@ -291,9 +291,9 @@ def test_dense_is_tuned_by_its_loss_and_one_that_diverged_is_not_the_best(
             return []
 
     settings = {**prove.DEFAULTS, "batch": 2048}
-    assert prove.tuning(settings, run, Instant(), None) == 0.004
-    losses[0.008], run.rows = 0.5, []
-    assert prove.tuning(settings, run, Instant(), None) == 0.008
+    assert prove.tuning(settings, run, Instant(), None) == 0.003
+    losses[0.006], run.rows = 0.5, []
+    assert prove.tuning(settings, run, Instant(), None) == 0.006
     assert "at the end of the range" in capsys.readouterr().out.splitlines()[-1]
 
 

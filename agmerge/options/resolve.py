@@ -88,7 +88,8 @@ def parse_updates(options: Options) -> Updates | None:
                     f"{name}=."
                 )
         return None
-    options = replace(options, **defaults.schedule_of(options))
+    schedule = defaults.schedule_of(options)
+    options = replace(options, every=schedule["every"], fragments=schedule["fragments"])
     for name, problem in _refused(options):
         raise ValueError(f"{name}={getattr(options, name)!r} is not supported with sync='updates': {problem}")
     carry = defaults.carry_of(options)
