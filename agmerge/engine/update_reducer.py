@@ -230,14 +230,16 @@ class UpdateReducer:
         steps = self.replica.own_steps
         steps.check(own, self.exchange)
         steps.made()
-        if self.exchange.group.alone:
-            self.replica.shared.follow_own()
+        if not self.exchange.group.alone:
+            self.replica.strayed.stepped(says=workers.rank() == 0 and workers.bound() is None)
+            with self.exchange.fault.recording():
+                self._sharded.judge()
+            if self._receive_at is not None and steps.count >= self._receive_at:
+                self._receive()
+        if self.exchange.group.alone:  # perhaps since a moment ago: all others are lost
+            self._receive_at = None
+            self.replica.follow_own()
             return
-        self.replica.strayed.stepped(says=workers.rank() == 0 and workers.bound() is None)
-        with self.exchange.fault.recording():
-            self._sharded.judge()
-        if self._receive_at is not None and steps.count >= self._receive_at:
-            self._receive()
         fragment = self.updates.fragment_at(steps.count)
         due = None if fragment is None else self.updates.merge_buffers_of(fragment)
         # With fewer merge buffers than fragments some of these have none.

@@ -306,6 +306,10 @@ class ScriptAccess:
             self._names = {parameter.data_ptr(): name for name, parameter in shared.own.items()}
             self._reads.begin(step)
 
+    def forget(self) -> None:
+        """Forget how this library has left the parameters: what is written until :meth:`begin` does not count."""
+        self._writes = ScriptWrites()
+
     def left(self, shared: Replica) -> None:
         """Record the parameters as this library has left them."""
         self._writes.note(shared.own)

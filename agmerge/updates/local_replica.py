@@ -343,6 +343,11 @@ class LocalReplica:
         """End the time between two steps; warn, once, of a script that has written parameters."""
         self._access.end(self.shared)
 
+    def follow_own(self) -> None:
+        """Make the parameters of this worker, which is alone, the shared ones, whoever has written them."""
+        self._access.forget()
+        self.shared.follow_own()
+
     def left(self) -> None:
         """Record that this library has moved the parameters."""
         self._access.left(self.shared)
