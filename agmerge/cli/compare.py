@@ -7,6 +7,7 @@ import csv
 import hashlib
 import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -126,12 +127,11 @@ class Job:
 def options_of(contender: str, path: Path, wanted: str | None) -> dict[str, Any]:
     """Return the arguments of the optimizer for a contender."""
     compression = compressor_in(module_of(path), wanted) if contender == MINE else contender
-    selects = getattr(compression, "selects", False) or (contender != MINE and sparsifiers.names().count(contender))
     options: dict[str, Any] = {"compression": compression, "merging": "threshold"}
-    if selects:  # always compressed: in memory an exchange costs nothing
-        options["exchange"] = "sparse"
-        if contender != MINE:
-            options["density"] = DENSITY
+    if contender != MINE and contender in sparsifiers.names():
+        options["density"] = DENSITY
+    if "density" in options or contender in sparsifiers.low_rank_names() or getattr(compression, "selects", False):
+        options["exchange"] = "sparse"  # always compressed: in memory an exchange costs nothing
     return options
 
 
@@ -203,7 +203,9 @@ def rows_of(found: Mapping[Job, Outcome], rate: float) -> list[Row]:
     for (task, contender), runs in groups.items():
         partners = [dense[task, job.seed] for job, _ in runs]
         losses = [outcome.losses[-1] for _, outcome in runs]
-        excess = mean_interval(excess_percent(losses, [other.losses[-1] for other in partners]))
+        excess = Interval(math.inf, None, len(losses))  # of a training that has diverged
+        if all(map(math.isfinite, losses)):
+            excess = mean_interval(excess_percent(losses, [other.losses[-1] for other in partners]))
         pairs = [(job, outcome, other) for (job, outcome), other in zip(runs, partners, strict=True)]
         steps = [steps_to(outcome.losses, NEAR * other.losses[-1], job.steps) for job, outcome, other in pairs]
         theirs = [steps_to(other.losses, NEAR * other.losses[-1], job.steps) for job, _, other in pairs]
@@ -226,7 +228,8 @@ HEAD = ("task", "compression", "seeds", "loss", "excess, %", "steps", "MB/step",
 def cells(row: Row) -> list[str]:
     """Return the words of a line."""
     half = "" if row.excess.half is None else f" ± {row.excess.half:.1f}"
-    part = [f"{row.excess.mean:+.1f}{half}", "-" if row.steps is None else f"{row.steps:.2f}"]
+    excess = f"{row.excess.mean:+.1f}{half}" if math.isfinite(row.excess.mean) else "diverged"
+    part = [excess, "-" if row.steps is None else f"{row.steps:.2f}"]
     speed = [f"{row.megabytes:.3g}", f"{row.codec:.2g}", "-" if row.time is None else f"{row.time:.2f}"]
     return [row.task, row.contender, str(row.seeds), f"{row.loss:.3f}", *part, *speed]
 
@@ -242,7 +245,7 @@ WIDE, HIGH, NAMES = 640, 26, 200  # pixels of the picture, of a line of it, of t
 
 def picture(rows: Sequence[Row]) -> str:
     """Return the excess losses with their intervals, as SVG: a line for each contender, a block for each task."""
-    shown = [row for row in rows if row.contender != DENSE]
+    shown = [row for row in rows if row.contender != DENSE and math.isfinite(row.excess.mean)]
     ends = [abs(row.excess.mean) + (row.excess.half or 0.0) for row in shown]
     scale = (WIDE - NAMES) / 2.2 / max([*ends, 1.0])
     zero, parts = NAMES + (WIDE - NAMES) / 2, []

@@ -192,9 +192,13 @@ def train(task: Task, options: Mapping[str, Any], workers: int, seed: int, steps
             loss = F.cross_entropy(own(known[0][rows]), known[1][rows])
             began = time.thread_time()
             loss.backward()  # type: ignore[no-untyped-call]
-            if task.bound is not None:
-                optimizer.clip_grad_norm_(task.bound)
-            optimizer.step()
+            try:
+                if task.bound is not None:
+                    optimizer.clip_grad_norm_(task.bound)
+                optimizer.step()
+            except agmerge.NonFiniteError:  # on all ranks
+                losses += [math.inf] * (POINTS - len(losses))
+                return losses, optimizer.stats()["link_bytes"] / step, spent / step
             spent += time.thread_time() - began
             schedule.step()
             if rank == 0 and step % every == 0 and len(losses) < POINTS:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import math
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,24 @@ def test_trainings_with_one_seed_are_equal() -> None:
     other = train(small(), {"compression": "none"}, 2, 6, 24)
     assert first.losses == second.losses != other.losses and len(first.losses) == POINTS
     assert set(compare_tasks.TASKS) == {"digits", "gpt-small", "resnet-digits"}
+
+
+def test_a_training_that_diverges_is_told_and_the_others_go_on() -> None:
+    jobs = [compare.Job("digits", name, 0, 2, 300, "") for name in (compare.DENSE, compare.MINE)]
+    losses = [[1.0] * compare_tasks.POINTS, [2.0] + [math.inf] * (compare_tasks.POINTS - 1)]
+    found = {job: compare_tasks.Outcome(each, 1e3, 1e-3) for job, each in zip(jobs, losses, strict=True)}
+    rows = compare.rows_of(found, 25e6)
+    assert compare.cells(rows[1])[4] == "diverged" and compare.cells(rows[1])[5] == "-"
+    assert compare.MINE not in compare.picture(rows)
+
+
+def test_gradients_that_are_not_finite_end_a_training() -> None:
+    task = replace(compare_tasks.TASKS["digits"], optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e30))
+    outcome = compare_tasks.train(task, {"compression": "none"}, 2, 0, 40)
+    assert len(outcome.losses) == compare_tasks.POINTS and outcome.losses[-1] == math.inf
+    assert outcome.bytes_per_step > 0
+
+
+def test_low_rank_compressors_always_compress(tmp_path: Path) -> None:
+    assert compare.options_of("powersgd", tmp_path, None)["exchange"] == "sparse"
+    assert "exchange" not in compare.options_of("eden-2", tmp_path, None)
