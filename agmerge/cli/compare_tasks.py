@@ -141,6 +141,10 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def _slow_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)  # with 0.1 uncompressed training diverges
+
+
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -148,7 +152,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 TASKS = {
     "digits": Task(perceptron, digits, _sgd, batch=64, steps=300),
     "gpt-small": Task(Language, text, _adamw, batch=32, steps=400, bound=1.0),
-    "resnet-digits": Task(residual_network, digits, _sgd, batch=64, steps=150),
+    "resnet-digits": Task(residual_network, digits, _slow_sgd, batch=64, steps=150),
 }
 
 

@@ -195,6 +195,13 @@ def test_gradients_that_are_not_finite_end_a_training() -> None:
     assert outcome.bytes_per_step > 0
 
 
+@pytest.mark.parametrize("name", compare_tasks.TASKS)
+def test_uncompressed_training_converges(name: str) -> None:
+    task = compare_tasks.TASKS[name]
+    losses = compare_tasks.train(task, {"compression": "none"}, 2, 0, task.steps // 2).losses
+    assert math.isfinite(losses[-1]) and losses[-1] < 0.9 * losses[0]
+
+
 def test_low_rank_compressors_always_compress(tmp_path: Path) -> None:
     assert compare.options_of("powersgd", tmp_path, None)["exchange"] == "sparse"
     assert "exchange" not in compare.options_of("eden-2", tmp_path, None)
