@@ -31,8 +31,8 @@ from sparsifiers.quantising.base import NONE
 
 # A turn of ``sync="updates"``, after which model and optimizer are as they were; and its cost in loss.
 
-# With its defaults: workers, and % of the loss with AdamW after 300 steps, in benchmarks/notebook/updates_loss.jsonl.
-COSTS = ((2, 0.4), (4, 0.9))
+# With its defaults: workers, and % of the loss with AdamW and 0.25 M parameters, in benchmarks/prove/rung1.json.
+COSTS = ((2, 0.3), (4, 0.0), (8, 1.0))
 KINDS = ("AdamW", "NAdam", "RAdam", "Adamax", "Adafactor", "Lion")  # optimizers that it is for
 
 
@@ -92,7 +92,7 @@ def told_cost_of_updates(workers: int, optimizer: torch.optim.Optimizer) -> str:
     if "AdamW" not in kinds_of(optimizer):
         return "not measured with this optimizer"
     number, percent = next((row for row in COSTS if row[0] >= workers), COSTS[-1])
-    return f"{percent:g} % higher with {number} workers in our tests"
+    return f"{percent:.1f} % higher with {number} workers in our tests"
 
 
 # Turns of compressors: each has some steps, several times, and is timed.
