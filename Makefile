@@ -7,7 +7,7 @@
 # make unit        the tests that train nothing and start no process, within a minute: -m "unit and not slow and not long"
 # make check       about a minute of these and of those that train: the first case of each, and no Horovod
 # make test-all    all tests, with all values of all parameters, and the unit tests once more for every level of arithmetic that is here
-# make mutants     change a line of the library, in 153 ways, one at a time: a named test has to fail (ARGS="exchanges native")
+# make mutants     change a line of the library, in some 150 ways, one at a time: a named test has to fail (ARGS="exchanges native")
 # make bench       step times beside other libraries on slow networks (root; an hour; ARGS="--rates 200mbit --models gpt2")
 # make prove       ten minutes: the loss of a small GPT with each compressor, beside uncompressed training (ARGS="--size 1m --workers 4")
 # make gpu         test the GPUs of this machine, and write gpu.json, to attach to an issue; without a GPU, list the checks

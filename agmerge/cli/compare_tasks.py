@@ -10,6 +10,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +138,8 @@ class Task:
     bound: float | None = None  # of the gradient's norm
 
 
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def _slow_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)  # with 0.1 uncompressed training diverges
+def _sgd(model: nn.Module, rate: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -152,7 +149,8 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 TASKS = {
     "digits": Task(perceptron, digits, _sgd, batch=64, steps=300),
     "gpt-small": Task(Language, text, _adamw, batch=32, steps=400, bound=1.0),
-    "resnet-digits": Task(residual_network, digits, _slow_sgd, batch=64, steps=150),
+    # With a rate of 0.1 uncompressed training diverges.
+    "resnet-digits": Task(residual_network, digits, partial(_sgd, rate=0.03), batch=64, steps=150),
 }
 
 

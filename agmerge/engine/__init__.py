@@ -11,5 +11,7 @@
   optimizers that step as one. ``step_hooks``: the work around steps that others call.
 * ``reporting``: figures, tables and traces, and five lines for people.
 
-``script/`` watches what a script does meanwhile. May import updates/, script/, planning/, options/ and below.
+``script/`` checks the calls that a script makes between two calls of agmerge.
+
+May import updates/, script/, planning/, options/ and below.
 """

@@ -5,7 +5,7 @@
 * ``typed``: options as a script gives them, unknown keywords, and types for editors.
 * ``compressors``: ``compression``, ``memory``, ``density``, ``dense``, ``warmup``, ``merging``, ``groups`` as objects.
 * ``meaning``: options that mean nothing with a compressor.
-* ``momentum``: of an optimizer, where a memory applies it before selection.
+* ``momentum``: momentum of an optimizer, if a memory applies it before selection.
 * ``defaults``: options that are left out, the measured costs of compressors, and warnings.
 * ``from_params``, ``published``: dictionaries and names of other projects.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Script, watched: what it, or a framework, does between two calls of this library. Refusals, errors and warnings.
+"""Checks of the calls that a script or a framework makes between two calls of agmerge: errors and warnings.
 
 * ``seen_steps``: steps of the optimizers of a process, whichever object the script calls.
 * ``module_hooks``: forward passes of modules that read parameters.

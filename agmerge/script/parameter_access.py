@@ -307,7 +307,7 @@ class ScriptAccess:
             self._reads.begin(step)
 
     def forget(self) -> None:
-        """Forget how this library has left the parameters: what is written until :meth:`begin` does not count."""
+        """Forget the recorded parameters: writes until the next :meth:`begin` or :meth:`left` are not reported."""
         self._writes = ScriptWrites()
 
     def left(self, shared: Replica) -> None:

@@ -344,7 +344,7 @@ class LocalReplica:
         self._access.end(self.shared)
 
     def follow_own(self) -> None:
-        """Make the parameters of this worker, which is alone, the shared ones, whoever has written them."""
+        """Make this worker's parameters the shared ones, because it is alone; writes by the script are not reported."""
         self._access.forget()
         self.shared.follow_own()
 

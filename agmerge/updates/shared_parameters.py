@@ -498,9 +498,10 @@ class UnsentInResidual(SharedParameters):
             own, residual = self.own[name].detach(), self._exchange.agreed.residual_of(name)
             moved = own.to(self.base[name].dtype) - before[name] if name in before else None
             if moved is not None and residual is not None:
-                residual.sub_(moved)
+                residual.sub_(moved)  # `expected` has it then
+                moved = None
             expected = self.expected(name)
-            own.copy_(expected + moved if moved is not None and residual is None else expected)
+            own.copy_(expected if moved is None else expected + moved)
 
 
 @torch.no_grad()

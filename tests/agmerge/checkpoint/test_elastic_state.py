@@ -202,7 +202,7 @@ def test_the_parameters_of_a_lone_worker_are_the_shared_ones(options: dict[str, 
     with optimizer.shared():
         assert all(map(torch.equal, own, model.parameters()))
     assert not any(map(torch.any, optimizer._reducer.replica.unsent().values()))
-    optimizer.flush()  # nobody is there to receive from
+    optimizer.flush()  # no other worker is left
 
 
 def test_outside_of_an_elastic_job_it_says_what_to_call() -> None:

@@ -14,6 +14,19 @@ from torch import nn
 
 import agmerge
 
+
+def second_half(start: nn.Module, kept: list[Any], options: dict[str, Any]) -> list[Any]:
+    """Resume from each rank's model and optimizer; return what it sees, and the digest of the shared parameters."""
+
+    def body(rank: int, model: nn.Module) -> Any:
+        optimizer = started(model, **options)
+        model.load_state_dict(kept[rank][0])
+        optimizer.load_state_dict(kept[rank][1])
+        return train(model, optimizer, rank, range(HALF, STEPS)), digest(base(optimizer).values())
+
+    return on_ranks(2, start, body)
+
+
 # -- the same ranks -------------------------------------------------------------------------------------------------
 
 
@@ -38,14 +51,7 @@ def test_a_restart_changes_no_bit(cell: str, way: str) -> None:
         return kept, train(model, optimizer, rank, range(HALF, STEPS)), digest(base(optimizer).values())
 
     first = on_ranks(2, MODEL, whole)
-
-    def second(rank: int, model: nn.Module) -> Any:
-        optimizer = started(model, **options)
-        model.load_state_dict(first[rank][0][0])
-        optimizer.load_state_dict(first[rank][0][1])
-        return train(model, optimizer, rank, range(HALF, STEPS)), digest(base(optimizer).values())
-
-    resumed = on_ranks(2, MODEL, second)
+    resumed = second_half(MODEL, [kept for kept, *_ in first], options)
     agreed([shared for _, shared in resumed])
     assert [seen for seen, _ in resumed] == [seen for _, seen, _ in first]
     assert [shared for _, shared in resumed] == [shared for _, _, shared in first]
@@ -128,14 +134,8 @@ def test_with_16_bits_a_message_under_way_is_sent_again_to_the_bit() -> None:
         return kept, train(model, optimizer, rank, range(HALF, STEPS)), digest(base(optimizer).values())
 
     first = on_ranks(2, start, whole)
-
-    def second(rank: int, model: nn.Module) -> Any:
-        optimizer = started(model, **options)
-        model.load_state_dict(first[rank][0][0])
-        optimizer.load_state_dict(first[rank][0][1])
-        return train(model, optimizer, rank, range(HALF, STEPS)), digest(base(optimizer).values())
-
-    assert on_ranks(2, start, second) == [(seen, shared) for _, seen, shared in first]
+    resumed = second_half(start, [kept for kept, *_ in first], options)
+    assert resumed == [(seen, shared) for _, seen, shared in first]
 
 
 # -- another rank's, or another number of them ----------------------------------------------------------------------
