@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
 import pytest
+import torch
 
 LAUNCHING = 2  # processes that run files with real workers
 WORKERS = Path(__file__).parent / "distributed"
@@ -93,6 +94,8 @@ class SideBySide:
             return ours
         try:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # without a parent it ends
+            # After a fork torch replaces its pool at the first call, and threads that make it together find none.
+            torch.set_num_threads(torch.get_num_threads())
             self._parent = theirs
             self._config.pluginmanager.unregister(name="terminalreporter")
             silent = pytest.TerminalReporter(self._config, open(os.devnull, "w"))

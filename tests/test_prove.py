@@ -15,7 +15,7 @@ from typing import Any
 import prove
 import pytest
 import torch
-from evidence import noise, page, report, text
+from evidence import jobs, noise, page, report, text
 from evidence.contenders import DENSE, OPTIONS, options_of, told
 from evidence.models import SIZES, optimizers_of, rate_factor
 from evidence.training import Stopped, Training, first_model, train_in_memory
@@ -263,6 +263,14 @@ def test_tokens_are_as_many_as_there_is_time_for() -> None:
     amounts = [prove.chosen_tokens(settings, seconds, 1e-4, 2) for seconds in (1, 60, 600, 6000, 60000)]
     assert amounts == sorted(amounts) and len(set(amounts)) > 3
     assert amounts[-1] == 20 * SIZES["0.25m"].parameters
+
+
+def test_a_training_of_unknown_length_counts_as_long_as_those_under_way() -> None:
+    half, quarter = (None, 10.0, 0.5), (None, 10.0, 0.25)  # of 20 s, and of 40 s
+    assert jobs.seconds_left([half, quarter], [None] * 34) == 10 + 30 + 34 * 30
+    assert jobs.seconds_left([(100.0, 10.0, 0.5)], [50.0, None]) == 90 + 50 + 100
+    assert jobs.seconds_left([(100.0, 120.0, 0.9)], []) == 0  # it takes longer than the one like it
+    assert jobs.seconds_left([], [None]) == 0
 
 
 def test_numbers_of_the_command_line_are_read_with_their_units_and_must_be_positive(

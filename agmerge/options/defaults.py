@@ -32,6 +32,7 @@ from sparsifiers.quantising.base import NONE, Choice
 
 # Candidates, the most exact one first.
 FOUR = (NONE, "int8", "eden-4", "eden-2")
+OF_UPDATES = (*FOUR, "eden-1")  # what is not sent acts on its own worker, so one bit costs less than with gradients
 TO_4_BITS = FOUR[:3]  # of one that 2 bits have cost 1 % or more, or that was not measured at several rates
 TO_8_BITS = FOUR[:2]  # where a step mixes elements, so that noise counts as much as signal
 UNTIL_CHOSEN = "eden-4"
@@ -152,7 +153,7 @@ def resolve_auto(options: Options, optimizer: torch.optim.Optimizer | None) -> A
     if options.sync == UPDATES:
         if not in_few_bits(options):
             return "topk"
-        return FOUR[-1] if options.exchange == SPARSE else choice(FOUR)
+        return FOUR[-1] if options.exchange == SPARSE else choice(OF_UPDATES)
     about_selection = _about_selection(options)
     if about_selection or options.density is not None:
         name = sparsifier_for(optimizer, options.memory)

@@ -197,18 +197,31 @@ class Jobs:
         here = ", ".join(
             f"{one.contender} W={one.workers} seed {one.seed} {job.step / one.steps:.0%}" for job, one in busy
         )
-        seconds = 0.0
-        for job, one in busy:
-            needed, spent = self._needed(one), time.monotonic() - job.began
-            seconds += spent * (one.steps / max(1, job.step) - 1) if needed is None else max(0.0, needed - spent)
-        for training in left:
-            seconds += self._needed(training) or seconds / max(1, len(busy))
+        now = time.monotonic()
+        under_way = [(self._needed(one), now - job.began, job.step / one.steps) for job, one in busy]
+        seconds = seconds_left(under_way, [self._needed(training) for training in left])
         ends = f"about {seconds / len(self._jobs) / 60:.0f} min left" if any(job.step for job, _ in busy) else ""
         if self._deadline is not None:
             ends = f"at most {max(0.0, self._deadline - time.monotonic()) / 60:.1f} min left"
         most = "" if self._deadline is None else "at most "
         count = f"{total - len(left) - len(busy)} of {most}{total} trainings"
         self._tell("; ".join(part for part in (count, here, ends) if part))
+
+
+def seconds_left(under_way: Sequence[tuple[float | None, float, float]], waiting: Sequence[float | None]) -> float:
+    """Return the seconds that trainings still take, one after another.
+
+    Args:
+        under_way: of each training that has begun: the seconds that one like it took (None: unknown), the seconds that
+            it has taken, and the part that is done, from 0 to 1.
+        waiting: of each other training: the seconds that one like it took (None: unknown).
+    """
+    wholes = [
+        spent / done if needed is None and done else max(needed or 0.0, spent) for needed, spent, done in under_way
+    ]
+    usual = sum(wholes) / max(1, len(wholes))
+    ahead = sum(usual if needed is None else needed for needed in waiting)
+    return ahead + sum(whole - spent for whole, (_, spent, _) in zip(wholes, under_way, strict=True))
 
 
 # In the process of a job.

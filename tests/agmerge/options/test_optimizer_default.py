@@ -103,6 +103,7 @@ CANDIDATES: dict[str, tuple[Make, dict[str, Any], tuple[str, ...]]] = {
     "another step": (lambda model: Own(model.parameters()), {}, ("none", "int8", "eden-4")),
     "a mixing one": (lambda model: Shampoo(model.parameters(), lr=0.1), {}, ("none", "int8")),
     "between nodes": (sgd, {"exchange": "two-level"}, ("int8", "eden-4")),
+    "updates": (sgd, {"sync": "updates"}, ("none", "int8", "eden-4", "eden-2", "eden-1")),
     "a list": (sgd, {"compression": ["eden", "none", "8bit"]}, ("none", "int8", "eden-2")),
 }
 
