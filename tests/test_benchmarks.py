@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from unittest import mock
 
 import parity_phases
 import pytest
@@ -14,6 +15,7 @@ import scale
 import scale_nodes
 import step_time
 import torch
+import updates_ablation
 from lab import rendezvous
 from lab.network import LINKS, Loopback, Network, named
 from speed import shapes
@@ -119,3 +121,20 @@ def test_phases_give_the_mean_of_the_workers_and_the_bits_they_take(bits: str, w
     share = workers - 1 if "+" not in bits else (workers - 1) / workers
     if bits != "none":
         assert parity_phases.sent(workers, bits) == pytest.approx(share * record, rel=0.05)
+
+
+# Ablations of updates.
+
+
+@pytest.mark.parametrize("variant", updates_ablation.REPLACED)
+def test_what_an_ablation_replaces_is_there(variant: str) -> None:
+    with mock.patch(*updates_ablation.REPLACED[variant]):  # raises AttributeError for what has gone
+        pass
+
+
+def test_the_recorded_ablations_are_paired_with_dense_of_their_seed() -> None:
+    rows = updates_ablation.rows_of(Path(updates_ablation.ROOT) / "benchmarks/notebook/updates_ablation.jsonl")
+    assert {row["variant"] for row in rows} == {"dense", *updates_ablation.VARIANTS}
+    lines = updates_ablation.table([*rows, {**rows[0], "seed": 7, "loss": 0.0}]).splitlines()
+    assert len(lines) == 2 + len(updates_ablation.VARIANTS)
+    assert lines[2] == "| all parts | 4 | +0.92 % ± 0.26 | +0.9, +0.9 |"

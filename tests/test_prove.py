@@ -343,7 +343,22 @@ def test_the_page_has_the_figures_of_the_recorded_runs() -> None:
     """``python benchmarks/prove.py --page`` makes them."""
     written = page.PAGE.read_text(encoding="utf-8")
     assert page.written_page(written, page.recorded()) == written
-    assert page.digest_of(page.ladder(page.recorded())) in page.LADDER.read_text(encoding="utf-8")
+    runs = page.recorded()
+    assert page.digest_of(page.ladder(runs)) in page.LADDER.read_text(encoding="utf-8")
+    assert page.digest_of(page.curves(runs["rung1"])) in page.CURVES.read_text(encoding="utf-8")
+
+
+def test_curves_are_paired_at_each_point_and_need_two_seeds() -> None:
+    rows = [row("dense", seed, 2.0, workers=1, curve=[[100, 4.0], [200, 2.0 + seed]]) for seed in (0, 1)]
+    rows += [row("topk", seed, 2.0, curve=[[100, 4.4], [200, (2.0 + seed) * (1.1 + seed / 5)]]) for seed in (0, 1)]
+    rows += [row("topk", 0, 2.0, workers=4, curve=[[100, 4.0]]), row("topk", 0, 2.0, workers=8, curve=[[100, 4.0]])]
+    found = page.curves({"rows": rows, "best": {"0.25m, adamw, batch 2048": 0.004}})
+    assert found == {
+        "topk 2": [
+            (100.0, pytest.approx(10.0), pytest.approx(0.0, abs=1e-6)),
+            (200.0, pytest.approx(20.0), pytest.approx(127.06, abs=0.01)),
+        ]
+    }
 
 
 def test_a_rung_shows_each_batch_each_number_of_workers_and_the_rates() -> None:

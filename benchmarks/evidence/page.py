@@ -10,16 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agmerge.metrics.paired import excess_percent, mean_interval
 from evidence.contenders import DENSE, EXPLAINED
 from evidence.report import COLORS, Cell, by_bytes, cells_of, told, with_dense
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, RECORDS, LADDER = ROOT / "docs/evidence.md", ROOT / "benchmarks/prove", ROOT / "docs/pictures/evidence.svg"
+PAGE, RECORDS = ROOT / "docs/evidence.md", ROOT / "benchmarks/prove"
+LADDER, CURVES = ROOT / "docs/pictures/evidence.svg", ROOT / "docs/pictures/evidence_curves.svg"
 MARKS = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 NONE = "No run is recorded yet.\n"
 LINKS = (2e8, 1e9, 1e10)  # bits in a second
 MOST_COLUMNS = 3  # of a table, beside its first one
 AT = (4, 2, 8)  # numbers of workers of which the picture has one: the first that all rungs have
+PANELS = (2, 4)  # numbers of workers of which there are curves
 Run = Mapping[str, Any]  # content of a prove.json
 
 
@@ -169,10 +172,6 @@ def digest_of(points: Mapping[str, Any]) -> str:
 
 def draw(runs: Mapping[str, Run], file: Path) -> None:
     """Draw a line for each contender; the file has the digest of what it shows."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "evidence"
     from matplotlib import pyplot
 
     points = ladder(runs)
@@ -186,8 +185,68 @@ def draw(runs: Mapping[str, Run], file: Path) -> None:
     axes.set_yscale("symlog", linthresh=2.0)
     if points:
         axes.legend(fontsize=8)
+    saved(figure, file, points)
+
+
+# The picture: excess loss during the training of the smallest model.
+
+
+def curves(run: Run) -> dict[str, list[tuple[float, float, float]]]:
+    """Return the points of each contender and number of workers, such as "updates 4": those of ``PANELS``.
+
+    A point is tokens, the excess in %, and half of its interval: of several seeds, the largest batch and dense's rate.
+    """
+    cells = [cell for cell in cells_of(with_dense(run["rows"], run["best"])) if cell.first["factor"] == 1]
+    cells = [cell for cell in cells if cell.first["batch"] == max(cell.first["batch"] for cell in cells)]
+    dense = {row["seed"]: row["curve"] for cell in cells if cell.first["contender"] == DENSE for row in cell.rows}
+    found = {}
+    for cell in cells:
+        name, workers = cell.first["contender"], cell.first["workers"]
+        if name == DENSE or workers not in PANELS or len(cell.rows) < 2:
+            continue
+        line = []
+        for number, (tokens, _) in enumerate(cell.first["curve"]):
+            losses = [row["curve"][number][1] for row in cell.rows]
+            excess = mean_interval(excess_percent(losses, [dense[row["seed"]][number][1] for row in cell.rows]))
+            line.append((float(tokens), excess.mean, excess.half or 0.0))
+        found[f"{name} {workers}"] = line
+    return found
+
+
+def draw_curves(run: Run, file: Path) -> None:
+    """Draw a panel for each number of workers, with a band for each interval."""
+    from matplotlib import pyplot
+
+    points = curves(run)
+    names = list(dict.fromkeys(label.rpartition(" ")[0] for label in points))
+    figure, panels = pyplot.subplots(1, len(PANELS), figsize=(11, 4), sharey=True)
+    for axes, workers in zip(panels, PANELS, strict=True):
+        for number, name in enumerate(names):
+            if f"{name} {workers}" not in points:
+                continue
+            tokens, means, halves = zip(*points[f"{name} {workers}"], strict=True)
+            below, above = zip(
+                *((mean - half, mean + half) for mean, half in zip(means, halves, strict=True)), strict=True
+            )
+            millions, color = [count / 1e6 for count in tokens], COLORS[1 + number % 8]
+            axes.plot(millions, means, label=name, color=color)
+            axes.fill_between(millions, below, above, color=color, alpha=0.12, linewidth=0)
+        axes.axhline(0.0, color="black", linewidth=0.8)
+        axes.set(xlabel="million tokens", title=f"{workers} workers")
+        axes.set_yscale("symlog", linthresh=2.0)
+    panels[0].set_ylabel("increase of the loss, %")
+    panels[0].legend(fontsize=8)
+    saved(figure, file, points)
+
+
+def saved(figure: Any, file: Path, points: Mapping[str, Any]) -> None:
+    """Write a figure with the digest of what it shows, and close it."""
+    import matplotlib
+    from matplotlib import pyplot
+
     figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None, "Description": digest_of(points)})
+    with matplotlib.rc_context({"svg.hashsalt": "evidence"}):
+        figure.savefig(file, metadata={"Date": None, "Description": digest_of(points)})
     pyplot.close(figure)
 
 
@@ -203,3 +262,4 @@ def write_page() -> None:
     runs = recorded()
     PAGE.write_text(written_page(PAGE.read_text(encoding="utf-8"), runs), encoding="utf-8")
     draw(runs, LADDER)
+    draw_curves(next(iter(runs.values())), CURVES)

@@ -67,6 +67,7 @@ CONTENDERS: dict[str, Contender] = {
     "agmerge powersgd": ours(compression="powersgd", rank=RANK, exchange="sparse"),
     "agmerge acpsgd": ours(compression="acpsgd", rank=RANK, exchange="sparse"),
     "agmerge updates": ours(exchange="sparse", sync="updates"),
+    "agmerge updates-1": ours(compression="eden-1", every=2, fragments=2, exchange="sparse", sync="updates"),
     "agmerge updates, signs": ours(compression="topk", exchange="sparse", sync="updates"),
     "agmerge dense": ours(compression="none", merging="threshold", warm=4),
     "Horovod": Contender("horovod", horovod="gloo"),
@@ -84,8 +85,9 @@ PLANNED = {f"topk, {name}": ours(compression="topk", exchange="sparse", merging=
 SELECTED = {f"{name}, agmerge": ours(compression=name, exchange="sparse") for name in SPARSIFIERS}
 # Before tensors are merged, or of the whole merge buffer: benchmarks/notebook/measurements.md.
 ORDERED = {f"topk, {mode}": ours(compression="topk", exchange="sparse", sparsify=mode) for mode in ("ahead", "behind")}
-# Dense or low rank, by measured times.
+# Formats by measured times.
 CHOSEN = {f"agmerge {name}, auto": ours(warm=60, compression=name, rank=RANK) for name in ("powersgd", "acpsgd")}
+CHOSEN["updates, auto"] = replace(ours(warm=150, sync="updates"), optimizer="adamw")
 # For converge.py: training with AdamW.
 ADAPTIVE = {
     f"{name}, AdamW": replace(one, optimizer="adamw")
@@ -101,6 +103,7 @@ ADAPTIVE = {
         "powersgd": CONTENDERS["agmerge powersgd"],
         "acpsgd": CONTENDERS["agmerge acpsgd"],
         "updates": CONTENDERS["agmerge updates"],
+        "updates-1": CONTENDERS["agmerge updates-1"],
         "signs": CONTENDERS["agmerge updates, signs"],
         "LocalOptimizer": replace(
             ours(exchange="sparse", sync="updates", every=8, density=1.0, wire="int4", compression="topk"), every=8
