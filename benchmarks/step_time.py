@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import random
 import statistics
@@ -209,19 +210,24 @@ def table(cell: dict[str, Any], against: str = "") -> str:
     return "\n".join([*lines, ""])
 
 
+def wanted_cells(args: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """Return the cells to measure: the usual ones with these models, rates and workers, or all, if each is given."""
+    if args.models and args.rates and args.workers:
+        return list(itertools.product(args.models, args.rates, args.workers))
+    asked = ((args.models, 0), (args.rates, 1), (args.workers, 2))
+    found = [cell for cell in CELLS if all(not values or cell[place] in values for values, place in asked)]
+    if not found:
+        raise SystemExit("step_time: none of the usual cells is like this. Name --models, --rates and --workers.")
+    return found
+
+
 def main() -> None:
     """Measure the cells that are missing, then print all."""
     args = arguments()
     peers = dict(one.split("=", 1) for one in args.peer)
     cells = cells_of(args.out)
     known = {(cell["model"], cell["rate"], cell["workers"], cell["link"]) for cell in cells}
-    wanted = [
-        cell
-        for cell in CELLS
-        if (not args.models or cell[0] in args.models)
-        and (not args.rates or cell[1] in args.rates)
-        and (not args.workers or cell[2] in args.workers)
-    ]
+    wanted = wanted_cells(args)
     why = usable()
     link, kind = args.link, LINKS[args.link]
     if why and not args.report:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import parity_phases
@@ -121,6 +123,17 @@ def test_phases_give_the_mean_of_the_workers_and_the_bits_they_take(bits: str, w
     share = workers - 1 if "+" not in bits else (workers - 1) / workers
     if bits != "none":
         assert parity_phases.sent(workers, bits) == pytest.approx(share * record, rel=0.05)
+
+
+def test_cells_that_are_named_in_full_are_measured_and_none_is_left_out_in_silence() -> None:
+    def asked(**more: Any) -> list[tuple[str, str, int]]:
+        return step_time.wanted_cells(Namespace(**{"models": None, "rates": None, "workers": None, **more}))
+
+    assert asked() == step_time.CELLS
+    assert asked(models=["cnn"], rates=["none"]) == [("cnn", "none", 2)]
+    assert asked(models=["cnn"], rates=["5gbit"], workers=[4]) == [("cnn", "5gbit", 4)]
+    with pytest.raises(SystemExit, match="Name --models, --rates and --workers"):
+        asked(rates=["5gbit"])
 
 
 # Ablations of updates.
