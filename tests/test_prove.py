@@ -311,8 +311,8 @@ def test_dense_is_tuned_by_its_loss_and_one_that_diverged_is_not_the_best(
 def row(contender: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
     """Return what a table reads of a row."""
     usual = asdict(Training("0.25m", contender, "adamw", 2, 1_000_000, 2048, seed, 0.004))
-    sent = {"bytes_per_step": 5e4, "dense_bytes_per_step": 1e6, "curve": []}
-    return {**usual, "loss": loss, **sent, **more}
+    sent = {"bytes_per_step": 5e4, "dense_bytes_per_step": 1e6, "curve": [], "device": "cpu"}
+    return {**usual, "loss": loss, "seconds": 60.0 * more.get("workers", 2), **sent, **more}
 
 
 def test_a_table_has_paired_differences_with_their_interval() -> None:
@@ -384,6 +384,7 @@ def test_a_rung_shows_each_batch_each_number_of_workers_and_the_rates() -> None:
     assert cells[0] == "| `topk` | +5.50 % ± 6.35 (2) | +5.50 % ± 6.35 (2) |"
     assert cells[1] == "| `topk` | +5.00 % (1) | +5.00 % (1) |"
     assert cells[2].startswith("| `topk`, 2 workers | +15.00 % ± 0.00 (2)")
+    assert "with dense took 1.0 minutes of one core. With the other settings, which train all" in "\n".join(lines)
     assert cells[-1] == "| `topk` | 50 kB | 20x | 2 / 0.4 / 0.04 ms |"
     assert page.ladder({"rung1": run}) == {"topk": [(260_000.0, pytest.approx(5.5), pytest.approx(6.353, abs=1e-3))]}
     assert page.figures({}) == page.NONE

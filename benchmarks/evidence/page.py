@@ -61,6 +61,7 @@ def rung(name: str, run: Run) -> list[str]:
     if others:
         parts += ["Contenders at other learning rates, compared with dense at its best one:\n", at_rates(others)]
     parts += ["Traffic per worker and step, and the time that it takes on a link of that rate:\n", traffic(usual)]
+    parts.append(took(largest, usual))
     commands = "\n".join(run["commands"])
     parts.append(f"To repeat these runs, with text {run['data']['digest']}:\n\n```bash\n{commands}\n```\n")
     return parts
@@ -85,6 +86,22 @@ def made(here: Sequence[Cell], cells: Sequence[Cell], data: Mapping[str, Any]) -
         f"{first['optimizer'].replace('adamw', 'AdamW')}, {first['tokens'] / 1e6:.3g} M tokens, {first['steps']} steps "
         f"of {first['batch']} tokens for all workers together. Dense training reaches a loss of {dense.loss:.4f} "
         f"(mean of {len(dense.rows)}). Its learning rate is {first['rate']:g}, {tuned}.{often}\n"
+    )
+
+
+def took(compressed: Sequence[Cell], usual: Sequence[Cell]) -> str:
+    """Return a sentence about the time of a training, at the largest batch.
+
+    Args:
+        compressed: trainings other than dense.
+        usual: all at dense's best learning rate, dense among them.
+    """
+    dense = next(cell for cell in usual if cell.first["contender"] == DENSE)
+    others = [cell.minutes for cell in compressed]
+    where = "one core" if dense.first["device"] == "cpu" else "one GPU"
+    return (
+        f"The fastest training with dense took {dense.minutes:.1f} minutes of {where}. With the other settings, which train "
+        f"all workers in turn, it took {min(others):.1f} to {max(others):.1f} minutes.\n"
     )
 
 

@@ -47,12 +47,17 @@ class Cell:
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self.rows = [row for row in rows if row["dense_loss"] is not None]
-        self.first, self.trainings = rows[0], len(rows)
+        self.first, self.trained = rows[0], rows  # the last: all, also those without a pair
         losses, dense = [row["loss"] for row in self.rows], [row["dense_loss"] for row in self.rows]
         self.excess: Interval | None = mean_interval(excess_percent(losses, dense)) if self.rows else None
         self.loss = statistics.fmean(row["loss"] for row in rows)
         self.bytes = statistics.fmean(row["bytes_per_step"] for row in rows)
         self.dense_bytes = statistics.fmean(row["dense_bytes_per_step"] for row in rows)
+
+    @property
+    def minutes(self) -> float:
+        """Return the minutes that the fastest training took: others may have shared their core."""
+        return float(min(row["seconds"] for row in self.trained)) / 60
 
     @property
     def label(self) -> str:
@@ -93,7 +98,7 @@ def table(rows: Sequence[dict[str, Any]], best: Mapping[str, float]) -> str:
         fewer = "" if is_dense else f"{cell.dense_bytes / cell.bytes:.0f}x less"
         sent = "" if is_dense else by_bytes(cell.bytes)
         excess = "" if is_dense and cell.first["factor"] == 1 else told(cell.excess)
-        seeds = len(cell.rows) or cell.trainings
+        seeds = len(cell.rows) or len(cell.trained)
         lines.append(f"| {count} | {cell.label} | {cell.loss:.4f} | {excess} | {seeds} | {sent} | {fewer} |")
     lines += ["", "Excess: mean over seeds of the difference from dense with the same seed, and its 95 % interval."]
     return "\n".join(lines)
