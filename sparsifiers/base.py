@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -228,6 +229,7 @@ class Compressor(ABC):
     takes_candidates: bool = False  # on the host it sends the k largest exactly: it may be given `Candidates`
     candidates: tuple[str, ...] = ()  # names of those of which training takes one, the most exact first; (): no choice
     until_chosen: str = ""  # the one of these that is used before one is chosen
+    most_workers: Mapping[str, int] = MappingProxyType({})  # by candidate: with how many workers it may be chosen
 
     @property
     def kinds(self) -> frozenset[Kind]:

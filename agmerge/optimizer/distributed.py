@@ -207,8 +207,8 @@ class DistributedOptimizer(ReportingMixin, SavingMixin, SharingMixin, SwappingMi
 
         sync (str): ``"gradients"`` averages gradients. With ``"updates"`` each worker steps with its own gradients, and
             the resulting changes of parameters are exchanged. Use it to hide messages with AdamW and other adaptive
-            optimizers (docs/adaptive.md). ``compression="auto"`` then also considers 1 bit per value. The arguments
-            below require ``sync="updates"``.
+            optimizers (docs/adaptive.md). ``compression="auto"`` then also considers 1 bit per value, with
+            at most four workers. The arguments below require ``sync="updates"``.
 
         carry (str): Where unsent updates stay. ``"apply"`` keeps them in the worker's own parameters, so models differ
             between workers. ``"hold"`` keeps them apart, so that all workers compute with the same parameters. Use it

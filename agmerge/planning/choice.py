@@ -103,9 +103,15 @@ class Choice:
         """Return the names of all modes, the most exact one first."""
         config = self._buffers.config
         if self.quantises:
-            return config.compression.compressor.candidates
+            choice, workers = config.compression.compressor, self._workers
+            return [name for name in choice.candidates if workers <= choice.most_workers.get(name, workers)]
         modes = product((OWN, *config.exchanges), (OWN, *config.wires))
         return [NONE, *(name_of(SendMode(exchange=exchange, codec=codec)) for exchange, codec in modes)]
+
+    @property
+    def _quantizers(self) -> list[str]:
+        """Return the names of quantizers among the modes, the most exact one first."""
+        return [name for name in self.names if name != NONE]
 
     @property
     def is_open(self) -> bool:
@@ -115,7 +121,7 @@ class Choice:
     @property
     def _left_out(self) -> tuple[str, ...]:
         """Return the quantisers that zeros rule out; (): all, if there is no other candidate."""
-        names = self._buffers.config.quantisers
+        names = self._quantizers
         noisy = tuple(filter(loses_by_zeros, names)) if self._share > MIXED else ()
         return noisy if len(noisy) < len(names) or self._buffers.config.chooses_dense else ()
 
@@ -146,7 +152,7 @@ class Choice:
         now, names = (buffers.wire, (OWN, *config.wires)) if config.wires else (OWN, (OWN,))
         if self.quantises:
             assert buffers.quantiser is not None
-            now, names = buffers.quantiser.name, config.quantisers
+            now, names = buffers.quantiser.name, tuple(self._quantizers)
         known = {now: Coding(now)}
         if self.quantises or config.wires:
             known = measure_codings(buffers, dict.fromkeys((*names, now)), step)

@@ -100,8 +100,8 @@ def took(compressed: Sequence[Cell], usual: Sequence[Cell]) -> str:
     others = [cell.minutes for cell in compressed]
     where = "one core" if dense.first["device"] == "cpu" else "one GPU"
     return (
-        f"The fastest training with dense took {dense.minutes:.1f} minutes of {where}. With the other settings, which train "
-        f"all workers in turn, it took {min(others):.1f} to {max(others):.1f} minutes.\n"
+        f"The fastest training with dense took {dense.minutes:.1f} minutes of {where}. With the other settings, which "
+        f"train all workers in turn, it took {min(others):.1f} to {max(others):.1f} minutes.\n"
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -57,13 +57,17 @@ class Choice(Compressor):
 
     candidates: names of quantisers, after "none" if elements may travel as they are.
     until_chosen: the one that is used before one is chosen; not "none".
+    most_workers: by name, with how many workers it is a candidate at most; without limit if it is not there.
     """
 
     name = "auto"
     kind = Kind.QUANTISED
 
-    def __init__(self, candidates: Sequence[str], until_chosen: str) -> None:
+    def __init__(
+        self, candidates: Sequence[str], until_chosen: str, most_workers: Mapping[str, int] | None = None
+    ) -> None:
         self.candidates, self.until_chosen = tuple(candidates), until_chosen
+        self.most_workers = dict(most_workers or {})
         if until_chosen not in self.candidates or until_chosen == NONE:
             raise ValueError(
                 f"until_chosen={until_chosen!r}: expected one of {', '.join(self.candidates)} except {NONE!r}"
@@ -73,7 +77,8 @@ class Choice(Compressor):
         return dtype in NARROW
 
     def options(self) -> dict[str, object]:
-        return {"candidates": self.candidates, "until_chosen": self.until_chosen}
+        limits = {"most_workers": tuple(sorted(self.most_workers.items()))} if self.most_workers else {}
+        return {"candidates": self.candidates, "until_chosen": self.until_chosen, **limits}
 
 
 # The base class.

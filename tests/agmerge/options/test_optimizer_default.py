@@ -118,6 +118,7 @@ def test_without_more_words_training_chooses(case: str) -> None:
         config = optimizer._reducer.exchange.agreed.config
         first = "eden-4" if "eden-4" in candidates else candidates[1]
         assert config.compression.compressor.until_chosen == first and first in optimizer.stats()["wire"]
+        assert config.compression.compressor.most_workers == ({"eden-1": 4} if options.get("sync") else {})
         return config.compression.compressor.candidates
 
     with told() as texts:

@@ -28,6 +28,7 @@ import merging
 from agmerge.exchanges.routing import send_mode
 from agmerge.planning import choice
 from agmerge.planning.replanner import FIRST
+from sparsifiers.quantising.base import Choice
 
 NEAR = 1e6  # seconds to start an exchange, beside which bytes do not count: all candidates are near to each other
 END = FIRST + TRIAL
@@ -92,6 +93,13 @@ def test_three_at_most_are_tried_none_that_is_hopeless_dense_last(
     found = chosen(2)
     assert world.tried == [tried]
     assert list(dict.fromkeys(found[FIRST - 1 : -1])) == tried  # each has its turn, in this order
+
+
+@pytest.mark.parametrize(("size", "tried"), [(2, ["eden-4", "eden-1", "none"]), (3, ["eden-4", "none"])])
+def test_a_candidate_of_few_workers_is_not_tried_with_more(size: int, tried: list[str], world: World) -> None:
+    world.start, world.seconds = NEAR, {"none": 9.0, "eden-4": 2.0}
+    few = Choice(("none", "eden-4", "eden-1"), "eden-4", most_workers={"eden-1": 2})
+    assert chosen(size, compression=few)[-1] == tried[-2] and world.tried == [tried]
 
 
 @pytest.mark.parametrize(("dense", "name"), [(1.0, "eden-2"), (1e-9, "none")])

@@ -74,7 +74,7 @@ def test_what_goes_dense_is_the_most_exact_whatever_its_label_says() -> None:
 def choice_of(plan: merging.Plan, workers: int = W) -> Choice:
     """That of an agreement of so many workers on this plan."""
     config = SimpleNamespace(
-        compression=SimpleNamespace(compressor=SimpleNamespace(candidates=NAMES)), quantisers=NAMES[1:]
+        compression=SimpleNamespace(compressor=SimpleNamespace(candidates=NAMES, most_workers={})), quantisers=NAMES[1:]
     )
     buffers: Any = SimpleNamespace(plan=plan, comm=SimpleNamespace(size=workers), config=config)
     zeros: Any = SimpleNamespace(share=lambda: 0.0)
