@@ -101,7 +101,7 @@ def took(compressed: Sequence[Cell], usual: Sequence[Cell]) -> str:
     where = "one core" if dense.first["device"] == "cpu" else "one GPU"
     return (
         f"The fastest training with dense took {dense.minutes:.1f} minutes of {where}. With the other settings, which "
-        f"train all workers in turn, it took {min(others):.1f} to {max(others):.1f} minutes.\n"
+        f"train all workers one after another, it took {min(others):.1f} to {max(others):.1f} minutes.\n"
     )
 
 
