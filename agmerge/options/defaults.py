@@ -317,7 +317,7 @@ COSTS = (
     Cost("dgc", MOMENTUM, 0.01, 0, 1.3),
     Cost("adtopk", "AdamW", 0.01, 29, 29),
     Cost("sidco-gp", "AdamW", 0.01, 24, 24),
-    Cost("powersgd", "AdamW", 4, 3.9, 3.9),
+    Cost("powersgd", "AdamW", 4, 3.9, 7.7),
     Cost("powersgd", MOMENTUM, 4, 1.9, 1.9),
     Cost("acpsgd", "AdamW", 4, 12, 12),
     Cost("acpsgd", "AdamW", 16, 2.9, 2.9),
