@@ -323,7 +323,7 @@ COSTS = (
     Cost("acpsgd", "AdamW", 16, 2.9, 2.9),
     Cost("acpsgd", MOMENTUM, 4, 16, 16),
     Cost("acpsgd", MOMENTUM, 16, 5, 5),
-    Cost("eden-1", "AdamW", None, 0.3, 2.2),
+    Cost("eden-1", "AdamW", None, 0.3, 3.0),
     Cost("eden-2", MOMENTUM, None, 0, 10),
     Cost("eden-2", "RMSprop", None, 1.2, 1.2),
     Cost("eden-2", "Muon", None, 1.7, 6.2),
