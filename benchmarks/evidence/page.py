@@ -23,6 +23,7 @@ LINKS = (2e8, 1e9, 1e10)  # bits in a second
 MOST_COLUMNS = 3  # of a table, beside its first one
 AT = (4, 2, 8)  # numbers of workers of which the picture has one: the first that all rungs have
 PANELS = (2, 4)  # numbers of workers of which there are curves
+TICKS = (-10, -3, -1, 0, 1, 3, 10, 30)  # percent
 Run = Mapping[str, Any]  # content of a prove.json
 
 
@@ -196,7 +197,7 @@ def draw(runs: Mapping[str, Run], file: Path) -> None:
     for number, (name, line) in enumerate(points.items()):
         sizes, means, halves = zip(*line, strict=True)
         shifted = [size * 1.02**number for size in sizes]  # intervals must not hide each other
-        axes.errorbar(shifted, means, yerr=halves, fmt="o-", capsize=3, label=name, color=COLORS[1 + number % 8])
+        axes.errorbar(shifted, means, yerr=halves, fmt="o-", capsize=3, label=name, color=color_of(number))
     axes.axhline(0.0, color="black", linewidth=0.8)
     axes.set(xscale="log", xlabel="parameters without embeddings", ylabel="increase of the loss, %")
     axes.set_yscale("symlog", linthresh=2.0)
@@ -245,15 +246,22 @@ def draw_curves(run: Run, file: Path) -> None:
             below, above = zip(
                 *((mean - half, mean + half) for mean, half in zip(means, halves, strict=True)), strict=True
             )
-            millions, color = [count / 1e6 for count in tokens], COLORS[1 + number % 8]
+            millions, color = [count / 1e6 for count in tokens], color_of(number)
             axes.plot(millions, means, label=name, color=color)
             axes.fill_between(millions, below, above, color=color, alpha=0.12, linewidth=0)
         axes.axhline(0.0, color="black", linewidth=0.8)
         axes.set(xlabel="million tokens", title=f"{workers} workers")
         axes.set_yscale("symlog", linthresh=2.0)
+        axes.set_yticks(TICKS, [f"{tick:+g}" if tick else "0" for tick in TICKS])
     panels[0].set_ylabel("increase of the loss, %")
-    panels[0].legend(fontsize=8)
+    lines = {line.get_label(): line for axes in panels for line in axes.get_lines() if line.get_label() in names}
+    panels[-1].legend(lines.values(), lines.keys(), fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     saved(figure, file, points)
+
+
+def color_of(number: int) -> str:
+    """Return the color of a contender other than dense, which is black."""
+    return COLORS[1 + number % (len(COLORS) - 1)]
 
 
 def saved(figure: Any, file: Path, points: Mapping[str, Any]) -> None:

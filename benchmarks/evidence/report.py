@@ -17,7 +17,10 @@ LIMITS = (
     "This does not show times on a network, larger models, longer trainings or more workers than the table has, nor "
     "other data."
 )
-COLORS = ("black", "tab:blue", "tab:orange", "tab:red", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:gray")
+COLORS = (
+    "black", "tab:blue", "tab:orange", "tab:red", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:gray",
+    "tab:olive", "tab:cyan",
+)  # fmt: skip
 
 
 def task_of(row: dict[str, Any]) -> str:
