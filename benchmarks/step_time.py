@@ -227,13 +227,13 @@ def main() -> None:
     peers = dict(one.split("=", 1) for one in args.peer)
     cells = cells_of(args.out)
     known = {(cell["model"], cell["rate"], cell["workers"], cell["link"]) for cell in cells}
-    wanted = wanted_cells(args)
+    wanted = [] if args.report else wanted_cells(args)
     why = usable()
     link, kind = args.link, LINKS[args.link]
     if why and not args.report:
         print(f"no shaped network here: {why}. Run as root on Linux for the others; unshaped cells follow", flush=True)
         wanted, link, kind = [cell for cell in wanted if cell[1] == "none"], "shared", Machine
-    for model, rate, workers in wanted if not args.report else []:
+    for model, rate, workers in wanted:
         if (model, rate, workers, link) in known:
             continue
         print(titled({"model": model, "workers": workers, "rate": rate, "link": link}), flush=True)

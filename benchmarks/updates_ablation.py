@@ -11,6 +11,7 @@ function of the library that is replaced while the variant trains. Trainings run
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -36,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXTS, OUT = ROOT / "runs/prove/texts", ROOT / "runs/updates_ablation.jsonl"
 SIZE, BATCH, TOKENS, RATE = "0.25m", 2048, 2_500_000, 3e-3
 FULL = "all parts"
-# By variant: arguments, and what is replaced by which function.
+# By variant: arguments of the optimizer, or the name in the library that is replaced, and its replacement.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     FULL: {},
     "own second moment and momentum": {"moments": "own"},
@@ -68,8 +69,7 @@ def train(variant: str, seed: int, workers: int) -> dict[str, Any]:
     training = Training(SIZE, contender, "adamw", count, TOKENS, BATCH, seed, RATE)
     corpus = text.prepared(None, SIZES[SIZE].vocabulary, TEXTS)
     kept = OUT.parent / f"updates_ablation-{count}-{seed}-{variant.replace(' ', '_')}.pt"
-    target, replacement = REPLACED.get(variant, ("agmerge.options.defaults.FRAGMENTS", 2))
-    with mock.patch(target, replacement):
+    with mock.patch(*REPLACED[variant]) if variant in REPLACED else contextlib.nullcontext():
         row = train_in_memory(training, corpus, kept, **ARGUMENTS.get(variant, {}))
     return {"variant": variant, "seed": seed, "workers": workers, "steps": training.steps, "loss": row["loss"]}
 
@@ -94,7 +94,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def main(line: Sequence[str] | None = None) -> None:
-    """Train what is missing, and print the table."""
+    """Train the variants that have no row yet, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--workers", type=int, default=4)

@@ -141,7 +141,7 @@ def test_cells_that_are_named_in_full_are_measured_and_none_is_left_out_in_silen
 
 @pytest.mark.parametrize("variant", updates_ablation.REPLACED)
 def test_what_an_ablation_replaces_is_there(variant: str) -> None:
-    with mock.patch(*updates_ablation.REPLACED[variant]):  # raises AttributeError for what has gone
+    with mock.patch(*updates_ablation.REPLACED[variant]):  # raises AttributeError if the name is gone
         pass
 
 

@@ -215,7 +215,8 @@ def curves(run: Run) -> dict[str, list[tuple[float, float, float]]]:
     A point is tokens, the excess in %, and half of its interval: of several seeds, the largest batch and dense's rate.
     """
     cells = [cell for cell in cells_of(with_dense(run["rows"], run["best"])) if cell.first["factor"] == 1]
-    cells = [cell for cell in cells if cell.first["batch"] == max(cell.first["batch"] for cell in cells)]
+    largest = max(cell.first["batch"] for cell in cells)
+    cells = [cell for cell in cells if cell.first["batch"] == largest]
     dense = {row["seed"]: row["curve"] for cell in cells if cell.first["contender"] == DENSE for row in cell.rows}
     found = {}
     for cell in cells:
@@ -243,9 +244,8 @@ def draw_curves(run: Run, file: Path) -> None:
             if f"{name} {workers}" not in points:
                 continue
             tokens, means, halves = zip(*points[f"{name} {workers}"], strict=True)
-            below, above = zip(
-                *((mean - half, mean + half) for mean, half in zip(means, halves, strict=True)), strict=True
-            )
+            below = [mean - half for mean, half in zip(means, halves, strict=True)]
+            above = [mean + half for mean, half in zip(means, halves, strict=True)]
             millions, color = [count / 1e6 for count in tokens], color_of(number)
             axes.plot(millions, means, label=name, color=color)
             axes.fill_between(millions, below, above, color=color, alpha=0.12, linewidth=0)
@@ -265,7 +265,7 @@ def color_of(number: int) -> str:
 
 
 def saved(figure: Any, file: Path, points: Mapping[str, Any]) -> None:
-    """Write a figure with the digest of what it shows, and close it."""
+    """Write a figure with the digest of its points, and close it."""
     import matplotlib
     from matplotlib import pyplot
 
@@ -287,4 +287,5 @@ def write_page() -> None:
     runs = recorded()
     PAGE.write_text(written_page(PAGE.read_text(encoding="utf-8"), runs), encoding="utf-8")
     draw(runs, LADDER)
-    draw_curves(next(iter(runs.values())), CURVES)
+    if runs:
+        draw_curves(next(iter(runs.values())), CURVES)

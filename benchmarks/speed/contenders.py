@@ -86,8 +86,10 @@ SELECTED = {f"{name}, agmerge": ours(compression=name, exchange="sparse") for na
 # Before tensors are merged, or of the whole merge buffer: benchmarks/notebook/measurements.md.
 ORDERED = {f"topk, {mode}": ours(compression="topk", exchange="sparse", sparsify=mode) for mode in ("ahead", "behind")}
 # Formats by measured times.
-CHOSEN = {f"agmerge {name}, auto": ours(warm=60, compression=name, rank=RANK) for name in ("powersgd", "acpsgd")}
-CHOSEN["updates, auto"] = replace(ours(warm=150, sync="updates"), optimizer="adamw")
+CHOSEN = {
+    **{f"agmerge {name}, auto": ours(warm=60, compression=name, rank=RANK) for name in ("powersgd", "acpsgd")},
+    "updates, auto": replace(ours(warm=150, sync="updates"), optimizer="adamw"),
+}
 # For converge.py: training with AdamW.
 ADAPTIVE = {
     f"{name}, AdamW": replace(one, optimizer="adamw")
