@@ -16,7 +16,7 @@ import agmerge
 
 
 def second_half(start: nn.Module, kept: list[Any], options: dict[str, Any]) -> list[Any]:
-    """Resume from the model and optimizer of each rank. Return its digests by step, and one of the shared parameters."""
+    """Resume from the model and optimizer of each rank. Return its digests by step, and the shared parameters' one."""
 
     def body(rank: int, model: nn.Module) -> Any:
         optimizer = started(model, **options)
