@@ -53,7 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "contenders": list(QUICK),
     "rates": [1.0],
     "data": None,
-    "tune": False,
+    "tune": [],  # learning rates of dense that are tried, in rates of the size
 }
 TUNED = (0.5, 0.7, 1.0, 1.4, 2.0)  # times the rate of the size
 PER_PARAMETER, SEEDS, MOST_SEEDS = 20, 3, 10
@@ -106,7 +106,8 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=count, metavar="N", help="number of seeds; 3 if not given")
     add("--contenders", type=words, metavar="NAME,NAME", help=f"of {', '.join(OPTIONS)}")
     add("--rates", type=numbers(float), metavar="X,X", help="of contenders, in learning rates of dense; 1 if not given")
-    add("--tune", action="store_true", default=None, help="first find dense's best learning rate, by five trainings")
+    tune = "first find dense's best learning rate, of these, in rates of the size; of 0.5, 0.7, 1, 1.4 and 2 if none"
+    add("--tune", type=numbers(float), nargs="?", const=list(TUNED), metavar="X,X", help=f"{tune} is given")
     add("--data", type=Path, metavar="PATH", help="a file or folder of text; without it, installed Python sources")
     add("--minutes", type=positive, metavar="N", help="stop in time, with what there is")
     add("--resume", action="store_true", help="continue a run, with its settings where you give none")
@@ -282,16 +283,17 @@ def chosen_tokens(settings: dict[str, Any], seconds: float, per_token: float, jo
 
 
 def tuning(settings: dict[str, Any], run: Run, jobs: Jobs, corpus: text.Corpus) -> float | None:
-    """Return dense's best learning rate, by trainings with one seed; None: there was no time for all."""
+    """Return dense's best learning rate of those tried so far, with one seed; None: there was no time for all."""
     base = SIZES[settings["size"]].rate * OPTIMIZERS[settings["optimizer"]]
     one = plan({**settings, "seeds": 1, "contenders": []}, rounded(base))[0]
-    todo = [replace(one, rate=rounded(base * factor)) for factor in TUNED]
+    todo = [replace(one, rate=rounded(base * factor)) for factor in settings["tune"]]
     if jobs.make(run.missing(todo), corpus, run.folder / "checkpoints", run.add):
         return None
-    losses = [(row["loss"], row["rate"]) for row in run.rows if training_of(row) in todo]
-    best = min((loss, rate) for loss, rate in losses if math.isfinite(loss))[1]
-    edge = " It is at the end of the range: try others." if best in (todo[0].rate, todo[-1].rate) else ""
-    tell(f"dense's best learning rate is {best:g}, of {', '.join(f'{one.rate:g}' for one in todo)}.{edge}")
+    losses = {row["rate"]: row["loss"] for row in run.rows if replace(training_of(row), rate=one.rate) == one}
+    best = min((loss, rate) for rate, loss in losses.items() if math.isfinite(loss))[1]
+    rates = sorted(losses)
+    edge = " It is at the end of the range: try others." if best in (rates[0], rates[-1]) else ""
+    tell(f"dense's best learning rate is {best:g}, of {', '.join(f'{rate:g}' for rate in rates)}.{edge}")
     return best
 
 
@@ -334,10 +336,10 @@ def prove(args: argparse.Namespace) -> None:
         introduce(settings, corpus, device, jobs)
         try:
             best = run.best.get(report.task_of(settings), 0.0)
-            if not best and not settings["tune"]:
-                best = rounded(size.rate * OPTIMIZERS[settings["optimizer"]])
-            if not best:
+            if args.tune or (settings["tune"] and not best):
                 best = tuning(settings, run, pool, corpus) or 0.0
+            elif not best:
+                best = rounded(size.rate * OPTIMIZERS[settings["optimizer"]])
             left_out = None
             if best:
                 run.tuned(best)

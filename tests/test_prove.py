@@ -298,11 +298,18 @@ def test_dense_is_tuned_by_its_loss_and_one_that_diverged_is_not_the_best(
                 on_row({**asdict(one), "loss": losses[one.rate] or float("nan")})
             return []
 
-    settings = {**prove.DEFAULTS, "batch": 2048}
+    settings = {**prove.DEFAULTS, "batch": 2048, "tune": prove.arguments(["--tune"]).tune}
     assert prove.tuning(settings, run, Instant(), None) == 0.003
     losses[0.006], run.rows = 0.5, []
     assert prove.tuning(settings, run, Instant(), None) == 0.006
     assert "at the end of the range" in capsys.readouterr().out.splitlines()[-1]
+    losses[0.0042], run.rows = 0.6, []
+    for tried, rates in (("1", "0.003"), ("1.4,1", "0.003, 0.0042"), ("2", "0.003, 0.0042, 0.006")):
+        settings["tune"] = prove.arguments(["--tune", tried]).tune
+        best = prove.tuning(settings, run, Instant(), None)
+        told = capsys.readouterr().out.strip()
+        assert best == min(map(float, rates.split(", ")), key=losses.__getitem__)  # of all so far
+        assert f"is {best:g}, of {rates}. It is at the end" in told
 
 
 # Tables.
