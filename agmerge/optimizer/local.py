@@ -42,9 +42,11 @@ class LocalOptimizer(DistributedOptimizer):
     Args:
         optimizer (torch.optim.Optimizer or list): The optimizer to wrap.
         named_parameters (iterable of pairs): Pass ``model.named_parameters()``.
-        every (int): Exchange after so many steps. Default: 8. A larger number sends less, and increases the loss more.
-        compression (str, list, dict or object): Compressor of the updates. ``"auto"`` is ``"topk"`` here.
-        density (float, dict or str): Fraction of the values to send. Default: 1.0, all values. Lower it to send less.
+        every (int): Exchange after so many steps. Default: 4. A larger number sends less, and increases the loss more.
+        compression (str, list, dict or object): Compressor of the updates. ``"auto"`` is ``"eden-2"``, 2 bits per
+            value, if ``every / fragments`` is at most 4. Otherwise, with ``outer``, ``carry="hold"`` and with arguments
+            about selection, it is ``"topk"``.
+        density (float, dict or str): Fraction of the values that a sparsifier sends. Default: 1.0, all values.
         wire (str): Format of the values. Default: ``"int4"`` for sparsifiers.
         **options: Other arguments of :class:`DistributedOptimizer`, such as ``outer``, ``overlap`` or ``fragments``.
 
@@ -86,7 +88,7 @@ class LocalSync(ReportingMixin, SharingMixin, ClippingMixin, OptimizerHolder):
     Args:
         model (torch.nn.Module): The model.
         optimizer (torch.optim.Optimizer or list): The optimizer that steps, or several.
-        every (int): Exchange after so many steps. Default: 8.
+        every (int): Exchange after so many steps. Default: 4.
         compression (str, list, dict or object): As in :class:`LocalOptimizer`.
         density (float, dict or str): As in :class:`LocalOptimizer`.
         wire (str): As in :class:`LocalOptimizer`.

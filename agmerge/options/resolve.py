@@ -44,7 +44,6 @@ from agmerge.step.config import (
     MEAN,
     MERGING,
     MOMENTS,
-    OWN_MOMENTS,
     SYNCS,
     TWO_LEVEL,
     UPDATES,
@@ -124,13 +123,14 @@ def _fitting(updates: Updates, overlap: int | None, moments: str | None, compres
     stays = updates.carry == APPLY and updates.outer is None
     if moments == MEAN and not stays:
         raise ValueError("moments='mean' requires carry='apply' and no outer=. Remove moments=, or these.")
-    is_late = overlap is None and stays
+    few_steps = stays and defaults.are_few(updates.every, updates.fragments)
+    is_late = overlap is None and few_steps
     return replace(
         updates,
         interleaved=True,
         overlap=1 if is_late else updates.overlap,
         in_time=defaults.IN_TIME if is_late else 0,
-        mean_moments=stays and moments != OWN_MOMENTS,
+        mean_moments=moments == MEAN or (few_steps and moments is None),
     )
 
 

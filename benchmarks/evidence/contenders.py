@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "updates-1": {"sync": "updates", "compression": "eden-1", "every": 2, "fragments": 2, **SPARSE},
     "updates-1-in-3": {"sync": "updates", "compression": "eden-1", "every": 3, "fragments": 3, **SPARSE},
     "updates-topk": {"sync": "updates", "density": 0.05, **SPARSE},
+    "local-4": {"every": 4, **SPARSE},
     "local-8": {"every": 8, **SPARSE},
     "local-30": {"every": 30, **SPARSE},
     "topk": {"compression": "topk", "density": 0.01, **SPARSE},

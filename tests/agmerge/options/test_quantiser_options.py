@@ -169,15 +169,45 @@ def test_where_nobody_hands_an_optimizer_over_it_is_dense_or_8_bits_and_one_line
     assert "optimizer=" in line and "8 bits" in line
 
 
-@pytest.mark.parametrize("local", [False, True])
-def test_updates_are_in_few_bits_and_those_of_local_steps_selected_from(local: bool) -> None:
+def settled(model: nn.Module, **options: Any) -> tuple[str, int, bool]:
+    """Return the compressor of local steps, how late their messages are, and whether moments follow the mean."""
+    inner = torch.optim.AdamW(model.parameters())
+    optimizer = agmerge.LocalOptimizer(inner, model.named_parameters(), **options)
+    config = optimizer._reducer.exchange.agreed.config
+    optimizer.close()
+    updates = config.sync.updates
+    return config.compression.compressor.name, updates.overlap, updates.mean_moments
+
+
+def test_updates_are_in_few_bits() -> None:
     def body(rank: int, model: nn.Module) -> str:
         inner = torch.optim.AdamW(model.parameters())
-        if local:
-            return agmerge.LocalOptimizer(inner, model.named_parameters()).stats()["compressor"]
         return agmerge.DistributedOptimizer(inner, model.named_parameters(), sync="updates").stats()["compressor"]
 
-    assert agreed(on_ranks(2, MODEL, body)) == ("topk" if local else "auto")
+    assert agreed(on_ranks(2, MODEL, body)) == "auto"
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, ("eden-2", 1, True)),
+        ({"every": 4, "compression": "AUTO", "exchange": "sparse"}, ("eden-2", 1, True)),
+        ({"every": 8, "fragments": 2}, ("eden-2", 1, True)),
+        ({"every": 8}, ("topk", 0, False)),
+        ({"density": 0.1}, ("topk", 0, False)),
+        ({"wire": "int4"}, ("topk", 0, False)),
+        ({"outer": agmerge.Nesterov()}, ("topk", 0, False)),
+        ({"carry": "hold"}, ("topk", 0, False)),
+        ({"every": 8, "compression": "eden-4"}, ("eden-4", 0, False)),
+        ({"every": 8, "compression": "eden-4", "moments": "mean", "overlap": 1}, ("eden-4", 1, True)),
+        ({"every": 4, "compression": "int8", "moments": "own"}, ("int8", 1, False)),
+        ({"every": 4, "compression": "int8", "overlap": 0}, ("int8", 0, True)),
+    ],
+)
+def test_local_steps_are_in_few_bits_and_late_if_exchanges_are_near_enough(
+    options: dict[str, Any], expected: tuple[str, int, bool]
+) -> None:
+    assert agreed(on_ranks(2, MODEL, lambda rank, model: settled(model, **options))) == expected
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])

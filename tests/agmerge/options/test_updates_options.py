@@ -169,7 +169,7 @@ def test_local_optimizers_have_no_sync_argument() -> None:
         with pytest.raises(ValueError, match="fragment_sync_delay is another name of overlap"):
             agmerge.LocalSync(model, sgd(model), overlap=1, fragment_sync_delay=2)
         with pytest.raises(ValueError, match="sync_every is another name of every"):
-            agmerge.LocalSync(model, sgd(model), 4, sync_every=2)
+            agmerge.LocalSync(model, sgd(model), 8, sync_every=2)
         with pytest.raises(TypeError, match="optimizer is already a DistributedOptimizer"):
             agmerge.LocalSync(model, wrap(model))
 

@@ -16,7 +16,8 @@ def run(model: nn.Module, **options: Any) -> list[tuple[str, int, int]]:
     """Return, from each rank after eight steps, the digest of the shared parameters, merge buffers, and exchanges."""
 
     def body(rank: int, model: nn.Module) -> tuple[str, int, int]:
-        optimizer = agmerge.LocalOptimizer(sgd(model), model.named_parameters(), every=4, exchange="sparse", **options)
+        selection: dict[str, Any] = {"exchange": "sparse", "wire": "int4"}  # with quantizers all buffers have all turns
+        optimizer = agmerge.LocalOptimizer(sgd(model), model.named_parameters(), every=4, **selection, **options)
         train(model, optimizer, rank, range(8), backward)
         stats = optimizer.stats()
         with optimizer.shared():

@@ -24,7 +24,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "every, overlap": {"every": 3, "overlap": 1},
     "fragments": {"every": 4, "fragments": 2},
     "outer": {"every": 3, "outer": agmerge.Nesterov()},
-    "local": {"every": 3, "density": 1.0, "wire": "int4"},
+    "local": {"every": 3},
     "low rank": {"compression": "powersgd"},
     "unused": {"every": 2},
     "skipped": {"nonfinite": "skip"},
