@@ -174,13 +174,14 @@ def test_after_local_steps_parameters_are_the_mean(carry: str, options: dict[str
     "options, torchft",
     [
         ({"every": 3}, {"sync_every": 3}),
+        ({"every": 5}, {"sync_every": 5}),
         (
             {"every": 4, "fragments": 2, "overlap": 1, "compression": "none"},
             {"sync_every": 4, "fragment_sync_delay": 1},
         ),
         ({"every": 2, "carry": "hold", "outer": torch.optim.SGD}, {"sync_every": 2}),
     ],
-    ids=["int4", "fragments", "outer"],
+    ids=["eden-2", "int4", "fragments", "outer"],
 )
 def test_a_context_around_a_plain_optimizer_comes_to_the_same_bits(
     options: dict[str, Any], torchft: dict[str, Any]
