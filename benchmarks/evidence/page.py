@@ -102,7 +102,8 @@ def took(compressed: Sequence[Cell], usual: Sequence[Cell]) -> str:
     where = "one core" if dense.first["device"] == "cpu" else "one GPU"
     return (
         f"The fastest training with dense took {dense.minutes:.1f} minutes of {where}. With the other settings, which "
-        f"train all workers one after another, it took {min(others):.1f} to {max(others):.1f} minutes.\n"
+        f"train all workers one after another, it took {min(others):.1f} to {max(others):.1f} minutes. Other work on "
+        "the same machine is included.\n"
     )
 
 
@@ -139,7 +140,7 @@ def traffic(cells: Sequence[Cell]) -> str:
             f"`{name}`",
             by_bytes(count),
             f"{sent[0][1] / count:.0f}x",
-            " / ".join(f"{8e3 * count / link:.2g}" for link in LINKS) + " ms",
+            " / ".join(f"{float(f'{8e3 * count / link:.2g}'):g}" for link in LINKS) + " ms",
         ]
         for name, count in sent
     ]
