@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 # Trainings.
 
 
-@pytest.mark.parametrize("contender", ["updates", "default", "topk", "powersgd-4", "local-4", DENSE])
+@pytest.mark.parametrize("contender", ["updates", "default", "topk", "powersgd-4", "local-4", "local-8", DENSE])
 @pytest.mark.values
 def test_a_training_that_was_cut_off_ends_as_one_that_was_not(tmp_path: Path, contender: str) -> None:
     """It is stopped in its fifth step, where a message of updates is under way, and the checkpoint is read again."""

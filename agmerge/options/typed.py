@@ -63,7 +63,7 @@ class Options:
     overlap: Any = None  # steps; None: 1 with quantizers, else 0
     decay: float = 1.0
     outer: Any = None  # a function of parameters that makes an optimizer of them, or None
-    moments: Any = None  # or "mean", or "own"; None: "mean" with quantizers, else "own"
+    moments: Any = None  # or "mean", or "own"; None: "mean" with quantizers and few steps between exchanges
 
     def __post_init__(self) -> None:
         """Read iterators, and copy lists and dictionaries: later changes of the script's have no effect."""

@@ -23,7 +23,7 @@ from evidence.training import Training, first_model, train_rank  # noqa: E402
 import agmerge  # noqa: E402
 
 WORKERS, STEPS = 2, 12
-CONTENDERS = ("split", "default", "updates", "local-4", "topk", "powersgd-4", "int8", "bf16")
+CONTENDERS = ("split", "default", "updates", "local-4", "local-8", "topk", "powersgd-4", "int8", "bf16")
 SIZES["tiny"] = Size(layers=1, width=32, heads=2, context=16, batch=64, rate=1e-2)
 
 
