@@ -266,11 +266,17 @@ def test_tokens_are_as_many_as_there_is_time_for() -> None:
 
 
 def test_a_training_of_unknown_length_counts_as_long_as_those_under_way() -> None:
-    half, quarter = (None, 10.0, 0.5), (None, 10.0, 0.25)  # of 20 s, and of 40 s
+    half, quarter = (None, 10.0, 0.0, 0.5), (None, 10.0, 0.0, 0.25)  # of 20 s, and of 40 s
     assert jobs.seconds_left([half, quarter], [None] * 34) == 10 + 30 + 34 * 30
-    assert jobs.seconds_left([(100.0, 10.0, 0.5)], [50.0, None]) == 90 + 50 + 100
-    assert jobs.seconds_left([(100.0, 120.0, 0.9)], []) == 0  # it takes longer than the one like it
+    assert jobs.seconds_left([(100.0, 10.0, 0.0, 0.5)], [50.0, None]) == 90 + 50 + 100
+    assert jobs.seconds_left([(100.0, 120.0, 0.0, 0.9)], []) == 0  # it takes longer than the one like it
     assert jobs.seconds_left([], [None]) == 0
+
+
+def test_a_resumed_training_counts_the_steps_since_then() -> None:
+    resumed = (None, 10.0, 0.5, 0.75)  # of 40 s, of which 20 were spent before
+    assert jobs.seconds_left([resumed], [None]) == 10 + 40
+    assert jobs.seconds_left([(40.0, 10.0, 0.5, 0.75)], []) == 10
 
 
 def test_numbers_of_the_command_line_are_read_with_their_units_and_must_be_positive(

@@ -40,7 +40,8 @@ class Job:
 
     def __init__(self, number: int, heard: queue.Queue[tuple[int, dict[str, Any]]], device: str) -> None:
         self.training: Training | None = None  # under way
-        self.step = 0  # of it
+        self.first: int | None = None  # step that it began or resumed at; None: not heard yet
+        self.step = 0  # that it is at
         self.began = 0.0  # when it began
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, str(Path(__file__).parents[1] / "prove.py"), "--job", f"{number}:{device}"]
@@ -49,12 +50,13 @@ class Job:
 
     def begin(self, training: Training, corpus: Corpus, folder: Path) -> None:
         """Begin a training, or resume it from its checkpoint in ``folder``."""
-        self.training, self.step, self.began = training, 0, time.monotonic()
+        self.training, self.first, self.step, self.began = training, None, 0, time.monotonic()
         place = {"folder": corpus.folder, **corpus.facts()}
         self.say({"training": asdict(training), "corpus": place, "checkpoint": str(folder / f"{training.name}.pt")})
 
     def at(self, step: int) -> None:
         """Note how far the training is."""
+        self.first = step if self.first is None else self.first
         self.step = step
 
     def end(self) -> None:
@@ -168,8 +170,9 @@ class Jobs:
         if "step" in answer:
             job.at(answer["step"])
         elif job.training is not None and "row" in answer:
+            made = job.training.tokens * (1 - (job.first or 0) / job.training.steps)  # since it was resumed
             took = time.monotonic() - job.began
-            self._spent.setdefault(job.training.contender, []).append(took / job.training.tokens)
+            self._spent.setdefault(job.training.contender, []).append(took / max(1.0, made))
             job.end()
             on_row(answer["row"])
         elif job.training is not None and "stopped" in answer:
@@ -198,7 +201,10 @@ class Jobs:
             f"{one.contender} W={one.workers} seed {one.seed} {job.step / one.steps:.0%}" for job, one in busy
         )
         now = time.monotonic()
-        under_way = [(self._needed(one), now - job.began, job.step / one.steps) for job, one in busy]
+        under_way = [
+            (self._needed(one), now - job.began, (job.first or 0) / one.steps, job.step / one.steps)
+            for job, one in busy
+        ]
         seconds = seconds_left(under_way, [self._needed(training) for training in left])
         ends = f"about {seconds / len(self._jobs) / 60:.0f} min left" if any(job.step for job, _ in busy) else ""
         if self._deadline is not None:
@@ -208,20 +214,24 @@ class Jobs:
         self._tell("; ".join(part for part in (count, here, ends) if part))
 
 
-def seconds_left(under_way: Sequence[tuple[float | None, float, float]], waiting: Sequence[float | None]) -> float:
+def seconds_left(
+    under_way: Sequence[tuple[float | None, float, float, float]], waiting: Sequence[float | None]
+) -> float:
     """Return the seconds that trainings still take, one after another.
 
     Args:
-        under_way: of each training that has begun: the seconds that one like it took (None: unknown), the seconds that
-            it has taken, and the part that is done, from 0 to 1.
+        under_way: of each training that has begun: the seconds that one like it took (None: unknown), the seconds since
+            it was begun or resumed, the part that was done then, and the part that is done now, from 0 to 1.
         waiting: of each other training: the seconds that one like it took (None: unknown).
     """
-    wholes = [
-        spent / done if needed is None and done else max(needed or 0.0, spent) for needed, spent, done in under_way
-    ]
+    wholes, ahead = [], 0.0
+    for needed, spent, before, done in under_way:
+        known = spent / (done - before) if needed is None and done > before else needed or 0.0
+        here = max(known * (1 - before), spent)
+        wholes.append(here / max(1 - before, 1e-9))
+        ahead += here - spent
     usual = sum(wholes) / max(1, len(wholes))
-    ahead = sum(usual if needed is None else needed for needed in waiting)
-    return ahead + sum(whole - spent for whole, (_, spent, _) in zip(wholes, under_way, strict=True))
+    return ahead + sum(usual if needed is None else needed for needed in waiting)
 
 
 # In the process of a job.

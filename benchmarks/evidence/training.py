@@ -164,7 +164,7 @@ def train_rank(
         kept: of a checkpoint; None: begin.
         turn: is held during each forward and backward pass; None: ranks need not take turns.
         at_step_end: is called with a function that returns what a checkpoint keeps.
-        on_progress: is called with the number of steps so far.
+        on_progress: is called with the number of steps so far, first with those of ``kept``.
         more: arguments of the distributed optimizer beside the contender's.
 
     Returns:
@@ -186,6 +186,7 @@ def train_rank(
     groups = [group for one in inner for group in one.param_groups]  # loading has replaced them
     data, held_out = corpus.part("train"), corpus.part("held_out")
     every = -(-steps // POINTS)
+    on_progress(begin)
     for step in range(begin, steps):
         began = time.perf_counter()
         for group, rate in zip(groups, highest, strict=True):
