@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import prove
 import pytest
@@ -357,7 +358,7 @@ def test_the_page_has_the_figures_of_the_recorded_runs() -> None:
     written = page.PAGE.read_text(encoding="utf-8")
     assert page.written_page(written, page.recorded()) == written
     runs = page.recorded()
-    assert page.digest_of(page.ladder(runs)) in page.LADDER.read_text(encoding="utf-8")
+    assert page.digest_of(page.flat(page.drawn(runs))) in page.LADDER.read_text(encoding="utf-8")
     assert page.digest_of(page.curves(runs["rung1"])) in page.CURVES.read_text(encoding="utf-8")
 
 
@@ -400,4 +401,7 @@ def test_a_rung_shows_each_batch_each_number_of_workers_and_the_rates() -> None:
     assert "with dense took 1.0 minutes of one core. With the other settings, which train all" in "\n".join(lines)
     assert cells[-1] == "| `topk` | 50 kB | 20x | 2 / 0.4 / 0.04 ms |"
     assert page.ladder({"rung1": run}) == {"topk": [(260_000.0, pytest.approx(5.5), pytest.approx(6.353, abs=1e-3))]}
+    assert page.by_batch(run) == {"topk": [(512.0, pytest.approx(5.0), 0.0), (2048.0, pytest.approx(5.5), ANY)]}
+    assert list(page.drawn({"rung1": run})) == ["parameters without embeddings", "tokens of a step"]
+    assert page.by_batch({**run, "rows": [one for one in rows if one["batch"] == 512]}) == {}
     assert page.figures({}) == page.NONE

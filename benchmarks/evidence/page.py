@@ -158,7 +158,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-# The picture: excess loss by size of the model.
+# The picture: excess loss by size of the model, and by batch.
 
 
 def ladder(runs: Mapping[str, Run]) -> dict[str, list[tuple[float, float, float]]]:
@@ -166,21 +166,56 @@ def ladder(runs: Mapping[str, Run]) -> dict[str, list[tuple[float, float, float]
 
     With the first number of workers of ``AT`` that all rungs have, at the largest batch and dense's rate.
     """
-    by_run = [
-        [cell for cell in cells_of(with_dense(run["rows"], run["best"])) if cell.first["factor"] == 1]
-        for run in runs.values()
-    ]
-    have = [{cell.first["workers"] for cell in cells} for cells in by_run]
+    cells = [usual_of(run) for run in runs.values()]
+    have = [{cell.first["workers"] for cell in here} for here in cells]
     workers = next((count for count in AT if have and all(count in one for one in have)), None)
+    largest = [cell for here in cells for cell in of_largest_batch(here) if cell.first["workers"] == workers]
+    return lines_of(largest, "parameters")
+
+
+def by_batch(run: Run) -> dict[str, list[tuple[float, float, float]]]:
+    """Return the points of each contender that has several batches: tokens of a step, excess in %, half an interval.
+
+    With the first number of workers of ``AT`` that has several, at dense's rate for each batch.
+    """
+    for workers in AT:
+        cells = [cell for cell in usual_of(run) if cell.first["workers"] == workers]
+        found = {name: line for name, line in lines_of(cells, "batch").items() if len(line) > 1}
+        if found:
+            return found
+    return {}
+
+
+def usual_of(run: Run) -> list[Cell]:
+    """Return the cells of a run at dense's learning rate."""
+    return [cell for cell in cells_of(with_dense(run["rows"], run["best"])) if cell.first["factor"] == 1]
+
+
+def of_largest_batch(cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cells with the largest batch that there is."""
+    largest = max((cell.first["batch"] for cell in cells), default=0)
+    return [cell for cell in cells if cell.first["batch"] == largest]
+
+
+def lines_of(cells: Sequence[Cell], place: str) -> dict[str, list[tuple[float, float, float]]]:
+    """Return the points of each contender but dense: ``place``, excess in %, half of its interval.
+
+    Args:
+        cells: one for each point.
+        place: name of a field of a row, such as "batch".
+    """
     found: dict[str, list[tuple[float, float, float]]] = {}
-    for cells in by_run:
-        largest = max(cell.first["batch"] for cell in cells)
-        for cell in cells:
-            name, excess = cell.first["contender"], cell.excess
-            if (cell.first["workers"], cell.first["batch"]) == (workers, largest) and excess and name != DENSE:
-                point = (float(cell.first["parameters"]), excess.mean, excess.half or 0.0)
-                found.setdefault(name, []).append(point)
-    return found
+    for cell in cells:
+        name, excess = cell.first["contender"], cell.excess
+        if excess and name != DENSE:
+            found.setdefault(name, []).append((float(cell.first[place]), excess.mean, excess.half or 0.0))
+    return {name: sorted(line) for name, line in found.items()}
+
+
+def drawn(runs: Mapping[str, Run]) -> dict[str, dict[str, list[tuple[float, float, float]]]]:
+    """Return the points of each panel, by the name of its axis: those by batch are of the smallest model."""
+    smallest = by_batch(next(iter(runs.values()))) if runs else {}
+    return {"parameters without embeddings": ladder(runs), **({"tokens of a step": smallest} if smallest else {})}
 
 
 def digest_of(points: Mapping[str, Any]) -> str:
@@ -189,22 +224,36 @@ def digest_of(points: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rounded, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def flat(panels: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the lines of all panels, by the names of panel and line."""
+    return {f"{panel}: {name}": line for panel, lines in panels.items() for name, line in lines.items()}
+
+
 def draw(runs: Mapping[str, Run], file: Path) -> None:
-    """Draw a line for each contender; the file has the digest of what it shows."""
+    """Draw a line for each contender in each panel; the file has the digest of what it shows."""
     from matplotlib import pyplot
 
-    points = ladder(runs)
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for number, (name, line) in enumerate(points.items()):
-        sizes, means, halves = zip(*line, strict=True)
-        shifted = [size * 1.02**number for size in sizes]  # intervals must not hide each other
-        axes.errorbar(shifted, means, yerr=halves, fmt="o-", capsize=3, label=name, color=color_of(number))
-    axes.axhline(0.0, color="black", linewidth=0.8)
-    axes.set(xscale="log", xlabel="parameters without embeddings", ylabel="increase of the loss, %")
-    axes.set_yscale("symlog", linthresh=2.0)
-    if points:
-        axes.legend(fontsize=8)
-    saved(figure, file, points)
+    shown = drawn(runs)
+    names = list(dict.fromkeys(name for lines in shown.values() for name in lines))
+    figure, panels = pyplot.subplots(1, len(shown), figsize=(4 + 3.5 * len(shown), 4), sharey=True, squeeze=False)
+    for axes, (label, lines) in zip(panels[0], shown.items(), strict=True):
+        for name, line in lines.items():
+            number = names.index(name)
+            places, means, halves = zip(*line, strict=True)
+            shifted = [place * 1.02**number for place in places]  # intervals must not hide each other
+            axes.errorbar(shifted, means, yerr=halves, fmt="o-", capsize=3, label=name, color=color_of(number))
+        axes.axhline(0.0, color="black", linewidth=0.8)
+        axes.set(xscale="log", xlabel=label)
+        axes.set_yscale("symlog", linthresh=2.0)
+        axes.set_yticks(TICKS, [f"{tick:+g}" if tick else "0" for tick in TICKS])
+        places = sorted({place for line in lines.values() for place, _, _ in line})
+        axes.set_xticks(places, [f"{place:,.0f}" for place in places])
+        axes.minorticks_off()
+    panels[0][0].set_ylabel("increase of the loss, %")
+    if names:
+        lines = {line.get_label(): line for line in panels[0][0].containers}
+        panels[0][-1].legend(lines.values(), lines.keys(), fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    saved(figure, file, flat(shown))
 
 
 # The picture: excess loss during the training of the smallest model.
@@ -215,9 +264,7 @@ def curves(run: Run) -> dict[str, list[tuple[float, float, float]]]:
 
     A point is tokens, the excess in %, and half of its interval: of several seeds, the largest batch and dense's rate.
     """
-    cells = [cell for cell in cells_of(with_dense(run["rows"], run["best"])) if cell.first["factor"] == 1]
-    largest = max(cell.first["batch"] for cell in cells)
-    cells = [cell for cell in cells if cell.first["batch"] == largest]
+    cells = of_largest_batch(usual_of(run))
     dense = {row["seed"]: row["curve"] for cell in cells if cell.first["contender"] == DENSE for row in cell.rows}
     found = {}
     for cell in cells:
