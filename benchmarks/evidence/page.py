@@ -82,11 +82,12 @@ def made(here: Sequence[Cell], cells: Sequence[Cell], data: Mapping[str, Any]) -
     rates = sorted({one["rate"] for one in tried})
     tuned = f"the best of {len(rates)} that we tried ({rates[0]:g} to {rates[-1]:g})" if len(rates) > 1 else "not tuned"
     epochs = first["tokens"] / data["train"]
+    seeds = "one seed" if len(dense.rows) == 1 else f"mean of {len(dense.rows)} seeds"
     often = f" The text is read {epochs:.1f} times." if epochs > 1 else ""
     return (
         f"{first['optimizer'].replace('adamw', 'AdamW')}, {first['tokens'] / 1e6:.3g} M tokens, {first['steps']} steps "
         f"of {first['batch']} tokens for all workers together. Dense training reaches a loss of {dense.loss:.4f} "
-        f"(mean of {len(dense.rows)}). Its learning rate is {first['rate']:g}, {tuned}.{often}\n"
+        f"({seeds}). Its learning rate is {first['rate']:g}, {tuned}.{often}\n"
     )
 
 
