@@ -308,7 +308,7 @@ def prove(args: argparse.Namespace) -> None:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     jobs = args.jobs or (cores() if device == "cpu" else 1)
     quick = not any(getattr(args, name) for name in (*DEFAULTS, "minutes", "resume"))
-    minutes = args.minutes or (8.5 if quick else None)  # ten with the installation in a new clone
+    minutes = args.minutes or (8.5 if quick else None)  # of ten: a first call also installs
     run = folder_of(args)
     run.load()
     settings = settings_of(args, run.settings)

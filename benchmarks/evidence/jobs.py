@@ -172,7 +172,7 @@ class Jobs:
         elif job.training is not None and "row" in answer:
             made = job.training.tokens * (1 - (job.first or 0) / job.training.steps)  # since it was resumed
             took = time.monotonic() - job.began
-            self._spent.setdefault(job.training.contender, []).append(took / max(1.0, made))
+            self._spent.setdefault(job.training.contender, []).append(took / made)
             job.end()
             on_row(answer["row"])
         elif job.training is not None and "stopped" in answer:
@@ -206,7 +206,11 @@ class Jobs:
             for job, one in busy
         ]
         seconds = seconds_left(under_way, [self._needed(training) for training in left])
-        ends = f"about {seconds / len(self._jobs) / 60:.0f} min left" if any(job.step for job, _ in busy) else ""
+        ends = (
+            f"about {seconds / len(self._jobs) / 60:.0f} min left"
+            if any(job.step > (job.first or 0) for job, _ in busy)
+            else ""
+        )
         if self._deadline is not None:
             ends = f"at most {max(0.0, self._deadline - time.monotonic()) / 60:.1f} min left"
         most = "" if self._deadline is None else "at most "
@@ -221,14 +225,14 @@ def seconds_left(
 
     Args:
         under_way: of each training that has begun: the seconds that one like it took (None: unknown), the seconds since
-            it was begun or resumed, the part that was done then, and the part that is done now, from 0 to 1.
+            it was begun or resumed, the part that was done then (below 1), and the part that is done now (up to 1).
         waiting: of each other training: the seconds that one like it took (None: unknown).
     """
     wholes, ahead = [], 0.0
     for needed, spent, before, done in under_way:
         known = spent / (done - before) if needed is None and done > before else needed or 0.0
         here = max(known * (1 - before), spent)
-        wholes.append(here / max(1 - before, 1e-9))
+        wholes.append(here / (1 - before))
         ahead += here - spent
     usual = sum(wholes) / max(1, len(wholes))
     return ahead + sum(usual if needed is None else needed for needed in waiting)

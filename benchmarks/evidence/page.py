@@ -231,7 +231,7 @@ def flat(panels: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def draw(runs: Mapping[str, Run], file: Path) -> None:
-    """Draw a line for each contender in each panel; the file has the digest of what it shows."""
+    """Draw a line for each contender in each panel, and write the digest of all points into the file."""
     from matplotlib import pyplot
 
     shown = drawn(runs)
@@ -252,8 +252,8 @@ def draw(runs: Mapping[str, Run], file: Path) -> None:
         axes.minorticks_off()
     panels[0][0].set_ylabel("increase of the loss, %")
     if names:
-        lines = {line.get_label(): line for line in panels[0][0].containers}
-        panels[0][-1].legend(lines.values(), lines.keys(), fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        labels = {line.get_label(): line for axes in panels[0] for line in axes.containers}
+        panels[0][-1].legend(labels.values(), labels.keys(), fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     saved(figure, file, flat(shown))
 
 
