@@ -50,14 +50,14 @@ def figures(runs: Mapping[str, Run]) -> str:
 def rung(name: str, run: Run) -> list[str]:
     """Return the paragraphs of a rung."""
     cells = cells_of(with_dense(run["rows"], run["best"]))
-    usual = [cell for cell in cells if cell.first["factor"] == 1]
+    usual = usual_of(run)
     first = usual[0].first
     parts = [f"### {first['parameters'] / 1e6:.2g} million parameters\n"]
     batches = sorted({cell.first["batch"] for cell in usual}, reverse=True)
     for batch in batches:
         here = [cell for cell in usual if cell.first["batch"] == batch]
         parts += [made(here, cells, run["data"]), losses(here)]
-    largest = [cell for cell in cells if cell.first["batch"] == batches[0] and cell.first["contender"] != DENSE]
+    largest = [cell for cell in of_largest_batch(cells) if cell.first["contender"] != DENSE]
     others = [cell for cell in largest if cell.first["factor"] not in (1, None)]
     if others:
         parts += ["Contenders at other learning rates, compared with dense at its best one:\n", at_rates(others)]
