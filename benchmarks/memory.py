@@ -3,7 +3,7 @@
 
     python benchmarks/memory.py                      # 100 million parameters, two workers: 7 GB, some minutes
     python benchmarks/memory.py --small              # 10 million: seconds a row, to see that it works
-    python benchmarks/memory.py --contenders "plain loop" "agmerge none" --steps 15
+    python benchmarks/memory.py --contenders "plain loop" "agmerge local 8" --matrices 20 --steps 52
 
 Every row is a launch of its own (torchrun; horovodrun for Horovod), so that nothing is left over from another. The
 model is matrices of 1000 x 1000 under SGD without momentum. What is read is the resident memory of rank 0: "steady"
@@ -50,7 +50,9 @@ ROWS: dict[str, Contender] = {
     "agmerge powersgd": contenders.CONTENDERS["agmerge powersgd"],
     "agmerge acpsgd": contenders.CONTENDERS["agmerge acpsgd"],
     "agmerge updates": contenders.ours(exchange="sparse", sync="updates"),
-    "agmerge local": contenders.ours(exchange="sparse", sync="updates", every=2, density=1.0, wire="int4"),
+    # As LocalOptimizer(every=4) and LocalOptimizer(every=8). Exchanges are rare: pass --steps 52.
+    "agmerge local 4": contenders.ours(exchange="sparse", sync="updates", every=4, compression="eden-2"),
+    "agmerge local 8": contenders.ours(exchange="sparse", sync="updates", every=8, density=1.0, wire="int4"),
     "agmerge fp16": contenders.ours(compression="fp16"),
     "agmerge dgc": contenders.ours(compression="dgc", exchange="sparse"),
 }
