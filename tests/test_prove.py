@@ -53,7 +53,7 @@ def test_a_training_that_was_cut_off_ends_as_one_that_was_not(tmp_path: Path, co
     steps: list[int] = []
     rest = train_in_memory(training, corpus, path, seconds=0.0, on_progress=steps.append)
     assert steps[0] > 4 and steps[-1] == training.steps and not path.exists()
-    same = ("digest", "loss", "curve")
+    same = ("digest", "loss", "curve", "bytes_per_step", "dense_bytes_per_step")
     assert {name: rest[name] for name in same} == {name: whole[name] for name in same}
 
 

@@ -27,6 +27,7 @@ from evidence.models import AT_ONCE, CLIP, GPT, SIZES
 
 POINTS, OF_A_POINT, AT_THE_END = 16, 1 << 13, 1 << 17  # of a curve; held-out tokens of each, of the final loss
 ROWS = 32  # that are evaluated at once, at most
+SENT = ("link_bytes", "link_bytes_dense")  # of stats(): by this training, and by uncompressed float32
 EXPECTED = ("AGM705", "AGM707")  # warnings that a contender is named in spite of: its loss, its momentum
 
 
@@ -169,7 +170,7 @@ def train_rank(
 
     Returns:
         "loss" on held-out text and "curve" (pairs of tokens and loss) on rank 0, "seconds" of training, "digest" of the
-        parameters, and "stats" of the optimizer.
+        parameters, and "sent": bytes of all steps, by the names of ``SENT``.
     """
     size, steps, share = SIZES[training.size], training.steps, training.batch // SIZES[training.size].context
     model = copy.deepcopy(first).to(device)
@@ -177,13 +178,18 @@ def train_rank(
     highest = [group["lr"] for one in inner for group in one.param_groups]
     whole = training.contender == DENSE
     optimizer = None if whole else contenders.wrapped(training.contender, inner, model, **more)
-    begin, curve, seconds = 0, [], 0.0
+    begin, curve, seconds, before = 0, [], 0.0, dict.fromkeys(SENT, 0)
     if kept is not None:
-        begin, curve, seconds = kept["step"], kept["curve"], kept["seconds"]
+        begin, curve, seconds, before = kept["step"], kept["curve"], kept["seconds"], kept["sent"]
         model.load_state_dict(kept["model"])
         for one, state in zip([optimizer] if optimizer else inner, kept["optimizers"], strict=True):
             one.load_state_dict(state)
     groups = [group for one in inner for group in one.param_groups]  # loading has replaced them
+
+    def sent() -> dict[str, int]:  # an optimizer counts from its beginning, also if it has loaded a state
+        now = optimizer.stats() if optimizer else dict.fromkeys(SENT, 0)
+        return {name: before[name] + now[name] for name in SENT}
+
     data, held_out = corpus.part("train"), corpus.part("held_out")
     every = -(-steps // POINTS)
     on_progress(begin)
@@ -217,15 +223,16 @@ def train_rank(
 
         def state(done: int = done, seconds: float = seconds) -> dict[str, Any]:
             states = [one.state_dict() for one in ([optimizer] if optimizer else inner)]
-            return {"step": done, "curve": curve, "seconds": seconds, "model": model.state_dict(), "optimizers": states}
+            progress = {"step": done, "curve": curve, "seconds": seconds, "sent": sent()}
+            return {**progress, "model": model.state_dict(), "optimizers": states}
 
         if done < steps:
             at_step_end(state)
         on_progress(done)
-    stats = optimizer.stats() if optimizer else {}
+    total = sent()
     if optimizer:
         optimizer.close()  # with updates the parameters are then the shared ones
-    found = {"seconds": seconds, "digest": digest_of(model), "stats": stats, "curve": curve}
+    found = {"seconds": seconds, "digest": digest_of(model), "sent": total, "curve": curve}
     if rank == 0:
         found["loss"] = held_out_loss(model, held_out, size.context, AT_THE_END)
     return found
@@ -318,8 +325,8 @@ def row_of(training: Training, corpus: text.Corpus, device: str, found: list[dic
         "loss": found[0]["loss"],
         "curve": found[0]["curve"],
         "digest": found[0]["digest"],
-        "bytes_per_step": statistics.fmean(one["stats"].get("link_bytes", 0) for one in found) / steps,
-        "dense_bytes_per_step": statistics.fmean(one["stats"].get("link_bytes_dense", 0) for one in found) / steps,
+        "bytes_per_step": statistics.fmean(one["sent"]["link_bytes"] for one in found) / steps,
+        "dense_bytes_per_step": statistics.fmean(one["sent"]["link_bytes_dense"] for one in found) / steps,
         "seconds": found[0]["seconds"],
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu",
         "data_digest": corpus.digest,

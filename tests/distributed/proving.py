@@ -50,7 +50,7 @@ def main(folder: Path) -> None:
     for contender in CONTENDERS:
         training = training_of(contender)
         trained = train_rank(training, corpus, first_model(training), agmerge.rank(), dense_sum="ordered")
-        found[contender] = [trained["digest"], trained["stats"]["link_bytes"]]
+        found[contender] = [trained["digest"], trained["sent"]["link_bytes"]]
     (folder / f"{agmerge.rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     agmerge.shutdown()
 
