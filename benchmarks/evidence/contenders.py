@@ -26,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "updates-1-in-3": {"sync": "updates", "compression": "eden-1", "every": 3, "fragments": 3, **SPARSE},
     "updates-topk": {"sync": "updates", "density": 0.05, **SPARSE},
     "local-4": {"every": 4, **SPARSE},
+    "local-4-overlap-0": {"every": 4, "overlap": 0, **SPARSE},
     "local-8": {"every": 8, **SPARSE},
     "local-30": {"every": 30, **SPARSE},
     "topk": {"compression": "topk", "density": 0.01, **SPARSE},
