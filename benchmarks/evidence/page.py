@@ -60,7 +60,7 @@ def rung(name: str, run: Run) -> list[str]:
     largest = [cell for cell in of_largest_batch(cells) if cell.first["contender"] != DENSE]
     others = [cell for cell in largest if cell.first["factor"] not in (1, None)]
     if others:
-        parts += ["Contenders at other learning rates, compared with dense at its best one:\n", at_rates(others)]
+        parts += ["Other learning rates, compared with dense at its best one:\n", at_rates(others)]
     parts += ["Traffic per worker and step, and the time that it takes on a link of that rate:\n", traffic(usual)]
     parts.append(took(largest, usual))
     commands = "\n".join(run["commands"])
