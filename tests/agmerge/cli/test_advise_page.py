@@ -59,9 +59,11 @@ def test_figures_of_updates_are_those_of_the_recorded_runs() -> None:
 def test_the_example_of_the_page_is_what_advise_prints() -> None:
     """Costs, exit codes, numbers of steps; its seconds are of one day."""
     example = PAGE.partition(" million parameters, AdamW")[2].partition("```")[0]
-    rows = re.findall(r"^([\w-]+)(?: \(default\))? +[\d.]+ +[\d.]+  (\S.*)$", example, re.MULTILINE)
-    assert {name for name, _ in rows} >= {*FOUR, "topk", "eden-1", "acpsgd"}
-    for name, cost in rows:
+    assert example.strip() in (DOCS / "_data" / "command_line" / "advise.txt").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^(\S+)(?: \(default\))? +[\d.]+ +[\d.]+  (\S.*)$", example, re.MULTILINE))
+    assert rows.pop("sync='updates'") == told_cost_of_updates(ADAMW)
+    assert rows.keys() >= {*FOUR, "topk", "eden-1", "acpsgd"}
+    for name, cost in rows.items():
         assert cost == told_cost(name, OTHERS.get(name), ADAMW), name
     where, lines = filled(DDP, {"model": "model", "optimizer": "optimizer"}, scaled=False)
     assert "\n".join([f"Put this {where}:", "", *(f"    {line}" for line in lines)]) in example
