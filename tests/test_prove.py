@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -360,6 +362,49 @@ def test_the_page_has_the_figures_of_the_recorded_runs() -> None:
     runs = page.recorded()
     assert page.digest_of(page.flat(page.drawn(runs))) in page.LADDER.read_text(encoding="utf-8")
     assert page.digest_of(page.curves(runs["rung1"])) in page.CURVES.read_text(encoding="utf-8")
+
+
+class Recorded:
+    """Pool of jobs that trains nothing: it answers with the rows of a recorded run."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.rows = {prove.training_of(row): row for row in rows}
+
+    def __call__(self, *pool: Any) -> Recorded:
+        return self
+
+    def __enter__(self) -> Recorded:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End nothing."""
+
+    def make(self, todo: Sequence[Training], corpus: Any, checkpoints: Path, add: Callable[[Any], None]) -> list[Any]:
+        """Add the row of each training. KeyError: the record has none."""
+        for one in todo:
+            add(self.rows[one])
+        return []
+
+
+@pytest.mark.parametrize("name", ["rung1", "rung2"])
+def test_the_commands_of_a_record_make_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    recorded = page.recorded()[name]
+    pool = Recorded(recorded["rows"])
+    corpus = SimpleNamespace(**recorded["data"], facts=lambda: recorded["data"])
+    monkeypatch.chdir(tmp_path)
+    for owner, attribute, stand_in in (
+        (prove, "Jobs", pool),
+        (prove, "check", lambda *settings: None),
+        (text, "prepared", lambda *place: corpus),
+        (report, "picture", lambda *run: []),
+    ):
+        monkeypatch.setattr(owner, attribute, stand_in)
+    for command in recorded["commands"]:
+        monkeypatch.setattr(sys, "argv", shlex.split(command)[1:])
+        prove.prove(prove.arguments(sys.argv[1:]))
+    made = prove.Run(prove.RUNS / name).stored
+    assert made is not None and {prove.training_of(row) for row in made["rows"]} == pool.rows.keys()
+    assert (made["best"], made["commands"]) == (recorded["best"], recorded["commands"])
 
 
 def test_curves_are_paired_at_each_point_and_need_two_seeds() -> None:

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from statistics import fmean
 
 import torch
+from evidence import page
 
 from agmerge.cli import advisor
 from agmerge.cli.advice import DDP, NOT_HERE, filled
@@ -31,29 +30,35 @@ def test_the_table_of_the_page_has_a_row_of_every_setting_that_advise_tries_by_n
         assert f'"{name}"' in row and f"| {told}" in row
 
 
-def excess_of_updates(rung: str) -> dict[int, list[float]]:
-    """Return for each number of workers the excess of each seed over dense, in percent: largest batch, dense's rate."""
-    run = json.loads((DOCS.parent / "benchmarks" / "prove" / f"{rung}.json").read_text(encoding="utf-8"))
-    largest = max(row["batch"] for row in run["rows"])
-    (best,) = (rate for key, rate in run["best"].items() if key.endswith(f"batch {largest}"))
-    rows = [row for row in run["rows"] if (row["batch"], row["rate"]) == (largest, best)]
-    dense = {row["seed"]: row["loss"] for row in rows if row["contender"] == "dense"}
-    found: dict[int, list[float]] = {}
-    for row in rows:
-        if row["contender"] == "updates":
-            found.setdefault(row["workers"], []).append(100 * (row["loss"] / dense[row["seed"]] - 1))
-    return found
+def excess_of(contender: str) -> list[float]:
+    """Return the mean excess in percent: 2, 4, 8 workers in rung 1, 4 in rung 2; largest batch, dense's rate."""
+    runs = page.recorded()
+    cells = [cell for name in ("rung1", "rung2") for cell in page.of_largest_batch(page.usual_of(runs[name]))]
+    found = {
+        (cell.first["size"], cell.first["workers"]): cell for cell in cells if cell.first["contender"] == contender
+    }
+    told = [found["0.25m", 2], found["0.25m", 4], found["0.25m", 8], found["1m", 4]]
+    assert len(found) == len(told) and all(len(cell.rows) == 3 for cell in told)  # "three seeds" of the texts
+    return [cell.excess.mean for cell in told if cell.excess]
+
+
+def text_of(file: Path) -> str:
+    """Return a page in one line."""
+    return " ".join(file.read_text(encoding="utf-8").split())
 
 
 def test_figures_of_updates_are_those_of_the_recorded_runs() -> None:
-    small, large = excess_of_updates("rung1"), excess_of_updates("rung2")
-    page = " ".join((DOCS / "adaptive.md").read_text(encoding="utf-8").split())
-    two, four, eight = (fmean(small[workers]) for workers in (2, 4, 8))
-    assert f"increased the loss by {two:.1f} % with two workers, {four:.1f} % with four, and {eight:.1f} % with" in page
-    assert all(len(seeds) == 3 for seeds in (*small.values(), *large.values()))
-    assert f"and three seeds, the recommended setting increased it by {fmean(large[4]):.1f} %" in page
-    means = [two, four, eight, fmean(large[4])]
+    written, means = text_of(DOCS / "adaptive.md"), excess_of("updates")
+    two, four, eight, large = (f"{mean:.1f} %" for mean in means)
+    assert f"increased the loss by {two} with two workers, {four} with four, and {eight} with" in written
+    assert f"and three seeds, the recommended setting increased it by {large}" in written
     assert f"{min(means):.0f} to {max(means):.1f} %" == COST_OF_UPDATES
+
+
+def test_figures_of_the_default_in_the_readme_are_those_of_the_recorded_runs() -> None:
+    written, (*small, large) = text_of(DOCS.parent / "README.md"), excess_of("default")
+    assert f"the default's loss was {-max(small):.1f} to {-min(small):.1f} % below uncompressed training's" in written
+    assert f"four workers and three seeds, it was {large:.1f} % above" in written
 
 
 def test_the_example_of_the_page_is_what_advise_prints() -> None:
